@@ -161,9 +161,16 @@ def yaml_node(path: str, most: int, look: str) -> Any:
 
     from ckptool.checkpoint.files import read_small_text
 
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # with which a few lines stand for millions
+                what = "an alias (names that begin with * are in quotes)"
+                raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
+
     text = read_small_text(path, "a file of rules", most)
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
         line, problem = _place_in(text, error)
         raise UsageError(

@@ -10,12 +10,15 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_stri
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import UsageError
 from ckptool.formats.boxes import Chunk, assembled
+from ckptool.transforms.arithmetic import MAX_NUMBER
 
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
 
 
 def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
     """The elements in another shape: a view where the strides allow it, as in torch."""
+    if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
+        raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
     strides = _view_strides(tensor, shape)
     if strides is None:
         return tensor.reshape(tuple(shape))

@@ -79,16 +79,16 @@ def translate(
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
     there = translation
+    config = configuration(change.part) or configuration(change.original)
     if layout is not None:
         layout = replace(layout, translation=translation)
-        sides = {layout.side_of(root.node, reverse) for root in roots}
+        sides = {layout.side_of(root.node, reverse, config) for root in roots}
         if len(sides) > 1:
             what = f"the sets of weights are of several sides of {layout.name}"
             raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
         translation, reverse = layout.rules_for(*sides), layout.sides[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
-    config = configuration(change.part) or configuration(change.original)
     done = translate_roots(
         change.part,
         roots,

@@ -296,3 +296,12 @@ def test_an_untied_head_is_refused(tmp_path: Path) -> None:
     torch.save({**state, "lm_head.weight": state["lm_head.weight"] + 1}, tmp_path / "u.pt")
     with pytest.raises(Conflict, match=r"is not transformer.wte.weight"):
         ckptool.translate(tmp_path / "u.pt", out=tmp_path / "hf.pt", rules_file="gpt2-nanogpt")
+
+
+@pytest.mark.parametrize("gated", ["SwiGLUPacked", "GluMlp"])
+def test_gated_mlps_of_vit_are_refused(gated: str, tmp_path: Path) -> None:
+    import timm.layers
+
+    timm_vit(mlp_layer=getattr(timm.layers, gated)).write(tmp_path / "vit.pt")
+    with pytest.raises(Conflict, match="gated MLPs"):
+        ckptool.translate(tmp_path / "vit.pt", out=tmp_path / "hf.pt", rules_file="vit-timm")

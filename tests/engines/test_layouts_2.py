@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.errors import CkptoolError
 from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, same_weights, torch_side
 from tests.support.llama_meta import META, MetaLlama, write_ranks
 
@@ -239,3 +240,22 @@ def test_old_folders_of_a_vae(tmp_path: Path) -> None:
     for name in ("old", "new"):
         ckptool.translate(tmp_path / f"{name}.safetensors", out=tmp_path / f"{name}.pt", rules_file=VAE)
     assert same_weights(tmp_path / "old.pt", tmp_path / "new.pt")
+
+
+# Models that have the names of another and compute something else with them -----------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Granite", "SmolLM3", "Helium", "Ernie4_5", "GPTBigCode"])
+def test_models_with_the_names_of_another_are_refused(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    layouts = ["llama-meta", "llama-megatron"]
+    if family == "GPTBigCode":  # [out, in], as nanoGPT, and the rows of q, k and v head by head
+        sizes, layouts = {"n_embd": 32, "n_layer": 1, "n_head": 4, "multi_query": False}, ["gpt2-nanogpt"]
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=64, pad_token_id=0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    for layout in layouts:
+        with pytest.raises(CkptoolError, match=f"config.json says '{config.model_type}'"):
+            ckptool.translate(tmp_path / "model", rules_file=layout, out=tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()

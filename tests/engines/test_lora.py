@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptool
+from ckptool.errors import CkptoolError
 from fixtures.surgery.make_lora import BF16, CASES, F16, F32, F64, LYCORIS, Net, Tensors, trained, with_lycoris
 
 pytestmark = pytest.mark.engines
@@ -167,3 +168,34 @@ def test_an_adapter_of_diffusers_is_fused_as_it_does(alpha: int, tmp_path: Path)
     theirs = {key.replace(".base_layer", ""): v for key, v in unet.state_dict().items() if "lora_" not in key}
     ours = load_file(tmp_path / "out.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_without_a_part_that_its_configuration_names_is_refused(seed: int, tmp_path: Path) -> None:
+    """PEFT takes what it has just initialised in the place of a missing part, and says so in a warning."""
+    import random
+
+    from peft import LoraConfig, get_peft_model
+
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["head"]}, {}]
+    options = kinds[seed % len(kinds)]
+    torch.manual_seed(seed)
+    layers = {"q": nn.Linear(8, 8), "v": nn.Linear(8, 6), "head": nn.Linear(6, 3)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    targets: Any = rng.choice([["q", "v"], "(q|v)"])
+    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    whole = load_file(path)
+    ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "whole.safetensors")
+    parts = [key for key in whole if any(part in key for part in ("magnitude", "B.bias", "head"))]
+    without = [rng.choice(parts)] if parts else [key for key in whole if ".v." in key]
+    save_file({key: value for key, value in whole.items() if key not in without}, path)
+    with pytest.raises(CkptoolError, match=r"has (no|nothing)"):
+        ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()

@@ -51,7 +51,7 @@ EXPERTS = "block_sparse_moe.experts"
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["1.block_sparse_moe.experts.1."], "line 15: the rule .* there is nothing for e = 1, of 3 tensors"),
+    (["1.block_sparse_moe.experts.1."], "line 16: the rule .* there is nothing for e = 1, of 3 tensors"),
     (["1.block_sparse_moe.experts.1.w3"], r"there is .*1\.w1\.weight, but no .*layers\.1\..*experts\.1\.w3\.weight"),
     (["1.block_sparse_moe.experts.2."], r"3 tensors are missing: .*layers\.1\..*experts\.2\.w1\.weight"),
     ([f"{EXPERTS}.2."], "the router knows another number of experts"),
@@ -73,9 +73,9 @@ LLAMA = "llama-meta"
 
 
 @pytest.mark.parametrize(("given", "expected"), [
-    (["heads=3"], "llama-meta.yaml, line 37: the rule .* 32 cannot be divided by 3"),
-    (["heads=8"], r"line 37: .* \[16, 32\] does not have the rows of 2 heads of 4"),
-    (["kv_heads=4"], r"line 37: .* does not have the rows of 4 heads of 8"),
+    (["heads=3"], "llama-meta.yaml, line 38: the rule .* 32 cannot be divided by 3"),
+    (["heads=8"], r"line 38: .* \[16, 32\] does not have the rows of 2 heads of 4"),
+    (["kv_heads=4"], r"line 38: .* does not have the rows of 4 heads of 8"),
     (["head=4"], "head.*: no rule has a variable of that name"),
 ])  # fmt: skip
 def test_numbers_that_do_not_fit(given: list[str], expected: str, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_half_or_a_target_that_is_missing_is_named(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", {key: v for key, v in tensors.items() if "up.lora_A" not in key})
     refused(tmp_path, base_weights(), adapter, NoMatch, "model.layers.0.up has .*lora_B.weight alone")
     adapter = peft(tmp_path / "adapter", halves("model.layers.0.q", 6, 6), target_modules=["q", "up"])
-    refused(tmp_path, base_weights(), adapter, NoMatch, "nothing for 1 module .*: model.layers.0.up.weight")
+    refused(tmp_path, base_weights(), adapter, NoMatch, "nothing for 1 tensor .*: model.layers.0.up.weight")
 
 
 def test_an_adapter_for_another_base_is_named_by_its_shapes(tmp_path: Path) -> None:
@@ -243,3 +243,22 @@ def test_a_merged_adapter_of_lycoris_computes_what_lycoris_does(name: str, tmp_p
     net.load_state_dict(load_file(tmp_path / "out.safetensors"))
     expected = load_file(SURGERY / name / "expected.safetensors")
     assert (net.double()(expected["x"]) - expected["y"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "q has no magnitude, and use_dora is True"),
+        ({"lora_bias": True}, "q has no B.bias, and lora_bias is True"),
+        ({"modules_to_save": ["lm_head"]}, "nothing for 1 tensor .*: lm_head.weight"),
+        ({"target_modules": r".*\.(q|up)"}, r"nothing for 1 tensor .*: model.layers.0.up.weight"),
+    ],
+)
+def test_what_the_configuration_names_has_to_be_there(config: Any, message: str, tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", halves("model.layers.0.q", 6, 6), **config)
+    refused(tmp_path, base_weights(), adapter, CkptoolError, message)
+
+
+def test_a_magnitude_that_the_configuration_does_not_name(tmp_path: Path) -> None:
+    tensors = halves("model.layers.0.q", 6, 6) | {"model.layers.0.q.lora_magnitude_vector": torch.ones(6)}
+    refused(tmp_path, base_weights(), peft(tmp_path / "adapter", tensors), Conflict, "use_dora is False")

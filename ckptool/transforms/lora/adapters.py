@@ -221,6 +221,11 @@ class _Reader:
                 "A key may be misspelt, or missing.",
             )
         method = method_of(next(iter(factors), "diff"))
+        config = self.configs.get(of.component, self.config)
+        for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
+            if config is not None and (role in found) != bool(config.get(switch)):
+                what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
+                raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
         rank = _rank(method, factors, where)
         alpha, scale = self._scale(keys, of, method, rank, where)
         own = {role: key for role, key in keys.items() if role != bias}

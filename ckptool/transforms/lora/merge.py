@@ -5,6 +5,7 @@ Where a change goes follows from the names and shapes of the base; `changes` com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, PEFT, WHOLE
 from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed
@@ -181,22 +183,34 @@ class _Merge:
         )
 
     def _refuse_missing(self) -> None:
-        """Raises `NoMatch` where PEFT's configuration lists modules that the adapter has nothing for."""
-        if any(self.adapter.config.get(each) for each in ("exclude_modules", "layers_to_transform", "layers_pattern")):
-            return
-        ends = tuple(f".{target}.weight" for target in self.adapter.names("target_modules"))
-        begin = self.prefixes.get("base_model.model.", Prefix()).added
-        missing = [
-            printable(key)
-            for key, value in self.tensors.items()
-            if key.startswith(begin) and f".{key}".endswith(ends) and key not in self.changed and len(value.shape) > 1
-        ]
+        """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
+        config, prefix = self.adapter.config, self.prefixes.get("base_model.model.", Prefix())
+        every = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+        saved, done = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
+        missing = []
+        for key, value in self.tensors.items() if saved or config.get("target_modules") else ():
+            if key in done or not key.startswith(prefix.added):
+                continue
+            name = prefix.removed + key[len(prefix.added) :]
+            is_weight = every and name.endswith(".weight") and len(value.shape) > 1
+            if any(f".{each}." in f".{name}" for each in saved) or (is_weight and self._is_target(name[:-7])):
+                missing.append(printable(key))
         if missing:
             raise NoMatch(
-                f"{self.name} has nothing for {counted(len(missing), 'module')} that its configuration targets: "
-                f"{listed(missing)}",
+                f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
+                f"names: {listed(missing)}",
                 "It is incomplete, or for another base. Nothing was written.",
             )
+
+    def _is_target(self, module: str) -> bool:
+        """True for a module that `target_modules` names, a list of ends or an expression for whole names."""
+        if not isinstance(targets := self.adapter.config.get("target_modules"), str):
+            return any(f".{module}".endswith(f".{each}") for each in self.adapter.names("target_modules"))
+        try:
+            pattern = re.compile(targets)
+        except (re.error, OverflowError, RecursionError):
+            return False
+        return match_within_limit(pattern.fullmatch, module, pattern) is not None
 
     def _refuse_untied(self, tied: bool) -> None:
         """Raises `Conflict` where only one side of tied tensors is changed, or each in another way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
@@ -13,14 +14,13 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted,
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import WHOLE_KEY
-from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses
+from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, refuse_growth
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
 from ckptool.transforms.views import zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
-MAX_STACK = 1 << 20  # tensors that one step takes or makes
 
 Overs = tuple[tuple[str, int], ...]
 """The numbers of the variables that a step puts together: of one of its tensors."""
@@ -166,16 +166,12 @@ def _refuse_incomplete(step: Step) -> None:
             raise Conflict(f"{rule.error(f'there is {here}, but no {printable(lacking)}').what}", _TOGETHER)
     names = sorted(rule.over)
     counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
-    expected = 1
-    for count in counts:
-        expected *= count
+    expected = prod(counts)
     if names and len(step.inputs) != expected:
-        present = set(step.inputs)
-        missing = "a number twice"
-        if expected <= MAX_STACK:
-            each = (tuple(zip(names, values, strict=True)) for values in product(*map(range, counts)))
-            first = next((overs for overs in each if overs not in present), ())
-            missing = ", ".join(f"{name} = {number}" for name, number in first)
+        few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
+        each = (tuple(zip(names, values, strict=True)) for values in product(*few))
+        first = next(overs for overs in each if overs not in step.inputs)
+        missing = ", ".join(f"{name} = {number}" for name, number in first)
         raise Conflict(rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}").what, _TOGETHER)
 
 
@@ -266,7 +262,8 @@ def results_of(
     step.shapes = tuple(each.shape for each in inputs)
     numbers = scope.number(step.groups)
     values_of = tuple(step.groups.get(f"v_{name}") for name in rule.names)
-    same = made.setdefault((rule.operations, values_of, tuple((each.view, each.flags) for each in inputs)), {})
+    chain = tuple((str(op), op.parts) for op in rule.chain)
+    same = made.setdefault((chain, values_of, tuple((each.view, each.flags) for each in inputs)), {})
     tensors, step.lost = after_chain(rule.chain, values, numbers)
     for overs, entries in tensors.items():
         groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
@@ -355,6 +352,7 @@ def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, 
                 name = fill.name.fill(groups, scope.lookup)
                 sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
                 shape = tuple(map(scope.number({**groups, **sizes}), fill.shape))
+                refuse_growth(value, shape)
             except UsageError as error:
                 raise error.within(fill.place) from None
             if name not in items:

@@ -6,11 +6,12 @@ The way back is planned on the new names, and every key and tie is compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import CkptoolError, NoMatch, counted, listed, printable
+from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
 from ckptool.transforms.translate.apply import KEEP, REFUSE, Step, TranslatedRoot, carry_out, plan_steps
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
@@ -93,7 +94,7 @@ def losses_of(
     yield from dict.fromkeys(step.lost for step in done.steps if step.lost)
     items = {name: value for name, value in done.items.items() if name not in done.filled}
     back = replace(back, unfill=(), tied=())
-    scope = replace(scope, variables=back.variables, node=items, used=set(), _found={})
+    numbered, scope = scope, replace(scope, variables=back.variables, node=items, used=set(), _found={})
     try:
         plan = plan_steps(back, items, scope)
         again = carry_out(back, plan, items, scope, KEEP if done.kept else REFUSE)
@@ -108,6 +109,11 @@ def losses_of(
             names = [listed([printable(name) for name in each], 2) for each in (step.keys, step.outputs, keys)]
             yield f"{names[0]} would become {names[1]}, not {names[2] or 'what it was made of'}"
             return
+    for name in sorted({name for step in again.steps for name in step.rule.names}):
+        values = [_number(each, name) for each in (numbered, scope)]
+        if None not in values and values[0] != values[1]:
+            yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
+            return
     left_out = {*done.dropped, *done.unfilled, *(name for name, _ in there.tied)}
     kept = {key: value for key, value in node.items() if key not in left_out}
     if lacking := [printable(key) for key in kept if key not in again.items]:
@@ -118,6 +124,12 @@ def losses_of(
         yield "tensors that share a storage are written apart"
     elif list(kept) != [key for key in again.items if key in kept]:
         yield "the order of the keys"
+
+
+def _number(scope: Scope, name: str) -> int | None:
+    with suppress(UsageError):
+        return scope.lookup(name)
+    return None
 
 
 def _tags(value: Any) -> Any:

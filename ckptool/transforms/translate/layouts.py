@@ -7,9 +7,11 @@ source: where the facts are from
 old: {name: timm, has: [blocks.0.attn.qkv.weight], refuse: {'*.q_norm.*': normalised queries have no place there}}
 new: {name: transformers, base: vit., has: [vit.embeddings.cls_token]}
 notes: [what the new side's configuration needs]
+models: [vit]  # that they are for, as `model_type` of a config.json says it
 rules: [...]
 
-`has`, `lacks` and `refuse` also take equations of sizes, with = or !=: "size('NAME', 0) = 3 * size('NAME', 1)".
+`has`, `lacks` and `refuse` also take equations of sizes, with = or !=: "size('NAME', 0) = 3 * size('NAME', 1)"; those
+in `refuse` also of numbers of the configuration.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
 from ckptool.transforms.key_names import KeyName, parse_name
 from ckptool.transforms.rules import MAX_RULES, scalar_text, yaml_node
 from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import FUNCTIONS, LOOK, Translation, dropped, translation_of
+from ckptool.transforms.translate.translation import FUNCTIONS, LOOK, Translation, dropped, items, translation_of
 
 FOLDER = "layouts"
-_HEADER = ("title", "source", "old", "new", "notes")
+_HEADER = ("title", "source", "old", "new", "notes", "models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,12 @@ class LayoutSide:
             and not any(_holds(each, node) for each in self.lacks)
         )
 
-    def check(self, node: Mapping[Any, Any]) -> None:
+    def check(self, node: Mapping[Any, Any], config: Mapping[str, Any]) -> None:
         """Raises `Conflict` for what the rules have no place for."""
         for pattern, why in self.refuse:
             matches = matcher(pattern)
             found = [printable(key) for key in node if type(key) is str and matches(key)]
-            if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node)):
+            if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node, config)):
                 what = f"{listed(found, 2) or printable(pattern)}: {why}"
                 raise Conflict(what, f"The layout refuses {printable(pattern)}. Nothing was written.")
 
@@ -79,13 +81,14 @@ class LayoutSide:
         return text.replace(f"'{self.base}", "'") if _EQUATION.fullmatch(text) else text.removeprefix(self.base)
 
 
+_RANKED = re.compile(r"(.+) \[(\d{1,3})\]")
 _EQUATION = re.compile(r"(.+) (!?=) (.+)")
 
 
-def _holds(text: str, node: Mapping[Any, Any]) -> bool:
+def _holds(text: str, node: Mapping[Any, Any], config: Mapping[str, Any] | None = None) -> bool:
     """True where a key has the name, or the equation of sizes holds. `NAME [3]`: and has so many dimensions."""
     if (equation := _EQUATION.fullmatch(text)) is not None:
-        scope = Scope({}, {}, {}, node)
+        scope = Scope({}, {}, config or {}, node)
         try:
             left, right = (
                 parse_arithmetic(side, FUNCTIONS).value(scope.lookup, scope.functions) for side in equation.group(1, 3)
@@ -93,10 +96,10 @@ def _holds(text: str, node: Mapping[Any, Any]) -> bool:
         except Unbound:
             return False
         return (left == right) == (equation[2] == "=")
-    name, _, rank = text.partition(" [")
+    name, rank = match.groups() if (match := _RANKED.fullmatch(text)) else (text, None)
     pattern = parse_name(name).pattern(())
     keys = [name] if name in node else [key for key in node if type(key) is str and pattern.fullmatch(key)]
-    wanted = int(rank.rstrip("]") or 0) if rank else None
+    wanted = int(rank) if rank else None
     return any(wanted is None or len(getattr(node[key], "shape", None) or ()) == wanted for key in keys)
 
 
@@ -115,9 +118,11 @@ class LayoutRules:
     notes: tuple[str, ...]
     translation: Translation
     file: str
+    models: tuple[str, ...] = ()
 
-    def side_of(self, node: Mapping[Any, Any], back: bool) -> int:
+    def side_of(self, node: Mapping[Any, Any], back: bool, config: Mapping[str, Any]) -> int:
         """The place in `sides` of that which a set of weights is of. back: it is not to be the first.
+        config: beside them.
 
         Raises `NoMatch` for weights of neither side, or of that which they would become, `Conflict` for those that the
         rules have no place for.
@@ -128,7 +133,12 @@ class LayoutRules:
         found = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
         if not found:
             raise self._not_of(node, self.sides[back][0])
-        found[0][1].check(node)
+        model = config.get("model_type")
+        if self.models and isinstance(model, str) and model not in self.models:
+            what = f"{self.name} is for {listed(list(self.models))}, and config.json says {printable(model)[:60]!r}"
+            why = "Models with the same names may compute something else with them. Nothing was written."
+            raise Conflict(what, why, "If they do not, take the weights without that config.json, and --set numbers")
+        found[0][1].check(node, config)
         return found[0][0]
 
     def rules_for(self, side: int) -> Translation:
@@ -178,13 +188,16 @@ def read_layout(path: str) -> LayoutRules:
     if getattr(node, "id", "") == "mapping":
         header = {scalar_text(key): value for key, value in node.value if scalar_text(key) in _HEADER}
     old, new = (_side(header[side], path) if side in header else LayoutSide("") for side in ("old", "new"))
-    notes = tuple(scalar_text(each) for each in header["notes"].value) if "notes" in header else ()
+    notes, models = (
+        tuple(map(scalar_text, items(header[each], path, "sequence"))) if each in header else ()
+        for each in ("notes", "models")
+    )
     translation = translation_of(node, path, _HEADER)
     if old.has or new.has:
         join = translation.join and replace(translation.join, optional=True)
         translation = replace(translation, join=join, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
-    return LayoutRules(name, title, source, old, new, notes, translation, path)
+    return LayoutRules(name, title, source, old, new, notes, translation, path, models)
 
 
 def _side(node: Any, path: str) -> LayoutSide:

@@ -7,6 +7,7 @@ are written beside them (`param_names`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -87,7 +88,12 @@ def _through_steps(
 def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> dict[str, dict[Any, Any]]:
     """The slots of the parameters that a step makes."""
     slots = [state[key] for key in step.keys]
-    if not step.rule.chain:
+    if any(op.name == "resize" for op in step.rule.chain):
+        what = f"{printable(place)}: the moments of {printable(step.keys[0])} cannot be resized"
+        raise Unsupported(what, "Squares that are interpolated may be negative.", WITHOUT)
+    moving = tuple(op for op in step.rule.chain if op.name not in ("add", "cast"))  # which change the weights alone
+    step = replace(step, rule=replace(step.rule, chain=moving))
+    if not moving:
         return dict(zip(step.outputs, slots, strict=True))
     if not all(isinstance(slot, dict) and slot.keys() == slots[0].keys() for slot in slots):
         what = f"{printable(place)}: the state of {printable(step.keys[0])} and of others have different fields"

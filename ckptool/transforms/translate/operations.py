@@ -75,7 +75,7 @@ class Operation:
         lists = [f"[{', '.join(value.text for value in values)}]" for values in self.lists]
         lists = [" from ".join(lists)] if self.name == "reshape" else lists
         if self.name == "slice":
-            lists = [":".join("" if value.text == _END else value.text for value in self.lists[0])]
+            lists = [":".join(value.text for value in self.lists[0])]
         over = [f"over {self.over}"] if self.over else [f"of {self.of.text}"] if self.of else []
         return " ".join(
             [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
@@ -144,14 +144,14 @@ def _words(text: str) -> list[str]:
     return found + [word] * bool(word)
 
 
-_END = "size"  # of a slice: to the end of the dimension
+_END = Arithmetic("", frozenset(), None)  # of a slice: to the end of the dimension
 
 
 def _list(text: str) -> tuple[Arithmetic, ...]:
     """The expressions of `[a, b]`, or the begin and end of `a:b`."""
     if not text.startswith("["):
         begin, _, end = text.partition(":")
-        return parse_arithmetic(begin or "0"), parse_arithmetic(end or _END)
+        return parse_arithmetic(begin or "0"), parse_arithmetic(end) if end else _END
     if not text.endswith("]") or not text[1:-1].strip():
         raise UsageError(f"{printable(text)!r} is not a list", "For example: [heads, kv_heads]")
     return tuple(parse_arithmetic(part) for part in text[1:-1].split(","))
@@ -321,7 +321,7 @@ def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 def _slice(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis = _axis(tensor, op.numbers[0], number)
     size, (begin, end) = _size_before(op, tensor, axis, number), op.lists[0]
-    start, stop = number(begin), size if end.text == _END else number(end)
+    start, stop = number(begin), size if end is _END else number(end)
     start, stop = (start + size * (start < 0), stop + size * (stop < 0))
     if not 0 <= start <= stop <= size:
         raise UsageError(f"{start:,}:{stop:,} is outside of a dimension of {size:,}", UNFIT)
@@ -338,7 +338,7 @@ def _size_before(op: Operation, tensor: TensorEntry, axis: int, number: Number) 
 
 def _unslice(op: Operation) -> Operation | None:
     begin, end = op.lists[0]
-    if op.of is None or begin.text != "0" or end.text == _END:
+    if op.of is None or begin.text != "0" or end is _END:
         return None
     return replace(op, name="pad", numbers=(*op.numbers, op.of), lists=(), of=end)
 
@@ -353,7 +353,7 @@ def _pad(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis, wanted = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if wanted < _size_before(op, tensor, axis, number):
         raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
-    _refuse_growth(tensor, prod((*tensor.shape[:axis], wanted, *tensor.shape[axis + 1 :])))
+    refuse_growth(tensor, (*tensor.shape[:axis], wanted, *tensor.shape[axis + 1 :]))
     return padded(tensor, axis, wanted)
 
 
@@ -362,7 +362,7 @@ def _repeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis, times = _axis(tensor, op.numbers[0], number), number(op.numbers[1])
     if times < 1:
         raise UsageError(f"a tensor cannot be repeated {counted(times, 'time')}", UNFIT)
-    _refuse_growth(tensor, tensor.numel * times)
+    refuse_growth(tensor, (*tensor.shape, times))
     shape, stride = ((*v[: axis + 1], n, *v[axis + 1 :]) for v, n in ((tensor.shape, times), (tensor.stride, 0)))
     expanded = TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
     return reshaped(expanded, (*shape[:axis], shape[axis] * times, *shape[axis + 2 :]))
@@ -385,10 +385,12 @@ def _unrepeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry
     return assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")
 
 
-def _refuse_growth(tensor: TensorEntry, numel: int) -> None:
-    size = numel * tensor.dtype.itemsize
-    if size > max(LARGE, MAX_GROWTH * tensor.nbytes):
-        raise UsageError(f"{tensor!r} would become {size:,} bytes", "That is more than a rule may make of a tensor.")
+def refuse_growth(tensor: TensorEntry, shape: Sequence[int]) -> None:
+    """Raises `UsageError` for a shape that no tensor has, or that is far larger than this one."""
+    size = prod(shape) * tensor.dtype.itemsize
+    if min(shape, default=0) < 0 or size > max(LARGE, MAX_GROWTH * tensor.nbytes):
+        what = f"{tensor!r} would become {list(shape)}, {size:,} bytes"
+        raise UsageError(what, "That is no shape, or more than a rule may make of a tensor.")
 
 
 def _add(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
@@ -414,7 +416,7 @@ def _resize(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     if len(sizes) != len(tensor.shape) or any(size < -1 for size in sizes):
         raise UsageError(f"{list(tensor.shape)} cannot become {sizes}", UNFIT)
     shape = tuple(old if new == -1 else new for old, new in zip(tensor.shape, sizes, strict=True))
-    _refuse_growth(tensor, prod(shape))
+    refuse_growth(tensor, shape)
     try:
         return resized(tensor, shape, parse_resize(op.words), "the tensor")
     except CkptoolError as error:
@@ -462,7 +464,7 @@ def losses(op: Operation, before: Tensors, after: Tensors) -> str:
     if op.inverse() is None or op.name == "slice":
         return "" if [each.layout for each in before] == [each.layout for each in after] else f"{op} cannot be undone"
     if op.name == "add" and before != after:
-        return f"{op} rounds, so the way back may differ in the last bit"
+        return f"{op} rounds, so the way back may give other values"
     if op.name == "cat" and not op.lists:
         axis = _axis(before[0], op.numbers[0], lambda axis: axis.value(lambda name: None))
         sizes = [tensor.shape[axis] for tensor in before]

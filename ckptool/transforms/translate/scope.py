@@ -12,6 +12,8 @@ from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound
 from ckptool.transforms.key_names import Groups, parse_name
 from ckptool.transforms.translate.operations import Number
 
+MAX_DEPTH = 64  # of variables that are computed of each other
+
 
 @dataclass(slots=True)
 class Scope:
@@ -25,7 +27,7 @@ class Scope:
     node: Mapping[Any, Any]
     used: set[str] = field(default_factory=set)
     _pending: list[str] = field(default_factory=list)
-    _found: dict[str, int] = field(default_factory=dict)
+    _found: dict[str, int | Unbound] = field(default_factory=dict)
 
     def lookup(self, name: str) -> int | None:
         """The number of a name; None where it has none. Raises `UsageError` for variables that are each other."""
@@ -33,6 +35,8 @@ class Scope:
             self.used.add(name)
             return self.given[name]
         if name in self.variables and name not in self._pending[-1:]:
+            if len(self._pending) > MAX_DEPTH:
+                raise UsageError(f"{printable(name)} is computed of more than {MAX_DEPTH} variables in turn")
             if name in self._pending:
                 cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
                 raise UsageError(f"the variables are computed of each other: {printable(cycle)}", "None has a value.")
@@ -43,10 +47,12 @@ class Scope:
                 except Unbound as error:  # of what the variable is computed of: the variable itself can be set
                     error = error if error.of_rules else unbound(name, self.variables[name].text)
                     error.of_rules = True
-                    raise error from None
+                    self._found[name] = error
                 finally:
                     self._pending.pop()
-            return self._found[name]
+            if isinstance(found := self._found[name], Unbound):
+                raise found
+            return found
         return self._configured(name)
 
     def _configured(self, name: str) -> int | None:
@@ -59,17 +65,17 @@ class Scope:
     def functions(self) -> Functions:
         return {"size": self._size, "count": self._count}
 
-    def _size(self, name: Any, axis: Any) -> int | None:
+    def _size(self, name: Any = None, axis: Any = None, *more: Any) -> int | None:
         shape = getattr(self.node.get(name), "shape", None) or ()
-        return shape[axis] if type(axis) is int and -len(shape) <= axis < len(shape) else None
+        return shape[axis] if not more and type(axis) is int and -len(shape) <= axis < len(shape) else None
 
-    def _count(self, name: Any) -> int | None:
+    def _count(self, name: Any = "", *more: Any) -> int | None:
         """How many values the first variable of a name has among the keys; None where no key matches."""
         parsed = parse_name(str(name))
         group, pattern = next(iter(parsed.variables), None), parsed.pattern(())
         matches = (match_within_limit(pattern.fullmatch, key, pattern) for key in self.node if type(key) is str)
         found = {match[group] if group else match[0] for match in matches if match is not None}
-        return len(found) or None
+        return None if more else len(found) or None
 
     def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
         """How many values each variable with a range has, as far as that is known."""

@@ -268,7 +268,8 @@ def _line(node: Any, path: str) -> str:
     return f"{printable(path)}, line {node.start_mark.line + 1}"
 
 
-def _items(node: Any, path: str, kind: str) -> list[Any]:
+def items(node: Any, path: str, kind: str) -> list[Any]:
+    """What is in a list or mapping of a YAML file. Raises `UsageError` for something else in its place."""
     if getattr(node, "id", "") != kind:
         raise UsageError(f"{_line(node, path)}: not a {'list' if kind == 'sequence' else 'mapping'}", "", LOOK)
     return list(node.value)
@@ -282,12 +283,12 @@ def _rule(node: Any, path: str) -> list[TranslationRule]:
 
 
 def _rules(node: Any, path: str) -> tuple[TranslationRule, ...]:
-    return tuple(rule for each in _items(node, path, "sequence") for rule in _rule(each, path))
+    return tuple(rule for each in items(node, path, "sequence") for rule in _rule(each, path))
 
 
 def _optional(node: Any, path: str) -> tuple[TranslationRule, ...]:
     found: list[list[TranslationRule]] = []
-    for each in _items(node, path, "sequence"):
+    for each in items(node, path, "sequence"):
         is_group = getattr(each, "id", "") == "sequence"
         found += [list(_rules(each, path))] if is_group else [[rule] for rule in _rule(each, path)]
     return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
@@ -296,7 +297,7 @@ def _optional(node: Any, path: str) -> tuple[TranslationRule, ...]:
 def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
     def read(node: Any, path: str) -> dict[str, Arithmetic]:
         found = {}
-        for key, value in _items(node, path, "mapping"):
+        for key, value in items(node, path, "mapping"):
             try:
                 found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
             except UsageError as error:
@@ -307,7 +308,7 @@ def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, A
 
 
 def _patterns(node: Any, path: str) -> tuple[DropPattern, ...]:
-    texts = [(scalar_text(each), _line(each, path)) for each in _items(node, path, "sequence")]
+    texts = [(scalar_text(each), _line(each, path)) for each in items(node, path, "sequence")]
     return tuple(dropped(text, place) for text, place in texts)
 
 
@@ -317,7 +318,7 @@ def dropped(pattern: str, place: str) -> DropPattern:
 
 
 def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
-    return tuple((scalar_text(name), scalar_text(other)) for name, other in _items(node, path, "mapping"))
+    return tuple((scalar_text(name), scalar_text(other)) for name, other in items(node, path, "mapping"))
 
 
 _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
@@ -325,7 +326,7 @@ _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 
 def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
     found = []
-    for each in _items(node, path, "sequence"):
+    for each in items(node, path, "sequence"):
         match, place = _FILL.fullmatch(text := scalar_text(each)), _line(each, path)
         if match is None:
             what = f"{place}: {printable(text)!r} is not of the form NEW => zeros [SIZE, …] like OLD"
