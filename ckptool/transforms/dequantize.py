@@ -1,12 +1,12 @@
 """Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
 
-`checkpoint.quantized_formats` has turned every format to the weight's own rows, as strided views; `CODES` has the ways
-to unpack them.
+`checkpoint.quantized_formats` has turned every format to the weight's own rows, as strided views; what unpacks
+these is `_codes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -30,8 +30,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds a row
 
-Reader = Callable[[TensorEntry, QuantizedWeight], Numbers]
-
 
 def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     """The weight itself in a floating type, computed while it is read. Reads nothing yet.
@@ -42,11 +40,20 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
     if weight.codes == "bitsandbytes":
         return computed_tensor(dtype, shape, _bitsandbytes(weight), inputs, location)
-    if weight.codes == "gpt-oss":
-        rows = prod(shape[:2]) // 32, 32 * shape[2]
-        return computed_rows(dtype, rows, _gpt_oss(weight), inputs, location).reshape(shape)
     rows = prod(shape[:-1]), shape[-1]
-    return computed_rows(dtype, rows, _Scaled(weight).rows, inputs, location).reshape(shape)
+    if weight.codes == "gpt-oss":
+        rows = rows[0] // 32, 32 * rows[1]
+    return computed_rows(dtype, rows, _rows_of(weight), inputs, location).reshape(shape)
+
+
+def _rows_of(weight: QuantizedWeight) -> Numbers:
+    """Rows of the weight; for gpt-oss, whose last two dimensions are exchanged, of [experts · groups, 32 · rows]."""
+    if weight.codes != "gpt-oss":
+        return _Scaled(weight).rows
+    count, scale = weight.shape[2], weight.parts["scale"]
+    grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
+    groups = _Scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))
+    return lambda start, stop: groups.rows(start * count, stop * count).reshape(-1, count, 32).transpose(0, 2, 1)
 
 
 class _Scaled:
@@ -56,9 +63,8 @@ class _Scaled:
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self.weight = weight
-        codes, zeros = CODES[weight.codes]
-        self.codes = codes(weight.parts["codes"], weight)
-        self.zeros = zeros(weight.parts["zeros"], weight) if "zeros" in weight.parts else None
+        self.codes = _codes(weight, "codes")
+        self.zeros = _codes(weight, "zeros") if "zeros" in weight.parts else None
         self.middle = 1 << weight.bits - 1 if weight.codes == "bits" and self.zeros is None else 0
         self.offset: int | None = None if weight.facts.get("stored") == "gptq" else 0
 
@@ -115,36 +121,39 @@ class _Scaled:
 # Codes ---------------------------------------------------------------------------------------------------------------
 
 
+def _rows(entry: TensorEntry) -> Numbers:
+    values, width = TensorValues(entry), entry.shape[-1]
+    return lambda start, stop: values.read(start * width, stop * width).reshape(stop - start, width)
+
+
 def _table(entry: TensorEntry, start: int, stop: int) -> Array:
     """Some rows of a small table, which may be seen transposed."""
     part = entry.narrow(0, start, stop - start)
     return TensorValues(part).read(0, part.numel).reshape(part.shape)
 
 
-def _plain(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
-    values, width = TensorValues(entry), entry.shape[-1]
-    return lambda start, stop: values.read(start * width, stop * width).reshape(stop - start, width)
+def _codes(weight: QuantizedWeight, role: str) -> Numbers:
+    """Rows of the codes of a weight, or of its zero points, as numbers."""
+    part, bits, awq = weight.parts[role], weight.bits, weight.codes == "awq"
+    raw = partial(_table, part) if role == "zeros" else _rows(part)
+    if weight.codes == "fp4":
+        return lambda start, stop: e2m1(raw(start, stop))
+    if awq or (weight.codes == "bits" and role == "zeros"):
+        return partial(_down, raw, part.shape[0], bits, awq)
+    return raw if weight.codes != "bits" else lambda start, stop: unpacked(raw(start, stop), bits, weight.shape[-1])
 
 
-def _small(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
-    return lambda start, stop: _table(entry, start, stop)
+def _down(raw: Numbers, height: int, bits: int, awq: bool, start: int, stop: int) -> Array:
+    """Streams of bits down the columns: 32 rows are as many words as a number has bits."""
+    import numpy
 
-
-def _bits(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
-    """Streams of bits along the rows, as unsigned numbers."""
-    words = _plain(entry, weight)
-    return lambda start, stop: unpacked(words(start, stop), weight.bits, weight.shape[-1])
-
-
-def _bits_down(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
-    """Streams of bits down the columns of a small table: 32 rows are as many words as a number has bits."""
-
-    def rows(start: int, stop: int) -> Array:
-        first, bits = start // 32, weight.bits
-        words = _table(entry, first * bits, min(-(-stop * bits // 32), entry.shape[0]))
-        return unpacked(words.T, bits, stop - first * 32)[:, start % 32 :].T
-
-    return rows
+    words = raw(start // 32 * bits, min(-(-stop // 32) * bits, height))
+    if 32 % bits == 0:
+        shifts = numpy.array(_AWQ if awq else range(32 // bits), numpy.uint32)[:, None] * bits
+        found = (words.view(numpy.uint32)[:, None] >> shifts & (1 << bits) - 1).reshape(-1, words.shape[1])
+    else:
+        found = unpacked(words.T, bits, len(words) * 32 // bits).T
+    return found[start % 32 :][: stop - start]
 
 
 def unpacked(words: Array, bits: int, count: int) -> Array:
@@ -165,41 +174,12 @@ def unpacked(words: Array, bits: int, count: int) -> Array:
     return both.astype(numpy.uint8)
 
 
-def _fp4(entry: TensorEntry, weight: QuantizedWeight) -> Numbers:
-    raw = _plain(entry, weight)
-    return lambda start, stop: e2m1(raw(start, stop))
-
-
 def e2m1(raw: Array) -> Array:
     """The floats of 4 bits in bytes, the low nibble first; the last dimension twice as long."""
     import numpy
 
     table = numpy.array([*_E2M1, *(-value for value in _E2M1)], numpy.float32)
     return table[numpy.stack((raw & 15, raw >> 4), axis=-1)].reshape(*raw.shape[:-1], -1)
-
-
-def _awq(entry: TensorEntry, weight: QuantizedWeight, read: Reader = _plain) -> Numbers:
-    """Words of eight rows each."""
-    words = read(entry, weight)
-
-    def rows(start: int, stop: int) -> Array:
-        import numpy
-
-        packed = numpy.ascontiguousarray(words(start // 8, -(-stop // 8))).view(numpy.uint32)
-        parts = packed[:, None] >> numpy.array(_AWQ, numpy.uint32)[:, None] * 4 & 15
-        return parts.reshape(-1, packed.shape[1])[start % 8 :][: stop - start]
-
-    return rows
-
-
-CODES: dict[str, tuple[Reader, Reader]] = {
-    "plain": (_plain, _small),
-    "int8": (_plain, _small),
-    "bits": (_bits, _bits_down),
-    "fp4": (_fp4, _small),
-    "awq": (_awq, partial(_awq, read=_small)),
-}
-"""How rows of codes are read, and rows of the table of zero points."""
 
 
 def _gptq_offset(weight: QuantizedWeight) -> int:
@@ -209,7 +189,7 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     """
     zeros, middle, largest = weight.parts["zeros"], 1 << weight.bits - 1, (1 << weight.bits) - 1
     low, high, rows = largest, 0, weight.shape[0]
-    points, step = _bits_down(zeros, weight), max(32, (1 << 18) // zeros.shape[1] // 32 * 32)
+    points, step = _codes(weight, "zeros"), max(32, (1 << 18) // zeros.shape[1] // 32 * 32)
     for row in range(0, rows, step):
         found = points(row, min(row + step, rows))
         low, high = min(low, int(found.min())), max(high, int(found.max()))
@@ -227,47 +207,27 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     )
 
 
-# Formats of their own ------------------------------------------------------------------------------------------------
-
-
-def _gpt_oss(weight: QuantizedWeight) -> Numbers:
-    """Rows of [experts · groups, 32 · rows] of gpt-oss' experts, whose last two dimensions it swaps."""
-    codes, scale, count = TensorValues(weight.parts["codes"]), TensorValues(weight.parts["scale"]), weight.shape[2]
-
-    def rows(start: int, stop: int) -> Array:
-        import numpy
-
-        first, last = start * count, stop * count
-        with numpy.errstate(all="ignore"):
-            values = e2m1(codes.read(first * 16, last * 16).reshape(-1, 16)) * scale.read(first, last)[:, None]
-        return values.reshape(stop - start, count, 32).transpose(0, 2, 1)
-
-    return rows
+# bitsandbytes --------------------------------------------------------------------------------------------------------
 
 
 def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
     """Nibbles over the flat weight, the high one first; blocks of them share the largest value."""
-    parts, facts = {role: TensorValues(part) for role, part in weight.parts.items()}, weight.facts
-    codes = weight.parts["codes"].row_major()
+    import numpy
 
-    def largest(start: int, stop: int) -> Array:
-        import numpy
+    parts, facts = {role: TensorValues(part).read for role, part in weight.parts.items()}, weight.facts
+    codes, offset = weight.parts["codes"].row_major(), numpy.float32(facts.get("nested_offset") or 0)
 
-        found = parts["absmax"].read(start, stop)
-        if "nested_absmax" not in parts:
-            return found
-        scale = _of_blocks(parts["nested_absmax"].read, facts["nested_blocksize"], start, stop)
-        values: Array = parts["nested_map"].read(0, 256)[found] * scale
-        return values + numpy.float32(facts["nested_offset"])
+    def nested(start: int, stop: int) -> Array:
+        scale = _of_blocks(parts["nested_absmax"], facts["nested_blocksize"], start, stop)
+        return parts["nested_map"](0, 256)[parts["absmax"](start, stop)] * scale + offset
+
+    largest = nested if "nested_absmax" in parts else parts["absmax"]
 
     def read(start: int, stop: int) -> Array:
-        import numpy
-
         raw = numpy.frombuffer(codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
         nibbles = numpy.stack((raw >> 4, raw & 15), axis=-1).reshape(-1)[start % 2 :][: stop - start]
         with numpy.errstate(all="ignore"):
-            values: Array = parts["map"].read(0, 16)[nibbles] * _of_blocks(largest, facts["blocksize"], start, stop)
-        return values
+            return parts["map"](0, 16)[nibbles] * _of_blocks(largest, facts["blocksize"], start, stop)
 
     return read
 
