@@ -17,6 +17,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError
 from ckptool.transforms.translate.layouts import layout_between, layouts_of, read_layout, shipped
+from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
 from tests.support.nanogpt import GPT, configure_optimizers
 
@@ -173,8 +174,9 @@ def test_shapes_that_the_other_side_does_not_have(
 def test_a_side_that_was_not_asked_for(tmp_path: Path) -> None:
     old, _ = sides_of("vit-timm", tmp_path)
     out = tmp_path / "out.safetensors"
-    with pytest.raises(CkptoolError, match="the weights are not of the layout vit-timm"):
+    with pytest.raises(CkptoolError, match="the weights are already those of timm") as caught:
         ckptool.translate(old, out=out, rules_file="vit-timm", reverse=True)
+    assert caught.value.fix == "Leave out --reverse."
     assert not out.exists()
 
 
@@ -250,6 +252,31 @@ def test_a_run_of_nanogpt_goes_there_and_back_with_its_moments(tmp_path: Path) -
     assert back["iter_num"] == 1 and back["model"].keys() == first["model"].keys()
     for number, slot in first["optimizer"]["state"].items():
         assert all(torch.equal(value, back["optimizer"]["state"][number][field]) for field, value in slot.items())
+
+
+def test_masks_are_no_parameters_and_weights_alone_need_no_optimizer(tmp_path: Path, run: Run) -> None:
+    model = GPT(block_size=6, vocab_size=7, n_layer=2, n_head=2, n_embd=8, bias=True)
+    for block in model.transformer.h:
+        block.attn.register_buffer("bias", torch.ones(1, 1, 6, 6))
+    optimizer = configure_optimizers(model)
+    model(torch.tensor([[1, 2, 3]])).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    args = ("translate", tmp_path / "ckpt.pt", "--rules", "gpt2-nanogpt", "-o")
+    assert "moments of 1 optimizer" in run(*args, tmp_path / "hf.pt").out
+    done = run(*args, f"{tmp_path / 'hf'}/")
+    assert done.code == 0 and "left behind: optimizer" in done.out and "moments" not in done.out, done
+    assert "tied to a tensor that is there: lm_head.weight" in done.out
+    back = ckptool.translate(tmp_path / "hf", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt")
+    assert back.facts["not_reversible"] == []
+
+
+def test_a_configuration_of_both_sides_goes_along(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file(weights_of("mixtral-stacked"), tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "mixtral"}')
+    ckptool.translate(tmp_path / "in", out=f"{tmp_path / 'out'}/", rules_file="mixtral-stacked")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
 
 
 # Found for a file ----------------------------------------------------------------------------------------------------

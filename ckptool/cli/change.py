@@ -91,6 +91,7 @@ def rename(
     ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
     ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
+    ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
 )
 @writes
 def translate(
@@ -114,7 +115,9 @@ def translate(
             "--set", metavar="NAME=NUMBER", help="A variable of the rules; else config.json has it. Repeatable."
         ),
     ] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", help="Apply the inverse rules: the way back.")] = False,
+    reverse: Annotated[
+        bool, typer.Option("--reverse", help="Apply the inverse rules. A layout finds out itself.")
+    ] = False,
     rest: Annotated[
         str, typer.Option("--rest", metavar="WHAT", help="Keys that no rule takes: refuse, keep or drop them.")
     ] = "refuse",
@@ -223,7 +226,10 @@ def remap(
     return write_each("remap", files, target, with_options(remap, to=to, moves=table))
 
 
-@examples(("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"))
+@examples(
+    ("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"),
+    ("ckptool cast FP8DIR --dtype bf16 --dequantize -o bf16/", "a folder of quantized weights"),
+)
 @writes
 def cast(
     files: ChangedFiles,

@@ -57,6 +57,7 @@ Against = Annotated[
 @examples(
     ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
     ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
+    ("ckptool warm-start a.pt --against b.pt --resize '*embed*=rows(mean)' -o c.pt", "a larger vocabulary"),
 )
 def warm_start(
     file: File,
@@ -74,7 +75,9 @@ def warm_start(
     ] = OnMismatch.error,
     resize: Annotated[
         list[str] | None,
-        typer.Option("--resize", metavar="PATTERN=HOW", help="'pos_embed=bicubic(cls=1)', '*=rows(mean)'. Repeatable."),
+        typer.Option(
+            "--resize", metavar="PATTERN=HOW", help="How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable."
+        ),
     ] = None,
     min_loaded: Annotated[
         float | None,

@@ -66,7 +66,8 @@ class ModelFolder:
 
     def lines(self) -> list[str]:
         """The files, for people."""
-        found = [f"carried along: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
+        how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
+        found = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
             found = [f"no {CONFIG} is beside the input; one of the same model goes along with --like DIR"]
         return [*found, *self.changes, *(f"left behind: {name}" for name in self.left)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ckptool.checkpoint.commands import OUT, command
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.render.json import Json, fields_json, notes_json
@@ -23,6 +24,8 @@ def find_rules_text(found: FoundRules, *, style: Style = PLAIN) -> str:
     lines += [f"  {text}" for text in _left_over(found)]
     if found.output:
         lines.append(f"{'would write' if found.dry_run else 'wrote'} {printable(found.output)}")
+        if not _lacks(found):
+            lines.append(f"  {style.cyan(str(command('translate', found.old, rules=found.output, out=OUT)))}")
     notes = notes_text(found.notes, style)
     return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
 
@@ -45,7 +48,7 @@ def _evidence(rule: FoundRule) -> str:
 
 
 def _left_over(found: FoundRules) -> list[str]:
-    named = (("not made", found.missing), ("dropped", found.dropped), ("values differ", found.by_name))
+    named = (("not made", found.missing), ("become nothing", found.dropped), ("values differ", found.by_name))
     return [f"{what}: {listed([printable(name) for name in names], SHOWN)}" for what, names in named if names]
 
 
@@ -67,8 +70,14 @@ def find_rules_file(found: FoundRules) -> str:
     lines = [f"# {names}: {_proof(found)}.", *(f"# {text}" for text in _left_over(found)), "rules:"]
     for rule in found.rules:
         lines += [f"# {_evidence(rule)}", _item(rule.text)]
+    lines += ["# What is not made may be of these: check them."] if found.drop and _lacks(found) else []
     lines += ["drop:", *map(_item, found.drop)] if found.drop else []
     return "\n".join(lines) + "\n"
+
+
+def _lacks(found: FoundRules) -> bool:
+    """True where a tensor is not made that is no second name of one."""
+    return len(found.missing) > sum(note.code == "second-name" for note in found.notes)
 
 
 def _item(text: str) -> str:

@@ -169,6 +169,7 @@ def _end(report: LoadReport, style: Style) -> list[str]:
         word = "wrote" if report.applied else "would write"
         saved = report.output
         lines.append(f"{word} {printable(saved.output)} ({saved.container}, {size(saved.file_bytes)})")
+        lines += [f"  {printable(line)}" for line in saved.details]
     return lines
 
 

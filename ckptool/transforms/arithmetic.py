@@ -29,12 +29,14 @@ class Unbound(UsageError):
     of_rules = False
 
 
-def unbound(name: str, text: str) -> Unbound:
-    """The error for a name in an expression."""
+def unbound(name: str, text: str, inner: str = "") -> Unbound:
+    """The error for a name in an expression; for a variable that stands for one, with the name in that."""
+    within = f" in {printable(text)!r}" if text != name else ""
+    either = f", or what it is computed of: --set {printable(inner)}=NUMBER" if inner else ""
     found = Unbound(
-        f"{printable(name)!r} in {printable(text)!r} has no value",
+        f"{printable(name)!r}{f', which is {printable(text)!r},' if inner else within} has no value",
         "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
-        f"Give it: --set {printable(name)}=NUMBER",
+        f"Give it: --set {printable(name)}=NUMBER{either}",
     )
     found.name = name
     return found

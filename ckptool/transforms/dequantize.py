@@ -203,7 +203,7 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     raise Ambiguous(
         f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for",
         f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are.",
-        "Check sym and checkpoint_format in the quantization_config of its config.json.",
+        'Say it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".',
     )
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptool.checkpoint.numeric import scratch
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import UsageError, counted, listed, printable
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
@@ -297,7 +297,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
         (not all(1e-9 <= each <= 1 for each in densities), f"--density {shown} is not from 1e-9 to 1", ""),
     ]
     for name in (name for name, value in given.items() if value is not None and name not in takes):
-        those = " and ".join(other for other, kind in METHODS.items() if name in kind.takes)
+        those = listed([other for other, kind in METHODS.items() if name in kind.takes])
         flag = "lambda" if name == "scale" else name
         checks.append((True, f"--method {method} does not take --{flag}", f"It is for {those}."))
     for wrong, what, why in checks:

@@ -8,6 +8,7 @@ is decided in `optimizer_state.slot_names` alone.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -122,28 +123,35 @@ def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[
 
 
 def slot_names_in(
-    optimizer: dict[str, Any], place: str, whole: Checkpoint, target: Target | None
+    optimizer: dict[str, Any],
+    place: str,
+    whole: Checkpoint,
+    target: Target | None,
+    *,
+    advice: str = ADVICE,
+    buffers: Collection[str] = (),
 ) -> tuple[dict[Any, str], str]:
-    """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit."""
+    """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit.
+
+    advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too many.
+    """
     groups = optimizer["param_groups"]
-    said = said_names(groups, [slot for group in groups for slot in group["params"]])
+    slots = [slot for group in groups for slot in group["params"]]
+    said = said_names(groups, slots)
     if said is not None:
         return said, BY_NAMES
     if target is not None:
         parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
-        return slot_names(optimizer, parameters, place, ADVICE, ordered=in_model_order(target.tensors))
+        return slot_names(optimizer, parameters, place, advice, ordered=in_model_order(target.tensors))
     roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
     found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
     wrong: CkptoolError | None = None
     for root in roots:
+        own = parameters_of(root, _buffers_beside(root, whole))
+        if len(own) > len(slots):
+            own = {name: shape for name, shape in own.items() if name not in buffers}
         try:
-            names = slot_names(
-                optimizer,
-                parameters_of(root, _buffers_beside(root, whole)),
-                place,
-                ADVICE,
-                ordered=in_model_order(root.node),
-            )
+            names = slot_names(optimizer, own, place, advice, ordered=in_model_order(root.node))
         except Conflict as error:
             wrong = wrong or error
         else:
@@ -156,7 +164,7 @@ def slot_names_in(
         f"the parameters of {printable(place) or 'the optimizer'} are numbered, and "
         + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
         "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
-        f"{ADVICE[:1].upper()}{ADVICE[1:]}",
+        f"{advice[:1].upper()}{advice[1:]}",
     )
 
 

@@ -83,10 +83,10 @@ def match_options(
     checked_share(more.get("min_loaded"))
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize)]
-    if ways and more.get("on_mismatch") != "resize":
-        raise UsageError(
-            "--resize has no effect without --on-mismatch resize", "Nothing was changed.", "Add --on-mismatch resize"
-        )
+    if ways and more.get("on_mismatch", "error") == "error":
+        more["on_mismatch"] = "resize"
+    elif ways and more["on_mismatch"] != "resize":
+        raise UsageError("--resize and --on-mismatch do not agree", "Nothing was changed.", "Leave out one of the two.")
     return MatchOptions(rules, several(only), several(exclude), missing=allowed, resize=ways, **more)
 
 

@@ -22,7 +22,7 @@ from ckptool.verbs._save import ChangeOptions, Output, begin_change
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SHOWN = 20  # weights that are listed
+SHOWN = 12  # weights that are listed without -n
 
 
 def cast(
@@ -66,7 +66,7 @@ def cast(
     result = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
     losses = _losses(plan, change.output)
     details = (
-        *(_dequantized_lines(weights, target) if weights else ()),
+        *(_dequantized_lines(weights, target, None if change.output.dry_run else SHOWN) if weights else ()),
         *(losses if not weights or len(losses) > 1 else ()),  # of the others none may have changed
         *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
     )
@@ -80,11 +80,11 @@ def cast(
     return change.written(result, summary, facts=facts, details=details)
 
 
-def _dequantized_lines(done: DequantizedCheckpoint, target: DType) -> Iterator[str]:
-    for name, weight in done.weights[:SHOWN]:
+def _dequantized_lines(done: DequantizedCheckpoint, target: DType, most: int | None) -> Iterator[str]:
+    for name, weight in done.weights[:most]:
         yield f"{printable(name)} {list(weight.shape)} {target.name} ← {weight.words}"
-    if len(done.weights) > SHOWN:
-        yield f"… and {counted(len(done.weights) - SHOWN, 'weight')} more"
+    if most and len(done.weights) > most:
+        yield f"… and {counted(len(done.weights) - most, 'weight')} more (-n shows all)"
     if done.left_out:
         yield f"left out, of activations: {listed([printable(name) for name in done.left_out], 6)}"
 

@@ -23,7 +23,7 @@ from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._save import ChangeOptions, FileChange, begin_change, save
+from ckptool.verbs._save import ChangeOptions, FileChange, Output, begin_change, save
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,6 +89,7 @@ def translate(
         translation, reverse = layout.rules_for(*sides), layout.sides[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
+    output, weights_alone = _output(change, like, shard_size)
     done = translate_roots(
         change.part,
         roots,
@@ -97,30 +98,36 @@ def translate(
         config=config,
         rest=rest,
         way_back=(lambda: there) if reverse else None,
+        moments=not weights_alone,
     )
-    library = "" if layout is None else (layout.old if reverse else layout.new).name
-    result, behind, notes = _saved(change, done.checkpoint, like, shard_size, library)
+    beside = _beside(change, done.checkpoint, like, layout, reverse)
+    result, behind, notes = _saved(change.saving_to(output), done.checkpoint, shard_size, beside, weights_alone)
     details = [*_details(change, done, layout, reverse), *behind]
     return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
 
 
-def _saved(
-    change: FileChange, done: Checkpoint, like: PathLike | None, shard_size: int | str | None, library: str
-) -> tuple[SaveResult, list[str], tuple[Note, ...]]:
-    """Writes the translated file; to a container of tensors, as `convert` does, its one set of weights.
-
-    library: that loads it, as far as the layout says. Lines on what was taken and what stays behind, and notes on what
-    the container cannot say.
-    """
-    beside = _beside(change, done, like, library)
+def _output(change: FileChange, like: PathLike | None, shard_size: int | str | None) -> tuple[Output, bool]:
+    """Where to, and whether of a whole file only one set of weights goes there, as into a container of tensors."""
     output = change.output
     if output.container is None and ((output.path or "").endswith("/") or shard_size is not None or like is not None):
         output = replace(output, container=output.format(SHARDED).name)
     container = output.format(change.original.container)
-    if output.in_place or not container.tensors_only or change.original.tensors_only:
+    return output, container.tensors_only and not (output.in_place or change.original.tensors_only)
+
+
+def _saved(
+    change: FileChange, done: Checkpoint, shard_size: int | str | None, beside: ModelFolder, weights_alone: bool
+) -> tuple[SaveResult, list[str], tuple[Note, ...]]:
+    """Writes the translated file; to a container of tensors, as `convert` does, its one set of weights.
+
+    Lines on what was taken and what stays behind, and notes on what the container cannot say.
+    """
+    output = change.output
+    container = output.format(change.original.container)
+    if not weights_alone:
         if container.writes_folder and container.tensors_only:
             done = divided(replace(done, origin=None), shard_size, beside.stem)
-        return change.saving_to(output).save(done, beside=beside), [], ()
+        return change.save(done, beside=beside), [], ()
     root, remark = one_state_dict(done, "" if change.named else None)
     copies = not container.keeps_ties
     exported = export(done, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
@@ -136,11 +143,17 @@ def _saved(
     )
 
 
-def _beside(change: FileChange, done: Checkpoint, like: PathLike | None, library: str) -> ModelFolder:
-    """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one."""
+def _beside(
+    change: FileChange, done: Checkpoint, like: PathLike | None, layout: LayoutRules | None, reverse: bool
+) -> ModelFolder:
+    """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one,
+    unless the layout says that it is both."""
     if like is not None:
         return model_folder(change.part, done.tree, os.fspath(like))
-    found = model_folder(change.original, change.part.tree)
+    found = model_folder(change.original, done.tree)
+    if layout is not None and layout.same_config:
+        return found
+    library = "" if layout is None else (layout.old if reverse else layout.new).name
     left = f"{CONFIG} (of the layout before; --like DIR takes that of a folder of the new one)"
     return ModelFolder(library, found.place, left=(left,) if found.files else ())
 
@@ -183,7 +196,7 @@ def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
         "rule": step.rule.text,
         "place": step.rule.place,
         "operations": step.rule.operations,
-        "inputs": described(step.keys, [list(shape) for shape in step.shapes] or [None] * len(step.keys)),
+        "inputs": described(step.keys, [list(shape) for shape in step.shapes] or map(_shape, outputs)),
         "outputs": described(step.outputs, [_shape(each) for each in outputs]),
         "reversible": not step.lost,
     }
@@ -204,7 +217,8 @@ def _details(
         if len(shown) < len(root.steps):
             yield f"… {len(root.steps) - len(shown):,} more like these (-n shows all)"
         for names, what in (
-            (root.dropped, "left out"),
+            (root.tied, "left out, being tied to a tensor that is there"),
+            ([name for name in root.dropped if name not in root.tied], "left out"),
             (root.kept, "kept as they are, as no rule takes them"),
             (root.filled, "filled with zeros"),
             (root.unfilled, "left out, as all of them are zeros"),

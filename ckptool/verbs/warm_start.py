@@ -15,6 +15,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
+from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.fixes import Chain
@@ -141,7 +142,8 @@ def _write(
     mark = marks.with_recovered_part({}, () if moved is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     made = Checkpoint(tree, kind, mark, checkpoint.source)
     _refuse_target(target, output)
-    saved = save(output, checkpoint, made)
+    beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
+    saved = save(output, checkpoint, made, beside=beside if beside is not None and beside.files else None)
     notes = (*report.normalised, *saved.notes)
     return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not output.dry_run)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
@@ -74,6 +75,19 @@ def test_a_mismatch_that_no_way_covers_is_refused_as_without(tmp_path: Path, run
     assert torch.equal(found["lm_head.weight"], torch.cat([old["lm_head.weight"], torch.zeros(3, 4)]))
 
 
+def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -> None:
+    for name, rows in (("old", 10), ("new", 13)):
+        (tmp_path / name).mkdir()
+        save_file({"embed.weight": torch.randn(rows, 4)}, tmp_path / name / "model.safetensors", {"format": "pt"})
+        config = {"model_type": "llama", "vocab_size": rows}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    args = ("warm-start", tmp_path / "old", "--against", tmp_path / "new", "--resize", "embed.*=rows(mean)")
+    done = run(*args, "-o", f"{out}/")
+    assert done.code == 0 and "carried along: config.json" in done.out, done
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 13
+
+
 def test_the_first_pattern_that_matches_decides_and_other_types_are_rounded_once(tmp_path: Path) -> None:
     old, file, _ = old_and_new(tmp_path)
     target = {"pos_embed": torch.zeros(1, 37, 6, dtype=torch.bfloat16), "embed.weight": torch.zeros(4, 4)}
@@ -96,7 +110,7 @@ def test_the_first_pattern_that_matches_decides_and_other_types_are_rounded_once
         ({"resize": ["pos_embed=lanczos"]}, UsageError, "unknown way"),
         ({"resize": ["pos_embed=rows"]}, UsageError, "pos_embed .*Only the first dimension"),
         ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are no square.*cls=1"),
-        ({"resize": ["*=rows"], "on_mismatch": "pad"}, UsageError, "on_mismatch='resize'"),
+        ({"resize": ["*=rows"], "on_mismatch": "pad"}, UsageError, "do not agree"),
     ],
 )
 def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:

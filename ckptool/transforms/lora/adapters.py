@@ -154,7 +154,8 @@ def read_adapter(
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
     if not any(role not in ("", "alpha") for parts in groups.values() for role in parts):
-        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is not an adapter of a known kind.")
+        why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
+        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
         raise Conflict(
             f"{name} mixes the names of {listed(list(schemes))}", "Each scheme scales its factors in its own way."

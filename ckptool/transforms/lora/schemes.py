@@ -184,7 +184,7 @@ def convert(
         details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
     count = len(adapter.products)
     facts = {"from": adapter.scheme, "to": scheme, "modules": count, "tensors": len(file.tree)}
-    summary = f"{counted(count, 'module')} with the names of {scheme}, before of {adapter.scheme}"
+    summary = f"{counted(count, 'module')} renamed, {adapter.scheme} → {scheme}"
     return replace(file, summary=summary, facts=lambda: facts, details=details)
 
 
@@ -204,7 +204,8 @@ def refuse_others(adapter: Adapter) -> None:
 def _refuse_unheld(delta: Delta, old: str, scheme: str, name: str) -> None:
     if delta.method == WHOLE:
         what = f"{name} has whole tensors (modules_to_save): {printable(delta.keys[''])}"
-        raise Unsupported(what, f"{scheme} would lose them.")
+        fix = "Extract it without them: lora extract --exclude PATTERN"
+        raise Unsupported(what, f"{scheme} would lose them.", fix)
     is_bias, dora = delta.method == BIAS, delta.magnitude is not None
     difference = is_bias and "B.bias" not in delta.factors
     facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}

@@ -49,11 +49,12 @@ def translate_roots(
     config: Mapping[str, Any],
     rest: str = "refuse",
     way_back: Callable[[], Translation] | None = None,
+    moments: bool = True,
 ) -> TranslatedCheckpoint:
     """Applies rules to sets of weights, their `_metadata`, and the optimizers of the checkpoint. Reads nothing yet.
 
     given: numbers for variables.  config: the model's configuration.  rest: `refuse`, `keep` or `drop` keys that no
-    rule takes.  way_back: the rules that should undo it, else their inverses.
+    rule takes.  way_back: the rules that should undo it, else their inverses.  moments: optimizers follow.
     Raises `NoMatch` for a rule that matches nothing and for such keys, `Conflict` for two tensors of one
     name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit,
     `Unsupported` where the parts of a quantized weight would be changed.
@@ -74,7 +75,7 @@ def translate_roots(
         id(root.node): _with_metadata(root.node, each) for root, each in zip(roots, done, strict=True)
     }
     tree = nested(checkpoint.tree)
-    found = list(optimizers(tree))
+    found = list(optimizers(tree)) if moments else []
     for path, optimizer in found:
         place = address((*checkpoint.base, *path))
         replaced[id(optimizer)] = translated_optimizer(

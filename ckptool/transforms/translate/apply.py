@@ -50,12 +50,14 @@ class Step:
 class TranslatedRoot:
     """A set of weights after the rules. names: the new keys of each old one.  dropped, kept: keys that no rule took.
 
-    filled, unfilled: tensors of zeros that were made, or left out.  used: the rules that matched.
+    tied: those of the dropped that are second names of tensors.  filled, unfilled: tensors of zeros that were made, or
+    left out.
     """
 
     items: dict[str, Any]
     steps: tuple[Step, ...]
     dropped: tuple[str, ...]
+    tied: tuple[str, ...]
     kept: tuple[str, ...]
     filled: tuple[str, ...]
     unfilled: tuple[str, ...]
@@ -67,6 +69,7 @@ class RootPlan:
 
     steps: list[Step]
     rest: list[str]
+    tied: list[str]
     dropped: list[str]
     unfilled: list[str]
     used: set[str]
@@ -78,7 +81,8 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     Raises `Conflict` for a step of which a key is missing.
     """
     ranges = scope.ranges(translation.ranges)
-    plan = RootPlan([], [], _tied(translation, node), _unfilled(translation, node), set())
+    tied = _tied(translation, node)
+    plan = RootPlan([], [], tied, [*tied], _unfilled(translation, node), set())
     found: dict[Any, Step] = {}
     left_out = {*plan.unfilled, *plan.dropped}
     candidates = _candidates(translation)
@@ -228,7 +232,8 @@ def carry_out(
     items |= {name: items[other] for name, other in translation.ties if other in items and name not in items}
     dropped = [*plan.dropped, *(plan.rest if rest == DROP else [])]
     kept = plan.rest if rest == KEEP else []
-    return TranslatedRoot(items, tuple(plan.steps), tuple(dropped), tuple(kept), tuple(filled), tuple(plan.unfilled))
+    left = (tuple(dropped), tuple(plan.tied), tuple(kept), tuple(filled), tuple(plan.unfilled))
+    return TranslatedRoot(items, tuple(plan.steps), *left)
 
 
 def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> None:

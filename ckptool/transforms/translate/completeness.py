@@ -92,7 +92,8 @@ def losses_of(
     node: the weights before the rules `there`.  scope: of the numbers for these.
     """
     yield from dict.fromkeys(step.lost for step in done.steps if step.lost)
-    items = {name: value for name, value in done.items.items() if name not in done.filled}
+    second = {name for name, other in there.ties if done.items.get(name) is done.items.get(other)}
+    items = {name: value for name, value in done.items.items() if name not in done.filled and name not in second}
     back = replace(back, unfill=(), tied=())
     numbered, scope = scope, replace(scope, variables=back.variables, node=items, used=set(), _found={})
     try:

@@ -35,7 +35,7 @@ from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import FUNCTIONS, LOOK, Translation, dropped, items, translation_of
 
 FOLDER = "layouts"
-_HEADER = ("title", "source", "old", "new", "notes", "models")
+_HEADER = ("title", "source", "old", "new", "notes", "models", "same_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class LayoutRules:
     """A file of rules between two layouts of one model. name: of the file, for `--rules`.  source: of its facts.
 
     notes: what the new side needs beside the weights. The names of both sides are empty in a file that has no header.
+    same_config: one library loads both sides, with one configuration.
     """
 
     name: str
@@ -119,6 +120,7 @@ class LayoutRules:
     translation: Translation
     file: str
     models: tuple[str, ...] = ()
+    same_config: bool = False
 
     def side_of(self, node: Mapping[Any, Any], back: bool, config: Mapping[str, Any]) -> int:
         """The place in `sides` of that which a set of weights is of. back: it is not to be the first.
@@ -155,6 +157,9 @@ class LayoutRules:
 
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
+        if any(each.is_of(node) for each, _ in self.sides):  # of the first side, and it is not to be that
+            what = f"the weights are already those of {self.old.name}"
+            return NoMatch(what, f"--reverse is the way from {self.new.name}.", "Leave out --reverse.")
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
@@ -197,7 +202,7 @@ def read_layout(path: str) -> LayoutRules:
         join = translation.join and replace(translation.join, optional=True)
         translation = replace(translation, join=join, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
-    return LayoutRules(name, title, source, old, new, notes, translation, path, models)
+    return LayoutRules(name, title, source, old, new, notes, translation, path, models, "same_config" in header)
 
 
 def _side(node: Any, path: str) -> LayoutSide:

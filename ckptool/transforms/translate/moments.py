@@ -30,7 +30,7 @@ def translated_optimizer(
     numbered = with_numbers(optimizer)
     slots = [slot for group in numbered["param_groups"] for slot in group["params"]]
     named = all(type(slot) is str for slot in slots)
-    names = {slot: slot for slot in slots} if named else slot_names_in(numbered, place, whole, None)[0]
+    names = {slot: slot for slot in slots} if named else _names(numbered, place, whole, roots)
     keys = set(names.values())
     root, scope = next(((root, scope) for root, scope in roots if keys & _taken(root)), roots[0])
     by_name = {names[slot]: value for slot, value in numbered["state"].items() if slot in names}
@@ -55,6 +55,15 @@ def translated_optimizer(
         for group in groups
     ]
     return {**numbered, "state": {**by_number, **beside}, "param_groups": groups}
+
+
+def _names(
+    optimizer: dict[str, Any], place: str, whole: Checkpoint, roots: Sequence[tuple[TranslatedRoot, Scope]]
+) -> dict[Any, str]:
+    """The name of each slot, where keys that the rules leave out may be buffers."""
+    left_out = {name for root, _ in roots for name in root.dropped}
+    advice = WITHOUT[:1].lower() + WITHOUT[1:]
+    return slot_names_in(optimizer, place, whole, None, advice=advice, buffers=left_out)[0]
 
 
 def _taken(root: TranslatedRoot) -> set[str]:

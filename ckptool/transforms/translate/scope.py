@@ -45,7 +45,7 @@ class Scope:
                 try:
                     self._found[name] = self.variables[name].value(self.lookup, self.functions)
                 except Unbound as error:  # of what the variable is computed of: the variable itself can be set
-                    error = error if error.of_rules else unbound(name, self.variables[name].text)
+                    error = error if error.of_rules else unbound(name, self.variables[name].text, error.name)
                     error.of_rules = True
                     self._found[name] = error
                 finally:
