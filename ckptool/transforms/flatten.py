@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, is_beside, quantized_outside, unnamed_tensors
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.formats import marks
 from ckptool.formats.sidecar import holds
 
 
@@ -263,3 +264,10 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
             f"{why} Nothing was written.",
             advice,
         )
+
+
+def weights_alone(original: Checkpoint, tree: Any, parts: Iterable[tuple[Mapping[str, Any], Path]]) -> Checkpoint:
+    """The checkpoint with a tree of weights made of these parts, each with its metadata, and nothing around them."""
+    metadata = {key: value for key, value in original.metadata.items() if key != marks.RECOVERED}
+    metadata |= marks.recovered_in_parts(parts)
+    return replace(original, tree=tree, metadata=metadata, extras={}, discarded=())

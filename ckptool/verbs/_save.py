@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -14,7 +14,7 @@ from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.tree import Path, address, holders, replaced_at, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -26,7 +26,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
-from ckptool.formats import Format, marks, members, sidecar, tree_record
+from ckptool.formats import Format, members, sidecar, tree_record
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import Opened, PathLike, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
@@ -98,13 +98,6 @@ def output_of(verb: str, path: PathLike | None, options: SaveOptions) -> Output:
             f"for its output it takes {', '.join(known)}"
         )
     return Output(verb, None if path is None else os.fspath(path), **options)
-
-
-def weights_alone(original: Checkpoint, tree: Any, parts: Iterable[tuple[Mapping[str, Any], Path]]) -> Checkpoint:
-    """The checkpoint with a tree of weights made of these parts, each with its metadata, and nothing around them."""
-    metadata = {key: value for key, value in original.metadata.items() if key != marks.RECOVERED}
-    metadata |= marks.recovered_in_parts(parts)
-    return replace(original, tree=tree, metadata=metadata, extras={}, discarded=())
 
 
 def save(

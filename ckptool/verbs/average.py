@@ -16,9 +16,9 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms import average as means
-from ckptool.transforms.flatten import around
+from ckptool.transforms.flatten import around, weights_alone
 from ckptool.transforms.merging import Merge, merge_of
-from ckptool.verbs._save import SaveOptions, output_of, save, weights_alone, written
+from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

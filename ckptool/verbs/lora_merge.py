@@ -10,10 +10,10 @@ from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
-from ckptool.transforms.flatten import around
+from ckptool.transforms.flatten import around, weights_alone
 from ckptool.transforms.lora.merge import merge
 from ckptool.verbs._adapters import is_tied, open_adapter
-from ckptool.verbs._save import SaveOptions, output_of, save, weights_alone, written
+from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
