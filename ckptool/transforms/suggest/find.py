@@ -174,17 +174,16 @@ def _with_end(dots: str, end: str, key: str) -> str:
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-def rules_of(pairs: Mapping[str, str], holes: Holes) -> list[str]:
+def rules_of(pairs: Mapping[str, str], holes: Holes, more: Iterable[str] = ()) -> list[str]:
     """Few rules for pairs of old and new names, in the order in which they are to be tried.
 
-    They are found on a few keys of each kind, and may say too much of others: whoever calls it looks.
+    They are found on a few keys of each kind, and `more`, and may say too much of others: whoever calls it looks.
     """
     kinds: dict[tuple[str, str], list[str]] = {}
     for key, name in pairs.items():
         kinds.setdefault((without_numbers(key), without_numbers(name)), []).append(key)
-    some = [
-        key for keys in kinds.values() for key in dict.fromkeys([*keys[:FEW], *keys[:: len(keys) // FEW + 1], keys[-1]])
-    ]
+    sample = (key for keys in kinds.values() for key in [*keys[:FEW], *keys[:: len(keys) // FEW + 1], keys[-1]])
+    some = list(dict.fromkeys([*sample, *more]))
     drafts = Drafting({key: pairs[key] for key in some}, sorted(some)).rules()
     covered = {key for draft in drafts for key in draft.right}
     plain = [literal_rule(key, pairs[key], holes) for key in some if key not in covered]
@@ -209,14 +208,24 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     relations.search()
     found = list(relations.found)
     found += [Relation(alone(k), k) for k in ours if k in theirs and not any(k in side for side in relations.sides)]
-    claimed = {name for each in relations.found if each.sides[0][0] not in relations.by_name for name in each.sides[1]}
+    claims = {
+        each.pair(relations.holes)[0]: each.sides[1]
+        for each in relations.found
+        if each.sides[0][0] not in relations.by_name
+    }
     pairs, most = dict(relation.pair(relations.holes) for relation in found), TRIES // max(1, len(ours))
-    texts, taken = rules_of(pairs, relations.holes), {key for relation in found for key in relation.sides[0]}
+    taken, wrong = {key for relation in found for key in relation.sides[0]}, dict[str, None]()
     drop = _patterns([key for key in ours if key not in taken], taken)
-    report = _proof(texts if len(texts) <= most else [], drop, old, theirs, relations)
-    if not claimed.isdisjoint({*report.missing, *report.by_name}):  # rules that say too much, or not all
-        texts = [literal_rule(key, name, relations.holes) for key, name in list(pairs.items())[:most]]
+    for spelled in (False, False, False, True):  # rules that say too much, or not all, are made again
+        texts = rules_of(pairs, relations.holes, wrong)
+        if spelled or len(texts) > most:
+            texts = [literal_rule(key, name, relations.holes) for key, name in list(pairs.items())[:most]]
         report = _proof(texts, drop if len(drop) <= most else [], old, theirs, relations)
+        other = {*report.missing, *report.by_name}
+        again = [key for key, names in claims.items() if not other.isdisjoint(names)]
+        if not again:
+            break
+        wrong |= dict.fromkeys(again)
     return replace(report, notes=tuple(_notes(relations, report, len(texts), len(pairs), most)))
 
 
