@@ -82,12 +82,11 @@ def _add_product(total: Array, left: Array, right: Array) -> None:
     for top in range(0, total.shape[0], height):
         for begin in range(0, total.shape[1], columns):
             tile = total[top : top + height, begin : begin + columns]
-            rounded, wide, term = tile.copy(), tile.astype("d"), numpy.empty(tile.shape)
+            rounded, term = tile.copy(), numpy.empty(tile.shape)
             for k in range(left.shape[1]):
                 numpy.multiply(left[top : top + height, k, None], right[k, begin : begin + columns], out=term)
-                numpy.add(wide, term, out=wide)
-                numpy.copyto(rounded, wide, casting="same_kind")
-                numpy.copyto(wide, rounded)
+                numpy.add(rounded, term, out=term)
+                numpy.copyto(rounded, term, casting="same_kind")
             tile[...] = rounded
 
 

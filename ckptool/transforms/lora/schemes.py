@@ -160,9 +160,8 @@ def convert(
     names of two modules, `UsageError` where a component or base is needed.
     """
     refuse_others(adapter)
+    _refuse_unheld(adapter, scheme)
     name, details = adapter.name, []
-    for delta in adapter.deltas:
-        _refuse_unheld(delta, adapter.scheme, scheme, name)
     components = {delta.component for delta in adapter.deltas}
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
@@ -201,18 +200,20 @@ def refuse_others(adapter: Adapter) -> None:
             raise Unsupported(f"{name}: {printable(delta.module)} is {kind}", why)
 
 
-def _refuse_unheld(delta: Delta, old: str, scheme: str, name: str) -> None:
-    if delta.method == WHOLE:
-        what = f"{name} has whole tensors (modules_to_save): {printable(delta.keys[''])}"
+def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
+    name, old = adapter.name, adapter.scheme
+    if whole := [printable(delta.keys[""]) for delta in adapter.deltas if delta.method == WHOLE]:
+        what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
         fix = "Extract it without them: lora extract --exclude PATTERN"
         raise Unsupported(what, f"{scheme} would lose them.", fix)
-    is_bias, dora = delta.method == BIAS, delta.magnitude is not None
-    difference = is_bias and "B.bias" not in delta.factors
-    facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
-    for fact, present in facts.items():
-        if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
-            why = f"{old} and {scheme} have no common form for it."
-            raise Unsupported(f"{name}: {printable(delta.module)} has {fact}", why)
+    for delta in adapter.deltas:
+        is_bias, dora = delta.method == BIAS, delta.magnitude is not None
+        difference = is_bias and "B.bias" not in delta.factors
+        facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
+        for fact, present in facts.items():
+            if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
+                why = f"{old} and {scheme} have no common form for it."
+                raise Unsupported(f"{name}: {printable(delta.module)} has {fact}", why)
 
 
 def _component(old: str, components: set[str], scheme: str, chosen: str | None, name: str) -> str:
