@@ -250,13 +250,10 @@ def cast(
     """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
     from ckptool.verbs.cast import cast
 
-    options: dict[str, Any] = {
-        "only": only or (),
-        "exclude": exclude or (),
-        "dequantize": dequantize,
-        "block_size": block_size,
-    }
-    return write_each("cast", files, target, with_options(cast, dtype=dtype, **options))
+    function = with_options(
+        cast, dtype=dtype, only=only or (), exclude=exclude or (), dequantize=dequantize, block_size=block_size
+    )
+    return write_each("cast", files, target, function)
 
 
 @examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))

@@ -413,10 +413,6 @@ class FileChange:
             return save(self.output, self.original, replace(changed, base=()), beside=beside)
         return save(self.output, self.original, self._whole(changed), changes=changes, beside=beside)
 
-    def saving_to(self, output: Output) -> FileChange:
-        """The same change with another output."""
-        return replace(self, output=output)
-
     def written(self, saved: SaveResult, summary: str, **more: Any) -> Written:
         """The report, with the facts, details and notes of the verb."""
         return written(self.output, self.original, saved, summary, **more)

@@ -101,7 +101,7 @@ def translate(
         moments=not weights_alone,
     )
     beside = _beside(change, done.checkpoint, like, layout, reverse)
-    result, behind, notes = _saved(change.saving_to(output), done.checkpoint, shard_size, beside, weights_alone)
+    result, behind, notes = _saved(replace(change, output=output), done.checkpoint, shard_size, beside, weights_alone)
     details = [*_details(change, done, layout, reverse), *behind]
     return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
 
