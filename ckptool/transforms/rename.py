@@ -192,7 +192,7 @@ def _renamed_metadata(
     """`_metadata` by the new module paths. Where a wrapper and its module become one path, the module's entry stays."""
     depth: dict[str, int] = {}
     items: dict[Any, Any] = {}
-    modules = _module_names(names)
+    modules = module_names(names)
     emptied = [path for path in emptied if not any(new.startswith(f"{path}.") for new in names.values())]
     for path, value in metadata.items():
         if path in emptied:
@@ -203,7 +203,7 @@ def _renamed_metadata(
     return items
 
 
-def _module_names(names: dict[str, str]) -> dict[str, str]:
+def module_names(names: dict[str, str]) -> dict[str, str]:
     """Old module path -> new one, as far as the renamed keys below a module tell: both lose the same last parts."""
     modules: dict[str, str] = {}
     for old, new in names.items():

@@ -174,7 +174,7 @@ def test_one_rule(rule: str, old: str, new: str | None) -> None:
         (r"re:(a) => \2", "is invalid"),
         (r"re:a => \g<name>", "is invalid"),
         (r"re:a+ => \1", "is invalid"),
-        ("f{n+1} => g{n}", "is a sum, which stands on the right"),
+        ("f{n+1} => g{n}", "is a sum, which belongs on the right"),
         ("f{n} => g{n**2}", r"a \{ begins a variable"),
         ("f{n} => g{n+m}", r"\{m\} is not on the left side"),
         ("f{n} => g{}", r"a \{ begins a variable"),

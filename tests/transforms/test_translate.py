@@ -147,3 +147,17 @@ def test_every_output(out: str, tmp_path: Path) -> None:
         assert {key: bits(value) for key, value in after.items()} == {
             key: bits(value) for key, value in expected.items()
         }
+
+
+def test_versions_of_modules_follow_with_and_without_tensors(tmp_path: Path) -> None:
+    """The `_metadata` of a real model: what torch reads of it there, and all of it after the way back."""
+    block = torch.nn.Sequential(torch.nn.Linear(4, 12), torch.nn.GELU(), torch.nn.BatchNorm1d(12), torch.nn.Dropout())
+    state = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block]), "drop": torch.nn.Dropout()}).state_dict()
+    file, there, back = tmp_path / "in.pt", tmp_path / "there.pt", tmp_path / "back.pt"
+    torch.save(state, file)
+    rules = ["blocks.{n}.0.{p} => body.layers.{n}.{q,k,v}.{p} : split 0", "blocks.{n}.2.* => body.layers.{n}.norm.*"]
+    ckptool.translate(file, rules, there)
+    metadata = torch.load(there)._metadata
+    assert metadata["body.layers.0.norm"] == {"version": 2} and {"drop", "body.layers.0.q"} <= metadata.keys()
+    ckptool.translate(there, rules, back, reverse=True)
+    assert dict(torch.load(back)._metadata) == dict(state._metadata)

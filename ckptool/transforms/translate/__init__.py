@@ -18,6 +18,7 @@ from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import CkptoolError
 from ckptool.reports.quantization import refuse_quantized
+from ckptool.transforms.rename import module_names
 from ckptool.transforms.rules import MAX_RULES
 from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, unused_rules
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
@@ -122,7 +123,10 @@ def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan:
 
 
 def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
-    """The new items with the `_metadata` of their modules: each module's is that of the first tensor's old one."""
+    """The new items with the `_metadata` of their modules: each module's is that of the first tensor's old one.
+
+    A module without tensors goes where the nearest module around it that has one new name goes.
+    """
     before = node.metadata if isinstance(node, OrderedDict) else None
     if before is None:
         return same_kind(node, done.items)
@@ -136,4 +140,12 @@ def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
             modules.setdefault(".".join(parts[:depth]), {"version": 1})
         if parts and (found := before.get(origins.get(name, name).rpartition(".")[0])) is not None:
             modules[".".join(parts)] = found
+    renamed = module_names({step.keys[0]: step.outputs[0] for step in done.steps if len(step.outputs) == 1})
+    around = {key[:at] for step in done.steps for key in step.keys for at, letter in enumerate(key) if letter == "."}
+    for path, value in before.items():
+        if type(path) is str and path not in around:  # no tensor is in it
+            above = path
+            while above and above not in renamed:
+                above = above.rpartition(".")[0]
+            modules.setdefault((renamed[above] + path[len(above) :]).lstrip(".") if above else path, value)
     return OrderedDict(done.items, {**(node.attributes or {}), "_metadata": same_kind(before, modules)})
