@@ -146,11 +146,15 @@ def test_an_adapter_is_merged_into_a_large_base(times: int, tmp_path: Path) -> N
         f"{before}.kv.lora_B.weight": torch.ones(4096, rank),
         f"{before}.kv.lora_magnitude_vector": torch.ones(4096),
     }
-    (tmp_path / "adapter").mkdir()
-    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    found = peak_of("ckptool.lora_merge('base.safetensors', 'adapter', 'out.safetensors')", tmp_path)
+    for folder, dora in (("adapter", False), ("dora", True)):
+        own = {key: value for key, value in adapter.items() if (".kv." in key) == dora}
+        (tmp_path / folder).mkdir()
+        save_file(own, tmp_path / folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 1, "use_dora": dora}
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(config))
+    both = (("base", "adapter", "between"), ("between", "dora", "out"))
+    calls = [f"ckptool.lora_merge('{a}.safetensors', '{b}', '{c}.safetensors')" for a, b, c in both]
+    found = peak_of("; ".join(calls), tmp_path)
     assert found <= LIMIT, f"{found:,}"
     with safe_open(tmp_path / "out.safetensors", "pt") as out:
         assert (out.get_slice("emb.weight")[-2:] == 1).all() and (out.get_slice("q.weight")[-2:] == 1).all()
