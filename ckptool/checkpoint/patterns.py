@@ -25,7 +25,7 @@ def matcher(pattern: str) -> Matcher:
         try:
             expression = re.compile(pattern[3:])
         except re.error as error:
-            raise UsageError(f"{printable(pattern)!r} is no regular expression: {error}") from None
+            raise UsageError(f"{printable(pattern)!r} is not a regular expression: {error}") from None
         return lambda key: match_within_limit(expression.search, key, expression) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None

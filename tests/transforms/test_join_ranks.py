@@ -187,7 +187,7 @@ def refused(folder: Path, rules: str, kind: type[CkptoolError], *words: str) -> 
         ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
         ("joins: {}", "line 1: 'joins' is none of join, layers, unstack"),
         ("join: {a: vocab}", "line 1: vocab takes rows"),
-        ("join: {a: {vocab: x}}", "'x' in 'x' has no value"),
+        ("join: {a: {vocab: x}}", "'x' has no value"),
         ("join: {a: {vocab: 99999999999999}}", "vocab takes rows"),
         ("join: {a: {glu: 2}}", "glu takes no numbers"),
         ("join: {a: {row: 1, column: 2}}", "where a name should be"),
