@@ -94,7 +94,7 @@ LOST = {
     **{after: Surroundings(after, harmless=False) for after in FULL},
     **{f"{after}, JSON": Surroundings(after, harmless=False, options=("--json",)) for after in FULL},
 }
-NOTHING_THERE = "rm -rf *.pt *.yaml there run"
+NOTHING_THERE = "rm -rf *.pt *.safetensors *.yaml there run"
 ODD_ENDS = {
     **{f"{after}, JSON": Surroundings(after, options=("--json",)) for after in ("| head -c 1", "2>&1 | true", ">&-")},
     **{
