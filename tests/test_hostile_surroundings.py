@@ -98,13 +98,14 @@ VERBS = {
     "cast": "cast in.pt --dtype bf16 -o d.pt",
     "edit": "edit in.pt --tensor model/module.bias=b.npy -o e.pt",
     "slim": "slim in.pt -o f.pt",
+    "translate": "translate in.pt --rules rules.yaml -o t.pt",
     "convert": "convert in.pt --all -o g.safetensors",
     "recover": "recover in.pt -o h.pt",
     "bundle": "bundle -o i.pt a=in.pt b=other.pt",
     "unbundle": "unbundle in.pt -d members",
     "average": "average in.pt in.pt -o j.pt",
     "lora merge": "lora merge in.pt lora.safetensors -o n.pt",
-    "lora extract": "lora extract in.pt tuned.pt --rank 1 -o adapter/",
+    "lora extract": "lora extract tuned.pt base.pt --rank 1 -o adapter/",
     "lora resize": "lora resize lora.safetensors --rank 1 -o nl.safetensors",
     "lora convert": "lora convert lora.safetensors --to kohya -o nl.safetensors",
     "bake": "bake other.pt -o k.pt",
@@ -127,8 +128,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch.nn.Linear(2, 2)
     saved({"model": {f"module.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}, folder / "in.pt")
     saved(model.state_dict(), folder / "other.pt")
-    changed = {f"module.{k}": v + torch.ones_like(v) for k, v in model.state_dict().items()}
-    saved({"model": changed, "epoch": 1}, folder / "tuned.pt")
+    for name, more in (("base.pt", 0), ("tuned.pt", 1)):
+        saved({"model": {f"fc.{k}": v + more for k, v in model.state_dict().items()}, "epoch": 1}, folder / name)
     halves = {f"lora_unet_module.lora_{half}.weight": torch.ones(2, 2) for half in ("down", "up")}
     save_file(halves, folder / "lora.safetensors")
     (folder / "rules.yaml").write_text("- 'module.* => m.*'\n")

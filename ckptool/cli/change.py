@@ -100,8 +100,8 @@ def translate(
         list[str] | None,
         typer.Argument(
             metavar="FILE|RULE",
-            help="Checkpoints, and rules 'OLD[, OLD] => NEW[, NEW] : OPERATION | OPERATION' for whole keys:"
-            " {q,k,v} is several names; transpose, split, cat, stack, rope, … are in docs/translate.md.",
+            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
+            " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md).",
             show_default=False,
         ),
     ] = None,
@@ -228,7 +228,7 @@ def remap(
 
 @examples(
     ("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"),
-    ("ckptool cast FP8DIR --dtype bf16 --dequantize -o bf16/", "a folder of quantized weights"),
+    ("ckptool cast fp8/ --dtype bf16 --dequantize -o bf16/", "a folder of quantized weights"),
 )
 @writes
 def cast(

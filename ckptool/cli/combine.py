@@ -301,7 +301,12 @@ def lora_merge(
 )
 @_one_output
 def lora_extract(
-    tuned: Annotated[str, typer.Argument(metavar="TUNED", help="The changed weights.", show_default=False)],
+    tuned: Annotated[
+        str,
+        typer.Argument(
+            metavar="TUNED", help="The changed weights, FILE or FILE#ADDRESS for a part.", show_default=False
+        ),
+    ],
     base: Annotated[str, typer.Argument(metavar="BASE", help="The weights before.", show_default=False)],
     target: OutputOptions,
     rank: Rank,

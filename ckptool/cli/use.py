@@ -57,7 +57,7 @@ Against = Annotated[
 @examples(
     ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
     ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
-    ("ckptool warm-start a.pt --against b.pt --resize '*embed*=rows(mean)' -o c.pt", "a larger vocabulary"),
+    ("ckptool warm-start old.pt --against new.pt --resize 'wte*=rows(mean)' -o w.pt", "a larger vocabulary"),
 )
 def warm_start(
     file: File,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from ckptool.cli import COMMANDS, function_of, main
@@ -21,6 +23,7 @@ from tests.support.cli import Ran, Run, done
 EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
 TRAINING = ("train", "resume", "prove", "prune")  # tests/training runs them; here only their options are looked at
 MODEL = """
+from safetensors.torch import save_file
 from torch import nn
 
 def build():
@@ -40,6 +43,13 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"a.weight_g": torch.ones(2, 1), "a.weight_v": torch.ones(2, 3), "a.bias": torch.ones(2)},
         tmp_path / "normed.pt",
     )
+    for name, rows in (("old.pt", 4), ("new.pt", 6)):
+        torch.save({"wte.weight": torch.ones(rows, 3), "fc.weight": torch.ones(2, 3)}, tmp_path / name)
+    (tmp_path / "fp8").mkdir()
+    codes = {"fc.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "fc.weight_scale_inv": torch.ones(1, 1)}
+    save_file(codes, tmp_path / "fp8" / "model.safetensors")
+    facts = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": facts}))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-5000])
     (tmp_path / "net.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)

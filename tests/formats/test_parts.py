@@ -77,6 +77,7 @@ CHANGES = (
     ("strip-module", ("-o", "out.pt")),
     ("add-module", ("-o", "out.safetensors")),
     ("rename", ("* => x.*", "-o", "out.safetensors")),
+    ("translate", ("* => x.*", "-o", "out.safetensors")),
     ("cast", ("--dtype", "bf16", "-o", "out.safetensors")),
     ("cast", ("--dtype", "bf16", "--in-place")),
     ("edit", ("--drop", "*.bias", "--in-place")),

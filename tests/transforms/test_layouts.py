@@ -51,7 +51,7 @@ EXPERTS = "block_sparse_moe.experts"
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["1.block_sparse_moe.experts.1."], "line 16: the rule .* there is nothing for e = 1, of 3 tensors"),
+    (["1.block_sparse_moe.experts.1."], "line 17: the rule .* there is nothing for e = 1, of 3 tensors"),
     (["1.block_sparse_moe.experts.1.w3"], r"there is .*1\.w1\.weight, but no .*layers\.1\..*experts\.1\.w3\.weight"),
     (["1.block_sparse_moe.experts.2."], r"3 tensors are missing: .*layers\.1\..*experts\.2\.w1\.weight"),
     ([f"{EXPERTS}.2."], "the router knows another number of experts"),

@@ -70,6 +70,9 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "strip-module": ckptool.strip_module,
     "add-module": ckptool.add_module,
     "rename": lambda *args, **options: ckptool.rename(args[0], ["*.bias => *.offset"], *args[1:], **options),
+    "translate": lambda *args, **options: ckptool.translate(
+        args[0], ["*weight => *kernel : transpose"], *args[1:], rest="keep", **options
+    ),
     "remap": lambda *args, **options: ckptool.remap(*args, to="cuda:1", **options),
     "cast": lambda *args, **options: ckptool.cast(*args, dtype="bf16", **options),
     "edit": lambda *args, **options: ckptool.edit(*args, drop=["*.n"], **options),
