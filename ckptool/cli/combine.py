@@ -260,7 +260,9 @@ def average(
 Adapter = Annotated[
     str,
     typer.Argument(
-        metavar="ADAPTER", help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS.", show_default=False
+        metavar="ADAPTER",
+        help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one.",
+        show_default=False,
     ),
 ]
 Config = Annotated[
