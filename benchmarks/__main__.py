@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import training
+from benchmarks import loading, training
 from benchmarks.files import prepare
 
 CKPTOOL = str(Path(sys.executable).with_name("ckptool"))
@@ -174,6 +174,8 @@ def main() -> None:
     print("| work | ckptool | peak memory | peer | ratio | goal |\n| --- | --- | --- | --- | --- | --- |")
     for claim in claims:
         print(row(claim, options.folder, options.runs), flush=True)
+    for line in loading.rows(options.only, options.runs, options.folder):
+        print(line, flush=True)
     for found in training.rows(options.only, options.runs):
         print(training.printed(found), flush=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GB = 1 << 30
@@ -65,6 +65,23 @@ def many(path: Path) -> None:
     torch.save(
         {f"module.layers.{i // 10}.block{i % 10}.weight": torch.full((4,), float(i)) for i in range(50_000)}, path
     )
+
+
+def tensors(path: Path) -> None:
+    """20,000 tensors of 16 values, as torch or safetensors write them."""
+    import torch
+    from safetensors.torch import save_file
+
+    values = {f"layers.{i // 10}.block{i % 10}.weight": torch.full((4, 4), float(i)) for i in range(20_000)}
+    (save_file if ".safetensors" in path.name else torch.save)(values, path)
+
+
+def big_tensors(path: Path) -> None:
+    """The tensors of the 2 GB file as safetensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file(torch.load(path.with_name("big.pt"), mmap=True, map_location="cpu")["state_dict"], path)
 
 
 def sparse(path: Path) -> None:
@@ -141,6 +158,9 @@ FILES: dict[str, Callable[[Path], None]] = {
     "step3.pt": step,
     "gpt2.pt": gpt2,
     "many.pt": many,
+    "tensors.pt": tensors,
+    "tensors.safetensors": tensors,
+    "big.safetensors": big_tensors,
     "sparse.pt": sparse,
     "ranks.dcp": ranks,
     "joined.pt": joined,
@@ -148,10 +168,10 @@ FILES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, names: Iterable[str] = FILES) -> None:
     """Makes what is missing. A file that is there is complete: it got its name last."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
+    for name in names:
         path = folder / name
         if not path.exists():
             print(f"making {path} …", flush=True)

@@ -1,5 +1,5 @@
-"""A step of the harness against the same loop written by hand, on the conv model; and a save against `torch.save`, each
-in turn.
+"""A step of the harness against the same loop written by hand, on a conv model and an MLP; and a save against
+`torch.save`, each in turn.
 
 Both loops are in one process, learn from the same data set, and go through the same switches; one step of each, which
 of them first by chance, so that what else the machine does falls on both. A ratio is the median over such pairs; beside
@@ -17,8 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-STEP = "training, a step of the conv model ({size}), against a loop by hand"
-PICTURES = {"32 of 3 × 32 × 32": (3, 32, "≤ 1.02 ×"), "32 of 1 × 8 × 8": (1, 8, "")}  # channels, size, goal
+STEP = "training, a step of the {size}, against a loop by hand"
+PICTURES = {  # model, channels, size, goal
+    "conv model (32 of 3 × 32 × 32)": ("conv", 3, 32, "≤ 1.02 ×"),
+    "conv model (32 of 1 × 8 × 8)": ("conv", 1, 8, ""),
+    "MLP (32 of 1 × 8 × 8)": ("mlp", 1, 8, "≤ 1.1 ×"),
+}
 SAVE = "training, a save of {megabytes} MB (verify: {how}), against torch.save + sync"
 PAIRS = 300
 SAVES = 15
@@ -28,9 +32,9 @@ Row = tuple[str, float, float, tuple[float, float], str]
 
 def rows(only: str, runs: int) -> Iterator[Row]:
     """What was measured: name, seconds of ours and of the peer's, the ratio of pairs and that of the quickest, goal."""
-    for size, (channels, edge, goal) in PICTURES.items():
+    for size, (kind, channels, edge, goal) in PICTURES.items():
         if only in STEP.format(size=size):
-            yield step(STEP.format(size=size), channels, edge, PAIRS * max(1, runs // 5), goal)
+            yield step(STEP.format(size=size), kind, channels, edge, PAIRS * max(1, runs // 5), goal)
     for megabytes, how in ((300, "size"), (300, "full"), (30, "size")):
         if only in SAVE.format(megabytes=megabytes, how=how):
             os.makedirs("build", exist_ok=True)  # the disk of the project, not one in memory
@@ -38,7 +42,7 @@ def rows(only: str, runs: int) -> Iterator[Row]:
                 yield save(megabytes, how, max(runs, SAVES), Path(folder))
 
 
-def step(name: str, channels: int, edge: int, pairs: int, goal: str) -> Row:
+def step(name: str, kind: str, channels: int, edge: int, pairs: int, goal: str) -> Row:
     """One training step, on batches of 32 pictures."""
     import torch
 
@@ -52,13 +56,13 @@ def step(name: str, channels: int, edge: int, pairs: int, goal: str) -> Row:
     values: dict[str, Any] = {
         "run": "unused",
         "data": {"name": "images", "args": {"samples": 640, "channels": channels, "size": edge}, "batch": 32},
-        "models": {"main": {"name": "conv", "args": {"dropout": 0.1}}},
+        "models": {"main": {"name": kind, "args": {"dropout": 0.1}}},
         "train": {"steps": 10**9},
     }
     trainer = build(configfile.checked(values, "benchmark"), World())
     batches = trainer.data.stream(trainer)
     hooks = Hooks([])
-    by_hand = hand(trainer.data.dataset, channels, edge)
+    by_hand = hand(trainer.data.dataset, kind, channels, edge)
 
     def ours() -> None:
         one_step(trainer, next(batches), hooks)
@@ -66,16 +70,16 @@ def step(name: str, channels: int, edge: int, pairs: int, goal: str) -> Row:
     return compared(name, ours, lambda: next(by_hand), pairs, goal)
 
 
-def hand(dataset: Any, channels: int, edge: int) -> Iterator[float]:
+def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
     """The loop of a tutorial: the loss is looked at in each step, as the harness looks at it."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from ckptool.training.models import Conv
+    from ckptool.training.models import BUILT_IN
 
     torch.manual_seed(0)
-    model = Conv([channels, edge, edge], 4, dropout=0.1)
+    model = BUILT_IN[kind]([channels, edge, edge], classes=4, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     loss_of = nn.CrossEntropyLoss()
     loader = DataLoader(dataset, batch_size=32, shuffle=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
     from ckptool.reports.warm_start import LoadReport as LoadReport
+    from ckptool.training.run import Run as Run
     from ckptool.verbs._live import load_into as load_into
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.diff import diff as diff
     from ckptool.verbs.doctor import doctor as doctor
     from ckptool.verbs.edit import edit as edit
+    from ckptool.verbs.eval import eval as eval
     from ckptool.verbs.find_rules import find_rules as find_rules
     from ckptool.verbs.inspect import inspect as inspect
     from ckptool.verbs.inspect_run import inspect_run as inspect_run
@@ -70,6 +72,7 @@ _HOMES = {
     "Composite": "checkpoint",
     "LoadReport": "reports.warm_start",
     "Note": "checkpoint",
+    "Run": "training.run",
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
     "find_rules": "verbs.find_rules",
@@ -83,13 +86,20 @@ _HOMES = {
 }
 
 # Types that are no reports and offer what a layer above them does -> the module with the functions. A report's are in
-# the module of `render/` that is called like its own; `checkpoint/registry.py` finds both.
+# the module of `render/` that is called like its own; `checkpoint/registry.py` finds both. `Type.form`: that form.
 PROVIDERS = {
     "Checkpoint": "render.inspect",
+    "Checkpoint.entry": "checkpoint.tree",
+    "Checkpoint.names": "checkpoint.tree",
+    "Checkpoint.tensors": "checkpoint.tree",
     "CkptoolError": "render.error",
     "Composite": "bridge",
+    "Composite.cast": "transforms.casting",
     "LayoutList": "render.layouts",
+    "Memory": "bridge.live",
+    "Report": "render.html",
     "TensorEntry": "bridge",
+    "TensorEntry.cast": "transforms.casting",
 }
 
 
@@ -102,6 +112,8 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     value = getattr(import_module(f"ckptool.{home}"), name)
+    if home.startswith("verbs."):
+        value = import_module("ckptool.verbs").show_options(value)
     globals()[name] = value
     return value
 

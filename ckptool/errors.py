@@ -2,6 +2,7 @@
 
     CkptoolError                    something could not be done              exit 2
     ├── UsageError                  the request makes no sense               usage
+    │   └── MissingKey              no such name or address; also a KeyError usage
     ├── NoMatch                     a rule or prefix named matches nothing   no-match        exit 1
     ├── FileProblem                 the system refused a file operation      io
     │   ├── BrokenLink              a link that leads to nothing             broken-link
@@ -36,6 +37,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -72,6 +74,32 @@ class UsageError(CkptoolError):
     """The request makes no sense: an unknown option value, a malformed rule, an impossible device."""
 
     code = "usage"
+
+
+class MissingKey(UsageError, KeyError):
+    """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
+
+    _looked: tuple[str, Callable[[], Sequence[str]]]
+
+    @classmethod
+    def among(cls, name: str, names: Callable[[], Sequence[str]], where: str) -> MissingKey:
+        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`."""
+        error = cls(f"there is no {printable(name)} {where}")
+        del error.why, error.fix
+        error._looked = name, names
+        return error
+
+    def __getattr__(self, attribute: str) -> str:
+        if attribute not in ("why", "fix"):
+            raise AttributeError(attribute)
+        from difflib import get_close_matches
+
+        name, there = self._looked[0], self._looked[1]()
+        below = [f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")]
+        meant = below[:1] or get_close_matches(name, there[:2000], 1)
+        self.why = f"Available: {listed(there, 12)}." if there else "There is nothing below it."
+        self.fix = f"Did you mean {printable(meant[0])}?" if meant else ""
+        return self.why if attribute == "why" else self.fix
 
 
 class NoMatch(CkptoolError):
@@ -295,14 +323,14 @@ VALUED = frozenset(
     " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
     " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
     " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to --variant"
-    " --weight --weights --write-digest --component --energy --rank".split()
+    " --timeout --weight --weights --write-digest --component --energy --rank --checkpoint --on".split()
 )
 _SEVERAL = frozenset(
     {"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set", "--weight"}
 )
 _NUMBERS = frozenset(
     "--atol --density --ema --jobs --kills --lambda --min-loaded --processes --ranks --rtol --scale --seed --shard-dim"
-    " --steps --t --energy --rank".split()
+    " --steps --t --timeout --energy --rank".split()
 )
 _DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
 
@@ -315,13 +343,15 @@ _FILE = r"[\w./-]+\.(?:pt|safetensors|npz|yaml)\b"
 _VALUE = rf"'[^']*'|{_FILE}|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
 _OPTION = re.compile(rf"(?<![\w'-])(--?[a-z][a-z-]*)(?:[ =]({_VALUE}))?")
 _FOLDER = re.compile(r"(?<!\S)-d\b")
-_COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*)")
+_COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?!\()(?:'[^']*'|[^\s;])+)*)")
+# Of commands that are no function's: what a shell prints otherwise, and words that stand for several.
+_NO_CALL = SHELL | {"--find", "--list", "…", ">"}
 
 
 def in_python(text: str) -> str:
-    """The text, with the options that stand in it as the arguments that they are in Python."""
-    parts = getattr(text, "parts", (text,))  # of an advice: its commands stay what they are
-    return "".join(_translated(part) if isinstance(part, str) else str(part) for part in parts)
+    """The text, with the options and commands that stand in it as the arguments and calls that they are in Python."""
+    parts = getattr(text, "parts", (text,))  # of an advice: texts, and commands as their words
+    return "".join(_translated(part) if isinstance(part, str) else _call(str(part), part) for part in parts)
 
 
 def _translated(text: str) -> str:
@@ -329,19 +359,54 @@ def _translated(text: str) -> str:
     # Most functions write no several files.
     kept = [clause for clause in clauses if not _FOLDER.search(clause)] or clauses
     pieces = _COMMAND.split("; ".join(kept))
-    return "".join(piece if number % 2 else _OPTION.sub(_argument, piece) for number, piece in enumerate(pieces))
+    for number in range(1, len(pieces), 2):
+        with suppress(ValueError):  # an apostrophe of the sentence around it
+            words = shlex.split(pieces[number])
+            if pieces[number - 1].endswith((": ", " or ")) and re.search(r"[A-Z#/]|\.\w", " ".join(words[2:4])):
+                pieces[number] = _call(pieces[number], words)
+    pieces[::2] = [_OPTION.sub(_argument, piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _call(line: str, words: Sequence[str]) -> str:
+    """A command as the call that does the same; as it is where no function does: other programs', what is printed."""
+    if words[0] != "ckptool" or not _NO_CALL.isdisjoint(words) or {"inspect", "--all"} <= {*words}:
+        return line
+    two = words[1] == "lora"
+    verb, rest = "_".join(words[1 : 2 + two]).replace("-", "_"), list(words[2 + two :])
+    given: list[str] = []
+    options: dict[str, str] = {}
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-"):
+            name, value = _named(word, rest.pop(0) if word in VALUED else None)
+        elif verb == "bundle":
+            name = "values" if ":=" in word else "members" if "=" in word else "file"
+            value = {"values": _literal("--set", word), "members": _literal("--map", word)}.get(name, _quoted(word))
+        else:
+            given.append(_quoted(word))
+            continue
+        options[name] = f"{options[name][:-1]}, {value[1:]}" if name in options else value
+    arguments = [f"[{', '.join(given)}]"] if verb == "average" else given
+    return f"ckptool.{verb}({', '.join([*arguments, *(f'{name}={value}' for name, value in options.items())])})"
 
 
 def _argument(match: re.Match[str]) -> str:
     flag, value = match[1], match[2]
-    name = NAMES.get(flag, flag.lstrip("-").replace("-", "_"))
     if flag in SHELL or (not flag.startswith("--") and flag not in NAMES):
         return match[0]
+    name, literal = _named(flag, value)
     if flag not in VALUED:
         return f"{name}=True" + (f" {value}" if value is not None else "")
+    return name if value is None else f"{name}={literal}"
+
+
+def _named(flag: str, value: str | None) -> tuple[str, str]:
+    """The argument that an option is, and its value."""
+    name = NAMES.get(flag, flag.lstrip("-").replace("-", "_"))
     if flag == "--to" and (value is None or not _DEVICE.match(value)):
         name = "container"
-    return name if value is None else f"{name}={_literal(flag, value)}"
+    return name, "True" if value is None else _literal(flag, value)
 
 
 def _literal(flag: str, value: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -22,6 +24,25 @@ class Waves(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.tensor([index / self.samples * 6.28])
         return x, torch.sin(x) + 0.1 * torch.randn(1)
+
+
+class WaveStream(torch.utils.data.IterableDataset):
+    """The same points one after the other, without an end. The state says where a resumed run reads on."""
+
+    def __init__(self) -> None:
+        self.about, self.read = {"inputs": [1], "outputs": 1}, 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            self.read += 1
+            x = torch.tensor([self.read % 100 / 100 * 6.28])
+            yield x, torch.sin(x) + 0.1 * torch.randn(1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
 
 
 def together(samples: list) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +68,11 @@ def small(model: nn.Module) -> None:
     """First values near zero."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
+
+
+def warmup(step: int, length: int = 50) -> float:
+    """A schedule: what the learning rate is multiplied with."""
+    return min(1.0, (step + 1) / length)
 
 
 def robust() -> Task:

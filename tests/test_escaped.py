@@ -204,6 +204,7 @@ COMMAND_LINES = {
     "spec": ("spec FILE -o OUT.spec.json", "spec FILE"),
     "train": (),
     "resume": ("resume FILE",),
+    "eval": ("eval FILE",),
     "prove": ("prove FILE",),
     "prune": ("prune FILE -n",),
 }

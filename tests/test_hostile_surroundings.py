@@ -113,6 +113,7 @@ VERBS = {
     "spec": "spec model.py:build -o m.spec.json",
     "train": "train run.yaml -n",
     "resume": "resume runs/none",
+    "eval": "eval runs/none",
     "prove": "prove none.yaml",
     "prune": "prune runs/none",
 }

@@ -102,6 +102,17 @@ def test_verb(name: str) -> None:
     assert getattr(ckptool, name) is function and name in ckptool.__all__
 
 
+@pytest.mark.parametrize("name", VERBS)
+def test_help_shows_every_option(name: str) -> None:
+    function = getattr(ckptool, name)
+    shown = inspect.signature(function).parameters
+    declared = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__.get("options")))
+    assert "options" not in shown
+    for option in getattr(_save, declared[1]).__annotations__ if declared else ():
+        assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
+        assert f"{option}: " in (function.__doc__ or "")
+
+
 def test_every_public_function_is_a_verb() -> None:
     functions = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
     assert sorted(functions) == sorted([*VERBS, *LIVE])
@@ -126,7 +137,7 @@ def test_the_drawing_shows_the_bases() -> None:
         depth, name = (line.index("── ") - 5) // 4, line.split("── ")[1].split()[0]
         parents[depth:] = [name]
         above = parents[depth - 1] if depth else "CkptoolError"
-        assert getattr(errors, name).__bases__ == (getattr(errors, above),)
+        assert getattr(errors, name).__bases__[0] is getattr(errors, above)
 
 
 @pytest.mark.parametrize("error", CLASSES)
@@ -142,7 +153,7 @@ def test_error(error: type[errors.CkptoolError]) -> None:
 
 
 def test_codes_are_distinct() -> None:
-    codes = [error.code for error in CLASSES]
+    codes = [vars(error)["code"] for error in CLASSES if "code" in vars(error)]
     assert len(codes) == len(set(codes))
 
 
@@ -190,6 +201,7 @@ def reports() -> Iterator[type]:
 @pytest.mark.parametrize("kind", sorted(reports(), key=str), ids=lambda kind: kind.__name__)
 def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> None:
     assert {form for one, form in registry._FUNCTIONS if one is kind} >= {"text", "json"}
+    assert issubclass(kind, registry.Report)
     functions = [function for (one, _), function in registry._FUNCTIONS.items() if one is kind]
     assert {function.__module__ for function in functions} <= {
         kind.__module__.replace("reports", "render"),
@@ -197,10 +209,13 @@ def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> 
     }
 
 
-@pytest.mark.parametrize(("name", "form"), [("TensorEntry", "torch"), ("Composite", "torch"), ("CkptoolError", "json")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("TensorEntry", "torch"), ("TensorEntry.cast", "cast"), ("Composite", "torch"), ("CkptoolError", "json")],
+)
 def test_the_functions_of_a_noun_are_where_the_package_says(name: str, form: str) -> None:
     import_module(f"ckptool.{ckptool.PROVIDERS[name]}")
-    assert form in {form for kind, form in registry._FUNCTIONS if kind.__name__ == name}
+    assert form in {form for kind, form in registry._FUNCTIONS if kind.__name__ == name.partition(".")[0]}
 
 
 def test_a_type_without_a_renderer_is_named() -> None:
@@ -209,7 +224,7 @@ def test_a_type_without_a_renderer_is_named() -> None:
 
 
 def test_the_options_of_an_output_have_one_list_of_names() -> None:
-    names = {field.name for field in fields(_save.Output)} - {"verb", "path"}
+    names = {field.name for field in fields(_save.Output)} - {"verb", "path", "live"}
     assert names == set(_save.SaveOptions.__annotations__)
     assert {*options.OutputOptions().options(None)} == names
     assert {*options.ChangeOutputOptions().options(None)} == {*_save.ChangeOptions.__annotations__, *names, "at"}

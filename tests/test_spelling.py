@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint.commands import function_name
+from ckptool.checkpoint.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, Advice, command, function_name, other_program
 from ckptool.cli import COMMANDS, main
 from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
 from ckptool.verbs import _save
@@ -22,6 +22,8 @@ from tests.support.command_options import options_of
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
 COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
+# Those that no function does.
+OTHER_COMMANDS = re.compile(r"(?:pip|torchrun) [^;]*|ckptool (?:inspect \S+ --all|translate --list|average --help)")
 # Programs with options of their own.
 OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -")
 # What only a shell needs: how much is printed, and how.
@@ -124,6 +126,53 @@ def test_the_spellings() -> None:
         assert in_python(typed) == python
 
 
+class Called:
+    """Stands for `ckptool` where a call that an error advises is tried: it fits the function, which is not called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return inspect.signature(getattr(ckptool, name)).bind
+
+
+def fits(call: str) -> bool:
+    names = {word: word for word in re.findall(r"\b[A-Z]+\b", call)}
+    return bool(eval(call, {"ckptool": Called(), **names}))
+
+
+AS_CALLS = {
+    command("convert", FILE, weights_only=True, out=OUT_PT): "convert(FILE, weights_only=True, out='OUT.pt')",
+    command("edit", "a b.pt", drop=["x", "y"], out=OUT): "edit('a b.pt', drop=['x', 'y'], out=OUT)",
+    command("rename", FILE, "OLD => NEW", out=OUT): "rename(FILE, 'OLD => NEW', out=OUT)",
+    command("remap", "it's.pt", to="cpu", out=OUT): """remap("it's.pt", to='cpu', out=OUT)""",
+    command("warm-start", FILE, against=MODEL, min_loaded="0.5"): "warm_start(FILE, against=MODEL, min_loaded=0.5)",
+    command("scan", FOLDER, latest_good=True): "scan(FOLDER, latest_only=True)",
+    command("average", "a.pt", "b.pt", out=OUT): "average(['a.pt', 'b.pt'], out=OUT)",
+    command("lora merge", "a.pt", "b.pt", out=OUT): "lora_merge('a.pt', 'b.pt', out=OUT)",
+    command("bundle", "g=G.pt", "d=D.pt#sd", "e:=3"): "bundle(members={'g': 'G.pt', 'd': 'D.pt#sd'}, values={'e': 3})",
+    command("bundle", FILE, drop="NAME", out=OUT): "bundle(file=FILE, drop=[NAME], out=OUT)",
+}
+
+
+@pytest.mark.parametrize(("typed", "call"), AS_CALLS.items(), ids=str)
+def test_a_command_is_a_call_in_python(typed: Any, call: str) -> None:
+    assert in_python(Advice("Do: ", typed)) == in_python(f"Do: {typed}") == f"Do: ckptool.{call}"
+    assert fits(f"ckptool.{call}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See: ckptool inspect FILE --all",
+        "See: ckptool translate --list",
+        "For example: ckptool bundle NAME=FILE … -o OUT",
+        "this is what ckptool reads of FILE",
+        "they are equal: ckptool keeps them apart, stock torch.load ties them",
+        str(other_program("gzip -dc", "a.gz", into="a")),
+    ],
+)
+def test_what_no_function_does_stays_a_command(text: str) -> None:
+    assert in_python(text) == text
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -173,7 +222,40 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
     with pytest.raises(CkptoolError) as caught:
         CALLS[name]()
-    assert not FLAG.search(COMMAND.sub("", str(caught.value))), str(caught.value)
+    text = str(caught.value)
+    assert not FLAG.search(OTHER_COMMANDS.sub("", text)), text
+    assert all(fits(call) for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", text)), text
+
+
+INPUTS = ["none.pt", "notes.txt", "empty.pt", "cut.pt", "odd.pt", "one.pt#zzz", "two.pt#sd", ".", "there.pt", 7]
+PUBLIC = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLIC} - {"train", "resume", "prove", "spec", "save_for_cpu"}))
+def test_every_function_speaks_python_of_every_input(name: str, folder: Path) -> None:
+    Path("notes.txt").write_text("nothing")
+    Path("empty.pt").touch()
+    Path("cut.pt").write_bytes(Path("two.pt").read_bytes()[:-400])
+    function = getattr(ckptool, name)
+    values: dict[str, Any] = {"rank": 2, "dtype": "bf16", "to": "peft", "rules": "a => b", "model": torch.nn.ReLU()}
+    errors = []
+    for given in INPUTS:
+        for out in ("there.pt", "new.pt", None):
+            arguments = {
+                each.name: out if each.name == "out" else values.get(each.name, given)
+                for each in inspect.signature(function).parameters.values()
+                if each.name == "out" or (each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+            }
+            try:
+                function(**arguments)
+            except CkptoolError as error:
+                errors.append(str(error))
+            except TypeError:
+                assert given == 7
+            Path("new.pt").unlink(missing_ok=True)
+    assert not [text for text in errors if FLAG.search(OTHER_COMMANDS.sub("", text))]
+    for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", "\n".join(errors)):
+        assert fits(call), call
 
 
 def test_the_same_error_on_the_command_line_advises_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,10 +26,13 @@ def from_torch(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool
     Raises `Unsupported`, naming every object that no checkpoint should hold, `Conflict` for one storage under two
     types.
     """
-    return _TorchReader(arrays_as_tensors, keep_unknown).read(tree)
+    values = tree.state_dict() if isinstance(tree, torch.nn.Module) else tree
+    return TorchReader(arrays_as_tensors, keep_unknown).read(values)
 
 
-class _TorchReader(LiveReader):
+class TorchReader(LiveReader):
+    """Reads one tree of live objects, torch's among them."""
+
     def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
         super().__init__(arrays_as_tensors, keep_unknown)
         self.storages: dict[int, Storage] = {}

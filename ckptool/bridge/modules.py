@@ -7,7 +7,6 @@ nothing else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
-from ckptool.formats.opening import open_whole, refuse_part
+from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
 from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.reports.torch_versions import COUNTER
@@ -136,6 +135,11 @@ def target_of_code(name: str) -> Target:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
             made = call_user_code(made, "the target", name)
+    return target_of(made, name)
+
+
+def target_of(made: Any, name: str) -> Target:
+    """A module or state dict as a target with values. Raises what `target_of_code` raises."""
     if isinstance(made, nn.Module):
         model = unwrapped(made)
         kinds = {
@@ -181,7 +185,7 @@ def _values(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def load_into(
     model: nn.Module,
-    checkpoint: str | os.PathLike[str] | Checkpoint,
+    checkpoint: CheckpointLike,
     *,
     at: str | None = None,
     rename: str | Sequence[str] = (),
@@ -200,9 +204,10 @@ def load_into(
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
-    checkpoint: a path, `FILE#ADDRESS`, or what `ckptool.open` gave; its tensors are mapped, not read into memory. at:
-    the weights in it, where there are several.  rename, rules_file: rules `OLD => NEW` for its keys. only, exclude:
-    patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
+    checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` gave; the tensors
+    of a file are mapped, not read into memory.  at: the weights in it, where there are several.
+    rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
+    on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
     resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the least share of
     the model's values, 0 to 1.  missing: patterns for the only names that may be missing.  strict: no
     missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by
@@ -251,7 +256,7 @@ class _Load:
 
 def _planned(
     model: nn.Module,
-    checkpoint: str | os.PathLike[str] | Checkpoint,
+    checkpoint: CheckpointLike,
     at: str | None,
     part: bool,
     options: MatchOptions,
@@ -279,9 +284,7 @@ def _planned(
     return _Load(slots, target, plan, report, state)
 
 
-def _weights(
-    checkpoint: str | os.PathLike[str] | Checkpoint, at: str | None, part: bool
-) -> tuple[Checkpoint, StateDict, str]:
+def _weights(checkpoint: CheckpointLike, at: str | None, part: bool) -> tuple[Checkpoint, StateDict, str]:
     if isinstance(checkpoint, Checkpoint):
         refuse_part(checkpoint, part=part)
     else:

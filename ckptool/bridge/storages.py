@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,21 +21,23 @@ Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 
 
 class Restorer:
-    """Puts storages where `map_location` wants them. `meta`: then there are no bytes at all."""
+    """Puts storages where `map_location` wants them, all of them on `device` where it is known. meta: without bytes."""
 
-    def __init__(self, restore: Restore, meta: bool = False) -> None:
-        self.restore, self.meta = restore, meta
+    def __init__(self, restore: Restore, device: torch.device | None = None) -> None:
+        self.restore, self.device = restore, device
+        self.meta = device is not None and device.type == "meta"
 
 
 def restorer(map_location: Any) -> Restorer:
     """The `Restorer` for a `map_location`; raises `UsageError` for what is not a device, dictionary or function."""
     if map_location is None:
-        return Restorer(_at_home)
+        return Restorer(lambda storage, location: storage if _is_absent(location) else _at_home(storage, location))
     if isinstance(map_location, dict):
         return Restorer(lambda storage, location: _at_home(storage, str(map_location.get(location, location))))
     if isinstance(map_location, (str, bytes, torch.device)):
         device = _device(map_location)
-        return Restorer(lambda storage, location: _at_home(storage, str(device)), meta=device.type == "meta")
+        name = str(device)
+        return Restorer(lambda storage, location: _at_home(storage, name), device)
     if not callable(map_location):
         raise UsageError(
             f"map_location={map_location!r} is not a device, dictionary or function",
@@ -57,6 +60,18 @@ def _device(name: Any) -> torch.device:
         raise UsageError(
             f"{printable(str(name))!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
         ) from None
+
+
+@cache
+def _is_absent(location: str) -> bool:
+    """True for a device of a kind of which this machine, or this torch, has none at all."""
+    if location == "cpu":
+        return False
+    try:
+        kind = torch.device(location).type
+        return kind != "meta" and not untyped.get_device_module(kind).is_available()
+    except (RuntimeError, AttributeError, AssertionError):
+        return False
 
 
 def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
@@ -86,6 +101,7 @@ class Storages:
 
     def __init__(self, restorer: Restorer, map_files: bool) -> None:
         self.restorer, self.map_files = restorer, map_files
+        self.faking = is_faking()
         self.made: dict[int, torch.UntypedStorage] = {}
         self.maps: dict[Source, torch.UntypedStorage] = {}
 
@@ -98,14 +114,15 @@ class Storages:
     def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         if self.restorer.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
-        if is_faking():
+        if self.faking:
             return self._fake(storage)
         data = storage.data
         # Deduplicated storages have one place in the file, and each its own memory.
         mapped = self.map_files and not storage.deduplicated
-        if mapped and isinstance(data, FileRange) and data.length and data.offset % min(itemsize, 8) == 0:
+        if mapped and type(data) is FileRange and data.length and data.offset % min(itemsize, 8) == 0:
             data.ready()
-            made = self._map(data.file)[data.offset : data.offset + data.length]
+            whole = self.maps.get(data.file) or self._map(data.file)
+            made = whole[data.offset : data.offset + data.length]
         else:
             made = _in_memory(data, storage.crc)
         return self.restorer.restore(made, storage.location)
@@ -119,17 +136,14 @@ class Storages:
     def _map(self, source: Source) -> torch.UntypedStorage:
         """The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: Python's maps
         each have a descriptor, and a folder may have more files than a process may."""
-        if source not in self.maps:
-            source.check_unchanged()
-            try:
-                with source.descriptor() as fd:
-                    self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
-            except RuntimeError as error:
-                why = printable(str(error).splitlines()[0])[:300]
-                raise FileChanged(
-                    f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False"
-                ) from error
-        return self.maps[source]
+        source.check_unchanged()
+        try:
+            with source.descriptor() as fd:
+                whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
+        except RuntimeError as error:
+            why = printable(str(error).splitlines()[0])[:300]
+            raise FileChanged(f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False") from error
+        return cast(torch.UntypedStorage, whole)
 
 
 def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:

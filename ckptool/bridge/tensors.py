@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ckptool.bridge.storages import untyped
-from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import Of
 from ckptool.checkpoint.nodes import Global, Object
@@ -90,9 +90,11 @@ def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
     made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
     made.set_(storage, entry.offset, entry.shape, entry.stride)
-    if (device := getattr(storage, "_fake_device", None)) is not None:
+    if builder.storages.faking and (device := getattr(storage, "_fake_device", None)) is not None:
         cast(Any, made).fake_device = device
     flags = entry.flags
+    if flags is NO_FLAGS:
+        return made
     if flags.conj or flags.neg:
         untyped._utils.set_tensor_metadata(made, {name: True for name in ("conj", "neg") if getattr(flags, name)})
     if flags.parameter:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from ckptool.bridge import live_objects, tensors
+from ckptool.bridge.stock_safetensors import load_plain
 from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.blocks import verify
+from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.registry import provides
-from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
@@ -30,33 +30,54 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
     Of a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is
     not torch's own.
     """
+    given = entry
     if isinstance(entry, TensorEntry):
         verify(entry)
         start, stop = entry.span()
         part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
         entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
     made: torch.Tensor = Builder(Checkpoint(entry, ""), restorer(device), map_files=False).build()
+    if isinstance(given, TensorEntry):
+        check_files(given)
     return made
 
 
-def build(checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = True) -> Any:
+@provides("numpy", Composite)
+def to_numpy(composite: Composite) -> Any:
+    """The array that torch gives for it. Raises `Unsupported` where it gives none."""
+    try:
+        return to_torch(composite).numpy(force=True)
+    except (TypeError, RuntimeError) as error:
+        why = printable(str(error).splitlines()[0])[:200]
+        raise Unsupported(f"{composite!r} has no numpy array", why, "As a tensor of torch: entry.torch()") from None
+
+
+def build(
+    checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = True, text: Callable[[bytes], Any] = bytes
+) -> Any:
     """The value that `torch.load` would give for this tree, without running anything that the file names.
 
     map_location: as `torch.load` takes it (a device, a dictionary, a function; None: where the tensors were saved).
     mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as
     `torch.load(mmap=True)` does. Nothing is read until it is used, checksums are not checked, and the file must not be
     cut short or overwritten while the tensors live.
+    text: makes something of Python 2's strings that are not UTF-8.
     Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is
     not there.
     """
-    return Builder(checkpoint, restorer(map_location), map_files=mmap).build()
+    places = restorer(map_location)
+    if not is_faking() and (found := load_plain(checkpoint, places.device)) is not None:
+        return found
+    return Builder(checkpoint, places, map_files=mmap, text=text).build()
 
 
 class Builder:
     """Makes the live objects of one tree. What it does not know is collected and named at the end, all at once."""
 
-    def __init__(self, checkpoint: Checkpoint, restorer: Restorer, map_files: bool) -> None:
-        self.checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, restorer: Restorer, map_files: bool, text: Callable[[bytes], Any] = bytes
+    ) -> None:
+        self.checkpoint, self.text = checkpoint, text
         self.storages = Storages(restorer, map_files)
         handlers = {kind: partial(self._handle, handler) for kind, handler in _HANDLERS.items()}
         self.mapper = GraphMapper({**COPY, **handlers})
@@ -64,16 +85,18 @@ class Builder:
 
     def build(self) -> Any:
         made = self.mapper.map(self.checkpoint.tree)
+        self.mapper.handlers = {}  # they refer to this builder: without them it ends with its last use
         self.unknown += [
             (None, f"{use.name}, which is {use.how} and thrown away") for use in uses(self.checkpoint.discarded)
         ]
         if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
             self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
         if self.unknown:
-            raise self._refusal()
+            raise self.refusal()
         return made
 
-    def _refusal(self) -> UnsafeObject:
+    def refusal(self) -> UnsafeObject:
+        """The error for what was refused, with where it is."""
         wanted = {id(node) for node, _ in self.unknown}
         places: dict[int, str] = {}
         for path, node in walk(self.checkpoint.tree):
@@ -97,6 +120,8 @@ class Builder:
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
                 return (f"Load a part without them: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
+        from ckptool.checkpoint.state_dicts import find_state_dicts
+
         if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
             return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
         return ()
@@ -152,7 +177,7 @@ _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     OrderedDict: live_objects.ordered,
     Set: live_objects.set_of,
     bytearray: lambda _, node: bytearray(node),
-    ByteString: lambda _, node: bytes(node),
+    ByteString: lambda builder, node: builder.text(node),
     Global: live_objects.named,
     Object: live_objects.known,
 }

@@ -70,6 +70,8 @@ def _by_name(place: str) -> Any:
 
 def _from_file(place: str, what: str) -> Any:
     name = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}"
+    folder = os.path.dirname(absolute(place))
+    _set_apart(folder)
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == absolute(place):
         return known
@@ -82,25 +84,64 @@ def _from_file(place: str, what: str) -> Any:
         raise UsageError(f"{what}: there is no file {printable(place)}", "It was given as your own code.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # workers find its classes by this name
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # half of it is no module to be found again
         raise
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
     return module
 
 
+_ADDED: list[str] = []  # to sys.path, at its end: code may import its neighbours later, and in workers
+_ASIDE: dict[str, dict[str, Any]] = {}  # folder -> its modules, while those of another folder have their names
+
+
+def _set_apart(folder: str) -> None:
+    """Lets code in a folder import what lies beside it; modules of the same names from other folders are put aside.
+
+    One folder is in use at a time: that of the code that was named last. So two runs in one process never mix.
+    """
+    if folder not in sys.path or folder in _ADDED:
+        sys.path[:] = [each for each in sys.path if each not in _ADDED]
+        _ADDED[:] = [folder, *(each for each in _ADDED if each != folder)]
+        sys.path += _ADDED
+    own = _ASIDE.setdefault(folder, {})
+    for name, module in list(sys.modules.items()):
+        top, home = name.partition(".")[0], _home(name, module)
+        if home in _ASIDE and home != folder and any(map(os.path.lexists, _files_of(folder, top))):
+            _ASIDE[home][name] = sys.modules.pop(name)
+    sys.modules.update(own)
+    own.clear()
+    importlib.invalidate_caches()
+
+
+def _home(name: str, module: Any) -> str:
+    """The folder in which a module is found: that of its package, for one within a package."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    if not isinstance(file, str) or name == "__main__":
+        return ""
+    return file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
+
+
+def _files_of(folder: str, top: str) -> tuple[str, str]:
+    return os.path.join(folder, top), os.path.join(folder, f"{top}.py")
+
+
 def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
+    words, _, rest = str(error).strip().partition("\n")
+    if "DataLoader worker" in words:  # which puts its traceback before the message
+        words = rest.rpartition("\n")[2].partition(": ")[2] or words
     return UserCodeFailed(
-        f"{what}: {printable(name)} raised {type(error).__name__}: {printable(str(error).partition(_LINE)[0])[:200]}",
+        f"{what}: {printable(name)} raised {type(error).__name__}: {printable(words)[:200]}",
         _traceback(error),
         "The error is in your own code, not in ckptool."
         if names_code(name)
         else "It does not fit what it was given: check the data, the model and their args.",
     )
-
-
-_LINE = "\n"
 
 
 def _traceback(error: BaseException) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import read_only, visit
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
 from ckptool.checkpoint.registry import provide
 from ckptool.errors import BadTensor, printable
 
@@ -159,7 +161,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class TensorEntry:
+class TensorEntry(ArrayLike):
     """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
 
     storage: Storage
@@ -260,11 +262,13 @@ class TensorEntry:
 
         Raises `Corrupt` where they do not match the checksum that the container has for them, as `numpy` does.
         """
-        from ckptool.checkpoint.blocks import verify
+        from ckptool.checkpoint.blocks import check_files, verify
 
         verify(self)
         data = self.row_major()
-        return data.read(0, data.length)
+        values = data.read(0, data.length)
+        check_files(self)
+        return values
 
     def row_major(self) -> Data:
         """The stored values in row-major order, not read yet."""
@@ -315,7 +319,7 @@ class StorageRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Composite:
+class Composite(ArrayLike):
     """A tensor that is made of others: quantized, sparse, nested, a subclass, one with attributes, one without data.
 
     made: the rebuild call, kept whole and written back as it was.  kind: what it is, for people.
@@ -338,6 +342,7 @@ class Composite:
         value = self.build(args)
         if not isinstance(value, Composite):
             raise BadTensor(f"{self.made.name}: its arguments no longer make a tensor")
+        value.made.live = self.made.live
         return value
 
     @property
@@ -352,8 +357,18 @@ class Composite:
         return sum(part.nbytes if isinstance(part, TensorEntry) else part.storage.nbytes for part in self.parts())
 
     @property
+    def numel(self) -> int:
+        """The elements of its shape; 0 where only torch could say."""
+        return prod(self.shape) if self.shape is not None else 0
+
+    @property
     def location(self) -> str:
         return next((part.storage.location for part in self.parts()), "cpu")
+
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """A new array of the values, through torch. Raises `Unsupported` where torch gives none (sparse, quantized)."""
+        array: numpy.ndarray[Any, Any] = provide("numpy", self)
+        return array
 
     def torch(self) -> Any:
         """A new `torch.Tensor`. Needs the `torch` extra."""
@@ -415,8 +430,8 @@ class PartOf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """An opened checkpoint. Immutable, and so is what `checkpoint[key]` gives: transforms return a new one.
+class Checkpoint(TreeMapping):
+    """An opened checkpoint: a mapping of what is at its top. Immutable, and so is what `checkpoint[key]` gives.
 
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
@@ -443,27 +458,10 @@ class Checkpoint:
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._read_only()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._read_only())
-
-    def _read_only(self) -> Any:
-        if "read-only" not in self.kept:
-            self.kept["read-only"] = read_only(self.tree)
-        return self.kept["read-only"]
-
     @property
     def beside(self) -> Mapping[str, Callable[[], Any]]:
         """The name of `extras` in 0.1.0."""
         return self.extras
-
-    def __len__(self) -> int:
-        return len(self.tree)
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.tree
 
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""

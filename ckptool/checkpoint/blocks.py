@@ -131,6 +131,13 @@ def verify(entry: TensorEntry) -> None:
         storage.intact = True
 
 
+def check_files(entry: TensorEntry) -> None:
+    """Raises `FileChanged` if anyone wrote to a file of the tensor since it was opened: its bytes are others then."""
+    for storage in entry.storage.below():
+        if isinstance(storage.data, FileRange):
+            storage.data.file.file.check_unchanged()
+
+
 # Ahead ---------------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")

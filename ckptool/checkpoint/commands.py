@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ckptool.errors import quoted
+from ckptool.errors import UsageError, quoted
 
 Words = tuple[str, ...]
 
@@ -63,6 +63,7 @@ VERBS = {
     "spec": Verb("use", Use.TAKES),
     "train": Verb("use"),
     "resume": Verb("use"),
+    "eval": Verb("use"),
     "prove": Verb("use"),
     "prune": Verb("use", Use.REFUSES),
 }
@@ -196,9 +197,19 @@ class Advice(str):
 # Arguments as people give them ----------------------------------------------------------------------------------------
 
 
-def several(texts: str | Iterable[str]) -> list[str]:
-    """The texts as a list, of which a single text is one: every option that takes several is read through this."""
-    return [texts] if isinstance(texts, str) else list(texts)
+def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
+    """The texts as a list, of which a single text is one: every option that takes several is read through this.
+
+    pair: what stands between the two of a dictionary's item, where one is taken. Raises `UsageError` for anything else.
+    """
+    if isinstance(texts, str):
+        return [texts]
+    if pair and isinstance(texts, Mapping):
+        return [f"{old}{pair}{new}" for old, new in texts.items()]
+    given: Any = texts
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"{given!r} was given where texts are needed", "", "Give a text, or a list of them.")
+    return list(given)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

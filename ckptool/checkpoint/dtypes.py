@@ -6,8 +6,11 @@ safetensors specification (https://github.com/huggingface/safetensors#format).
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ckptool.errors import UsageError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. Compared by identity: there is one instance of each, in `DTYPES`.
+    """An element type; there is one instance of each, in `DTYPES`. It equals what names it: `torch.float32`, `"f32"`.
 
     name: ours, as printed (`f32`).  torch: the attribute of the torch module (`float32`).
     itemsize: bytes per element.  kind: `float`, `complex`, `int`, `uint`, `bool`, `quantized` or `bits`.
@@ -34,6 +37,16 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, DType):
+            return self is other
+        try:
+            return dtype_of(other) is self
+        except UsageError:
+            return NotImplemented
+
+    __hash__ = object.__hash__
 
     def __reduce__(self) -> tuple[object, tuple[str]]:  # copies and workers keep the identity
         return by_name, (self.name,)
@@ -114,3 +127,32 @@ def by_name(name: str) -> DType:
     """The type called `name` by us (`bf16`), torch (`torch.bfloat16`) or habit (`half`); raises `KeyError`."""
     name = name.removeprefix("torch.")
     return _BY_NAME.get(name) or BY_TORCH.get(name) or _BY_NAME[_ALIASES[name.lower()]]
+
+
+def dtype_of(given: object) -> DType:
+    """The type that is meant: a name, or a dtype of ours, of torch or of numpy (ml_dtypes' too), or numpy's class.
+
+    Neither is imported for it. Raises `UsageError` for anything else, Python's `float` included: that is 32 bits to
+    torch and 64 to numpy.
+    """
+    if isinstance(given, DType):
+        return given
+    name = given if isinstance(given, str) else _foreign_name(given)
+    try:
+        return by_name(name)
+    except KeyError:
+        what = printable(repr(given))
+        if given is float or given is int:
+            name = given.__name__
+            write = f"Write torch.{name}32 or torch.{name}64."
+            raise UsageError(f"{what} is not a dtype", "Its size differs between torch and numpy.", write) from None
+        raise UsageError(f"{what} is not a dtype", "", "For example: 'bf16', torch.bfloat16, numpy.float32") from None
+
+
+def _foreign_name(given: object) -> str:
+    """The name of a dtype of torch or numpy, found without importing either; empty for another object."""
+    if (type(given).__module__, type(given).__name__) == ("torch", "dtype"):
+        return str(given)
+    numpy = sys.modules.get("numpy")
+    scalar = numpy and isinstance(given, type) and issubclass(given, numpy.generic)
+    return numpy.dtype(given).name if numpy and (scalar or isinstance(given, numpy.dtype)) else ""

@@ -39,11 +39,14 @@ class Source:
     __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "_place", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device)."""
+    def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
+        """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device).
+
+        fd: a descriptor of a regular file that is open already, and closed with it; `path` only names it then.
+        """
         self._descriptor: Descriptor | None = None
         self.path = os.fspath(path)
-        fd, kind, status = open_descriptor(self.path)
+        fd, kind, status = open_descriptor(self.path) if fd is None else (fd, "", os.fstat(fd))
         self._descriptor = Descriptor(fd)
         if kind == "a folder":
             raise NotACheckpoint(
@@ -84,6 +87,13 @@ class Source:
             self._path = os.path.abspath(self.path)  # the working directory may change
             open_files.get(self, lambda: descriptor)
             self._descriptor = None
+
+    def close(self) -> None:
+        """Closes it where it can be opened again: its name still leads to it."""
+        if self._descriptor is not None and self.is_at(self.path):
+            self.share_descriptors()
+        if self._descriptor is None:
+            open_files.forget(self)
 
     def _reopened(self) -> Descriptor:
         try:
@@ -344,6 +354,11 @@ class Folder:
     @property
     def size(self) -> int:
         return sum(file.size for file in self._files.values())
+
+    def close(self) -> None:
+        """Closes its files, which are opened again where they are read."""
+        for file in self._files.values():
+            file.close()
 
     def check_unchanged(self) -> None:
         """Raises `FileChanged` if anyone wrote to one of its files since it was opened."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
-from ckptool.errors import Corrupt, LimitExceeded, counted
+from ckptool.errors import Corrupt, LimitExceeded, MissingKey, counted, printable
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
 
@@ -29,7 +29,7 @@ def structural_parts(node: Any) -> Iterable[Any]:
         return node.items
     if isinstance(node, Object):
         return node.fn, node.args, node.kwargs, node.items, node.elements, node.state
-    return (node.made,) if hasattr(node, "made") else ()  # a `Composite`
+    return (node.made,) if hasattr(type(node), "made") else ()  # a `Composite`
 
 
 def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -> Iterator[Any]:
@@ -46,6 +46,29 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
         seen.add(id(node))
         yield node
         stack.extend(reversed(tuple(parts(node))))
+
+
+def alike(one: Any, other: Any) -> bool:
+    """True for two graphs of equal values with the same views of the same storages."""
+    seen: set[tuple[int, int]] = set()
+    stack = [(one, other)]
+    while stack:
+        one, other = stack.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        ours, theirs = tuple(structural_parts(one)), tuple(structural_parts(other))
+        if type(one) is not type(other) or len(ours) != len(theirs) or not (ours or _equal(one, other)):
+            return False
+        stack += zip(ours, theirs, strict=True)
+    return True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """True for equal values without parts of their own, two NaN among them."""
+    if hasattr(one, "storage"):
+        return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
+    return bool(one == other or one != one or type(one) is Set)
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
@@ -276,7 +299,7 @@ def copy_set(node: Set) -> FillLater:
 def copy_object(node: Object) -> FillLater:
     # With the old arguments until it is filled: a composite that it is an argument of looks at them.
     copy = Object(node.fn, node.args, node.how)
-    copy.adds = node.adds
+    copy.adds, copy.live = node.adds, node.live
 
     def fill(of: Of) -> None:
         for name in ("fn", "args", "kwargs", "items", "elements", "state"):
@@ -315,6 +338,9 @@ class ReadOnlyDict(dict[Any, Any]):
 
     __slots__ = ()
 
+    def __missing__(self, key: Any) -> Any:
+        raise MissingKey.among(str(key), lambda: [printable(str(each)) for each in self], "in this dictionary")
+
     def __reduce_ex__(self, _: Any) -> Any:
         return dict, (), None, None, iter(self.items())
 
@@ -323,6 +349,7 @@ class ReadOnlyOrderedDict(OrderedDict):
     """An `OrderedDict` of an opened checkpoint, with its `metadata`."""
 
     __slots__ = ()
+    __missing__ = ReadOnlyDict.__missing__
 
     def __reduce_ex__(self, _: Any) -> Any:
         return OrderedDict, ((), self.attributes), None, None, iter(self.items())

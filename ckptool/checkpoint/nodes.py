@@ -99,9 +99,10 @@ class Object:
     id).
     items: set with `object[key] = value`, in order.  elements: appended, or added where `adds`.
     state: given to `__setstate__` or the object's dictionary; `MISSING` where there was none.
+    live: the object in memory that it was read from, which it may no longer be like; None for one of a file.
     """
 
-    __slots__ = ("adds", "args", "elements", "fn", "how", "items", "kwargs", "state")
+    __slots__ = ("adds", "args", "elements", "fn", "how", "items", "kwargs", "live", "state")
 
     def __init__(self, fn: Any, args: Any, how: str = "call", kwargs: Any = None) -> None:
         self.fn = fn
@@ -112,6 +113,7 @@ class Object:
         self.elements: list[Any] | None = None
         self.adds = False
         self.state: Any = MISSING
+        self.live: Any = None
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,7 +29,7 @@ def provides(form: str, *kinds: type) -> Callable[[Function], Function]:
 def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
     """A value in a form that is registered for its type or a base of it. Raises `TypeError` for any other."""
     for kind in type(value).__mro__:
-        module = _provider(kind)
+        module = _provider(kind, form)
         if module and (kind, form) not in _FUNCTIONS:
             import_module(module)
         if (kind, form) in _FUNCTIONS:
@@ -37,9 +37,46 @@ def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
     raise TypeError(f"nothing gives {type(value).__name__} the form {form!r}")
 
 
-def _provider(kind: type) -> str:
-    """The module with the functions for a type of ours; empty for any other."""
+def _provider(kind: type, form: str) -> str:
+    """The module with the function for a type of ours; empty for any other."""
     if kind.__module__.startswith("ckptool.reports."):
         return kind.__module__.replace("reports", "render", 1)
-    found = import_module("ckptool").PROVIDERS.get(kind.__name__) if kind.__module__.startswith("ckptool.") else None
+    if not kind.__module__.startswith("ckptool."):
+        return ""
+    homes: dict[str, str] = import_module("ckptool").PROVIDERS
+    found = homes.get(f"{kind.__name__}.{form}") or homes.get(kind.__name__)
     return f"ckptool.{found}" if found else ""
+
+
+class Report:
+    """The base of all that functions report: text, plain values, and a table for notebooks, whatever it is about.
+
+    verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess.
+    """
+
+    __slots__ = ()
+    verdict: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it as plain values of JSON: what `--json` prints."""
+        facts: dict[str, Any] = provide("json", self)
+        return facts
+
+    def __str__(self) -> str:
+        """The text that the command prints."""
+        text: str = provide("text", self)
+        return text.rstrip("\n")
+
+    def __repr__(self) -> str:
+        line = str(self).partition("\n")[0]
+        return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
+
+    def _repr_html_(self) -> str:
+        html: str = provide("html", self)
+        return html
+
+    def __bool__(self) -> bool:
+        if self.verdict:
+            name = type(self).__name__
+            raise TypeError(f"a {name} is neither true nor false: ask for its .{self.verdict}, or whether it is None")
+        return True

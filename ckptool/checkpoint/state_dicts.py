@@ -366,6 +366,7 @@ _OPTIMIZERS = (
     ({"square_avg"}, "RMSprop"),
     ({"prev", "step_size"}, "Rprop"),
     ({"sum"}, "Adagrad"),
+    ({"momentum_buffer", "ns_steps"}, "Muon"),
     ({"momentum_buffer"}, "SGD momentum"),
     ({"exp_avg"}, "Lion"),
 )
@@ -375,8 +376,9 @@ def optimizer_detail(node: Any) -> str:
     """An optimizer's state dict in words: `Adam state for 12 parameters`."""
     state = node["state"]
     slots = {key for slot in list(state.values())[:8] if isinstance(slot, dict) for key in slot}
-    name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")
     groups = [group for group in node["param_groups"] if isinstance(group, dict)]
+    slots |= {option for group in groups[:1] for option in group}
+    name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
     if not state:
         return f"optimizer without state yet, {counted(count, 'parameter')}"

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.blocks import blocks, verify
+from ckptool.checkpoint.blocks import blocks, check_files, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import aligned, packed, resolve
 from ckptool.checkpoint.paths import file_problem
@@ -114,17 +114,18 @@ def storage_axes(entry: TensorEntry) -> list[int]:
     return sorted(range(len(entry.shape)), key=lambda axis: -entry.stride[axis])
 
 
-def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:
+def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:
     """A new array of the values, conjugate and negative bits applied.
 
-    bf16 and float8 are ml_dtypes types, quantized types their integers. Raises `Unsupported` for what numpy cannot hold
-    (complex32, packed types), `LimitExceeded` where memory does not suffice.
+    bf16 and float8 are ml_dtypes types, quantized types their integers. check: look at the checksum. Raises
+    `Unsupported` for what numpy cannot hold (complex32, packed types), `LimitExceeded` where memory does not suffice.
     """
     import numpy
 
     if entry.dtype.numpy is None or len(entry.shape) > 64:
         raise packed(entry.dtype)
-    verify(entry)
+    if check:
+        verify(entry)
     try:
         array = numpy.empty(entry.numel, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
@@ -137,6 +138,7 @@ def to_numpy(entry: TensorEntry) -> numpy.ndarray[tuple[int, ...], numpy.dtype[n
     data = row_major(entry)
     for _ in blocks(data, into=raw.data):
         pass
+    check_files(entry)
     resolve(raw, entry.dtype, entry.flags)
     return array.reshape(entry.shape)
 
@@ -325,24 +327,59 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
         raise file_problem(error, data.file.path, "read") from error
 
 
+def indexed(tensor: Any, key: Any) -> Any:
+    """The values of `numpy()[key]`; where the key is of numbers, slices, `...` and None, no others are read."""
+    import numpy
+
+    keys = key if type(key) is tuple else (key,)
+    kinds = (int, numpy.integer, slice, type(...), type(None))
+    if not isinstance(tensor, TensorEntry) or any(type(part) is bool or not isinstance(part, kinds) for part in keys):
+        return tensor.numpy()[key]
+    rank, used = len(tensor.shape), sum(part is not None and part is not ... for part in keys)
+    if used > rank or keys.count(...) > 1:
+        raise IndexError(f"{counted(used, 'index', 'indices')} for a tensor of {counted(rank, 'dimension')}: {keys}")
+    place = keys.index(...) if ... in keys else len(keys)
+    order: list[Any] = []
+    view, axis = tensor, 0
+    for part in (*keys[:place], *[slice(None)] * (rank - used), *keys[place + 1 :]):
+        if part is None:
+            order.append(part)
+            continue
+        size = view.shape[axis]
+        if isinstance(part, slice):
+            chosen = range(size)[part]
+            order.append(slice(None, None, -1 if chosen.step < 0 else 1))
+        elif -size <= part < size:
+            chosen = range(size)[part % size :][:1]
+            order.append(0)
+        else:
+            raise IndexError(f"index {part} is out of bounds for dimension {axis} of size {size:,}")
+        view, axis = _every(view, axis, chosen), axis + 1
+    return to_numpy(view, check=False)[tuple(order)]
+
+
+def _every(entry: TensorEntry, axis: int, chosen: range) -> TensorEntry:
+    """The view of these indices along a dimension, the lowest first."""
+    shape, stride = list(entry.shape), list(entry.stride)
+    offset = entry.offset + (min(chosen[0], chosen[-1]) * stride[axis] if chosen else 0)
+    shape[axis], stride[axis] = len(chosen), stride[axis] * abs(chosen.step)
+    return replace(entry, shape=tuple(shape), stride=tuple(stride), offset=offset)
+
+
 def slice_view(entry: TensorEntry, text: str) -> TensorEntry:
     """The part of a tensor that numpy-like text names: `'0:4,:'`, `'3'`, `'...,-1'`, `'::2'`. Nothing is read.
 
     Steps are positive. Raises `UsageError`, which names the shape, for text that does not fit.
     """
-    shape: list[int] = []
-    stride: list[int] = []
-    offset = entry.offset
-    for part, size, step in zip(_parts(entry, text), entry.shape, entry.stride, strict=True):
-        chosen = _chosen(part, size)
+    view, kept = entry, []
+    for axis, part in enumerate(_parts(entry, text)):
+        chosen = _chosen(part, entry.shape[axis])
         if chosen is None:
-            raise _bad_slice(entry, text, f"{part!r} does not fit a dimension of size {size:,}.")
-        if len(chosen):
-            offset += chosen[0] * step
+            raise _bad_slice(entry, text, f"{part!r} does not fit a dimension of size {entry.shape[axis]:,}.")
+        view = _every(view, axis, chosen)
         if ":" in part:
-            shape.append(len(chosen))
-            stride.append(step * chosen.step)
-    return replace(entry, shape=tuple(shape), stride=tuple(stride), offset=offset)
+            kept.append(axis)
+    return view.permute(kept)
 
 
 def _parts(entry: TensorEntry, text: str) -> Iterator[str]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
-from ckptool.checkpoint import Composite, Storage, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, same
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import module_state_dict
-from ckptool.errors import Ambiguous, LimitExceeded, UsageError, counted, listed, printable
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed, printable
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
@@ -146,23 +148,19 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 
     Below a pickled module stand the names of its state dict.
 
-    Raises `UsageError` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
+    Raises `MissingKey` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
     """
     path: Path = ()
     node = tree
     for part in text.strip("/").split("/") if text.strip("/") else ():
+        if _is_plain_name(node, part):
+            path, node = (*path, part), node[part]
+            continue
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
-            there = [printable(segment_text(segment)) for segment in names]
             where = f"in {printable(address(path))}" if path else "at the top"
-            below = next((name for name in there if part.startswith(f"{name}.")), "")
-            meant = f"{below}/{part[len(below) + 1 :]}" if below else _closest(part, there)
-            raise UsageError(
-                f"there is no {printable(part)} {where}",
-                f"Available: {listed(there, 12)}." if there else "There is nothing below it.",
-                f"Did you mean {printable(meant)}?" if meant else "",
-            )
+            raise MissingKey.among(part, partial(_shown, names), where)
         if len(matches) > 1:
             raise Ambiguous(
                 f"{printable(part)} names {counted(len(matches), 'entry', 'entries')} of "
@@ -171,6 +169,68 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             )
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
+
+
+def _shown(names: Iterable[Any]) -> list[str]:
+    return [printable(segment_text(name)) for name in names]
+
+
+def _is_plain_name(node: Any, part: str) -> bool:
+    """True for a key that reads as no other can: the many names of a state dict need not be gone through for it."""
+    if not isinstance(node, dict) or part not in node or "~" in part or not part[0].isalpha():
+        return False
+    return not (isinstance(node, OrderedDict) and part in (node.attributes or ())) and part not in _LITERALS
+
+
+_LITERALS = frozenset({"True", "False", "None", "inf", "nan"})
+
+
+@provides("names", Checkpoint)
+def names_of(checkpoint: Checkpoint) -> Any:
+    """The tree; of a pickled module its state dict, of another object what is in it by name."""
+    tree = checkpoint.tree
+    if not isinstance(tree, Object):
+        return tree
+    names = module_state_dict(tree)
+    return dict(children(tree)) if names is None else names
+
+
+@provides("entry", Checkpoint)
+def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
+    """The node under a key of that very name at the top of the tree, else at that address.
+
+    Raises `MissingKey` where there is neither, `Ambiguous` where there are both and differ.
+    """
+    key = isinstance(tree, dict) and name in tree
+    if key and "/" not in name:
+        return tree[name]
+    try:
+        node = find(tree, name)[1]
+    except MissingKey as error:
+        if key:
+            return tree[name]
+        below = [segment for segment, part in children(tree) if isinstance(part, dict) and name in part]
+        if not below:
+            raise
+        raise MissingKey(error.what, error.why, f"Did you mean {address((below[0], name))}?") from None
+    if key and node is not tree[name]:
+        steps = "".join(f"[{printable(part)!r}]" for part in name.split("/"))
+        raise Ambiguous(
+            f"{printable(name)} is a key and also the address of something else",
+            "",
+            f"The key: {printable(segment_text(name))!r}; the other, step by step: {steps}",
+        )
+    return node
+
+
+@provides("tensors", Checkpoint)
+def addressed(checkpoint: Checkpoint, tree: Any) -> dict[str, Tensor]:
+    """Every tensor by its address. Raises `Ambiguous` where that is not one tensor's, as of the keys 0 and '0'."""
+    found: dict[str, Tensor] = {}
+    for path, tensor in tensors(tree):
+        if found.setdefault(address(path), tensor) is not tensor:
+            raise Ambiguous(f"{printable(address(path))} is the address of two tensors", "Their keys read the same.")
+    return found
 
 
 def item_at(tree: Any, path: Path) -> Any:
@@ -185,12 +245,6 @@ def item_at(tree: Any, path: Path) -> Any:
 
 def matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any]]:
     return [(segment, child) for segment, child in parts if segment_text(segment) == text]
-
-
-def _closest(word: str, there: list[str]) -> str | None:
-    import difflib
-
-    return next(iter(difflib.get_close_matches(word, there[:2000], 1)), None)
 
 
 # Copies with changes -------------------------------------------------------------------------------------------------
@@ -272,7 +326,8 @@ def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | N
 
 
 def _copy_composite(node: Composite) -> FromParts:
-    return FromParts(node.made.args, lambda args: node.with_arguments(tuple(args)))
+    args = node.made.args
+    return FromParts(args, lambda made: node if alike(tuple(made), args) else node.with_arguments(tuple(made)))
 
 
 def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -215,19 +216,20 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
-    """Shows each logged line of a run: on a terminal one line with a bar, which is written over; a line each
-    elsewhere."""
+    """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
+    line each elsewhere."""
     style = style_of(sys.stderr)
     drawn = False
 
     def told(fact: dict[str, Any], rate: float) -> None:
         nonlocal drawn
         if style.width is None:
-            tell(_logged(fact, rate) + "\n")
+            tell(f"step {fact['step']:,}  {_numbers(fact)}  {rate:.1f} steps/s\n")
             return
         drawn = True
         share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
-        tell(f"\r\x1b[K{style.fit(share + _logged(fact, rate))}")
+        line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
+        tell(f"\r\x1b[K{style.fit(line)}")
 
     try:
         yield told
@@ -236,10 +238,17 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
             tell("\n")
 
 
-def _logged(fact: dict[str, Any], rate: float) -> str:
-    """A line of a run: where it is, its numbers, and how fast it goes."""
-    numbers = [f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float)]
-    return f"step {fact['step']:,}  {'  '.join(numbers)}  {rate:.1f} steps/s"
+def _numbers(fact: dict[str, Any]) -> str:
+    return "  ".join(f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float))
+
+
+def _pace(fact: dict[str, Any], rate: float) -> str:
+    """The rate of a run, the mean since it was started or resumed, and the time that is left by it: `0:01:10 left`."""
+    if not rate:
+        return ""
+    speed = f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step"
+    left = timedelta(seconds=round(max(0, fact.get("steps", 0) - fact["step"]) / rate))
+    return f"  {speed}, {left} left" if left else f"  {speed}"
 
 
 # What typer raises when the command line cannot be parsed; of its classes it exports the one below.

@@ -217,6 +217,37 @@ def resume(
     return _trained(lambda progress: resume(run, set or (), progress=progress, say=_say), quiet, as_json)
 
 
+class On(str, Enum):
+    val = "val"
+    test = "test"
+
+
+@examples(
+    ("ckptool eval runs/basic", "the best checkpoint, on the validation data"),
+    ("ckptool eval runs/basic --checkpoint 400 --on test", "another, on data.test"),
+)
+def eval(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="STEP", help="A step, best or newest. Default: the best.", show_default=False
+        ),
+    ] = None,
+    on: Annotated[
+        On, typer.Option("--on", help="Evaluate on data.val (or what is held out), or on data.test.")
+    ] = On.val,
+    set: Set = None,
+    as_json: AsJson = False,
+) -> Answers:
+    """Evaluate a checkpoint of a run; nothing is written to it."""
+    from ckptool.verbs import eval as verbs
+
+    with redirect_stdout(sys.stderr):  # what the model's own code prints
+        found = verbs.eval(run, set or (), checkpoint=checkpoint, on=on.value)
+    return Answers([Answer(found)], as_json)
+
+
 @examples(("ckptool prune runs/basic -n", "what would be deleted"))
 def prune(
     run: Annotated[
@@ -234,9 +265,19 @@ def prune(
     return Answers([Answer(prune(run, set or (), dry_run=dry_run))], as_json)
 
 
-@examples(("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"))
+@examples(
+    ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
+    ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
+)
 def prove(
-    config: Annotated[str, typer.Argument(metavar="run.yaml", help="The configuration to prove.", show_default=False)],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="run.yaml | -- COMMAND",
+            help="The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
+            show_default=False,
+        ),
+    ],
     set: Set = None,
     steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Length of the run in steps.")] = 300,
     kills: Annotated[int, typer.Option("--kills", min=1, metavar="N", help="Number of kills.")] = 5,
@@ -250,27 +291,33 @@ def prove(
             "--processes",
             min=1,
             metavar="N",
-            help="With strategy ddp: how many train together, and are killed. Default: 2, or one for each GPU.",
+            help="With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU.",
             show_default=False,
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="For one process of a command.")
+    ] = 600,
     as_json: AsJson = False,
 ) -> Answers:
     """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
     from ckptool.verbs.prove import prove
 
+    own = len(words) > 1 or "{run}" in words[0]
     with status_line() as say:
         found = prove(
-            config,
+            None if own else words[0],
             set or (),
+            command=words if own else (),
             steps=steps,
             kills=kills,
             seed=seed,
             exhaustive=exhaustive,
             processes=processes,
+            timeout=timeout,
             say=say,
         )
-    return Answers([Answer(found, exit_code=0 if found.proved else 1)], as_json)
+    return Answers([Answer(found, exit_code=found.exit_code)], as_json)
 
 
 def _say(text: str) -> None:

@@ -189,6 +189,11 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return writer(default) or by_name(DEFAULT)
 
 
+def has_suffix(path: str) -> bool:
+    """True for the name of a file or folder that says which container it is."""
+    return path.endswith("/") or os.path.splitext(path)[1].lower() in for_output(path, DEFAULT).suffixes
+
+
 NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
     " .zip .nemo .gz .distcp".split()

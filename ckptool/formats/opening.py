@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, PartKind, PartOf
+from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.commands import OUT_PT, Advice, Command, command
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.file_objects import source_of
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, Truncated, UsageError, printable, quoted
 from ckptool.formats import marks
+from ckptool.formats.memory import checkpoint_in_memory
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 PathLike = str | os.PathLike[str]
+CheckpointLike: TypeAlias = "PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module"
+"""A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint, and the address of the part of it that was named (None for the whole)."""
+    """A checkpoint, and the address of the part of it that was named (None for the whole).
+
+    path: of its file; empty for what is in memory.
+    """
 
     checkpoint: Checkpoint
     at: str | None
     path: str
+
+    @property
+    def name(self) -> str:
+        """What to call it: its path, if it has one."""
+        return self.path or "the checkpoint"
 
     @property
     def taken(self) -> Checkpoint:
@@ -46,11 +62,60 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     )
 
 
-def open_file(file: PathLike, at: str | None = None) -> Opened:
-    """Opens `FILE` or `FILE#address` (a file that exists under the whole name wins). at: the part behind `#`."""
+def in_memory(given: object) -> bool:
+    """True for what is no file: objects in memory, and checkpoints that are open already."""
+    if given is None or isinstance(given, (str, os.PathLike)):
+        return False
+    return isinstance(given, (Mapping, Checkpoint)) or not callable(getattr(given, "read", None))
+
+
+def shown(given: CheckpointLike) -> str:
+    """What to call an input: its path, or its type."""
+    return os.fspath(given) if isinstance(given, (str, os.PathLike)) else type(given).__name__
+
+
+def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
+    """Opens `FILE` or `FILE#address` (a file that exists under the whole name wins). at: the part behind `#`.
+
+    An open file is read from its position on, and stands at its end afterwards (see `file_objects.source_of`), or where
+    the next of torch's legacy streams begins. What is in memory is not copied: see `memory`.
+    """
+    if isinstance(file, Checkpoint):
+        # A part is in no file by itself: none may be copied in its place.
+        whole = replace(file, base=(), source=None) if file.base else file
+        return Opened(whole, at, whole.source.path if whole.source is not None else "")
+    if in_memory(file):
+        return Opened(checkpoint_in_memory(file), at, "")
+    if not isinstance(file, (str, os.PathLike)):
+        source = source_of(file)
+        with counting_whole(), unchanged(source):
+            checkpoint = formats.read_source(source)
+        _stand_behind(checkpoint, source, file)
+        return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
     path, place = split(file)
     with counting_whole():
         return Opened(formats.read(path), at if at is not None else place, path)
+
+
+def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
+    """The file or folder behind a path or an open file, not read yet, and the address behind `#`.
+
+    Raises `UsageError` for what is in memory.
+    """
+    if not isinstance(file, (str, os.PathLike)):
+        return source_of(file), None
+    path, place = split(file)
+    return open_input(path), place
+
+
+def _stand_behind(checkpoint: Checkpoint, source: Source, file: Any) -> None:
+    """Sets the position of a file in which another legacy stream may follow to the end of the first, as torch does."""
+    if checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes):
+        from ckptool.formats.torch_legacy import read_stream
+
+        end = read_stream(FileRange(source, 0, source.size), name=f"{source}").end
+        with suppress(OSError, ValueError):  # a pipe stays at its end
+            file.seek(end - source.size, os.SEEK_CUR)
 
 
 @contextmanager
@@ -65,7 +130,7 @@ def counting_whole() -> Iterator[None]:
         raise with_whole_count(error) from None
 
 
-def open_whole(file: PathLike, at: str | None = None, *, part: bool = False) -> Opened:
+def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool = False) -> Opened:
     """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do.
 
     Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or
@@ -111,7 +176,7 @@ def _member(checkpoint: Checkpoint) -> str:
     return os.path.join(folder, first.partition("/")[0])
 
 
-def open_to_change(file: PathLike, at: str | None = None) -> Opened:
+def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:
     """Opens a file for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
@@ -140,8 +205,13 @@ def split(file: PathLike) -> tuple[str, str | None]:
     return path, place
 
 
-def refuse_address(verb: str, file: PathLike) -> None:
-    """Raises `UsageError` where a part of a file was named to a verb that is about whole files."""
+def refuse_address(verb: str, file: CheckpointLike) -> None:
+    """Raises `UsageError` where a verb that is about whole files was given a part of one, or objects in memory."""
+    if in_memory(file):
+        what = f"{verb} looks at files, and was given {shown(file)}"
+        raise UsageError(what, "In memory there is nothing of the kind.", "Name a file.")
+    if not isinstance(file, (str, os.PathLike)):
+        return
     path, place = split(file)
     if place is not None and os.path.lexists(path):
         what = f"{printable(os.fspath(file))} is a part of a file, and {verb} takes whole files"

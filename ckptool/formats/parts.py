@@ -25,7 +25,6 @@ from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
-from ckptool.formats.placements import distributed
 
 CODE, MEMBERS = "part", "members"  # of the notes
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -201,6 +200,8 @@ def _is_weight(key: Any) -> bool:
 
 def _count_distributed(tensor: Composite, facts: _Facts) -> None:
     """Counts a tensor of torch.distributed, and whether all of it is there."""
+    from ckptool.formats.placements import distributed  # which few files need
+
     found = distributed(tensor)
     if found is not None:
         facts.tensors += 1

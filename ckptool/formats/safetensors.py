@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ckptool.checkpoint import (
@@ -47,8 +48,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import marks, tree_record
 from ckptool.formats.checksums import checksummed
-from ckptool.formats.strict_json import members
-from ckptool.formats.tree_record import packing, unpacking
+from ckptool.formats.strict_json import Pairs, members
 
 NAME = "safetensors"
 SUFFIXES = (".safetensors", ".sft")
@@ -56,6 +56,8 @@ MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
 MAX_TENSORS = 1_000_000
 MAX_RANK = 64
+_AS_WRITTEN = (tuple, "dtype", "shape", "data_offsets", list)
+_WHOLE_BYTES = {name: dtype for name, dtype in BY_SAFETENSORS.items() if dtype.name != "f4_e2m1fn_x2"}
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -93,6 +95,8 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     tree.update({dropped: _alias(tree[kept], dropped in separate) for dropped, kept in ties.items()})
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     if whole_tree:
+        from ckptool.formats.tree_record import unpacking
+
         tree = unpacking.unpack(source.file, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
     elif ties:
@@ -132,9 +136,9 @@ class _Header:
         self.entries: dict[str, TensorEntry] = {}
         self.metadata: dict[str, str] = {}
         self.unknown: dict[str, int] = {}  # fields that the format does not have, and how many tensors have them
-        ranges: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
         seen_metadata = False
-        for name, fields in members(source.read(8, size), f"{source}: its header", METADATA):
+        for name, fields in members(source.read(8, size), f"{source}: its header", METADATA, self._take):
             if name in self.entries or (name == METADATA and seen_metadata):
                 raise Ambiguous(
                     f"{source}: its header names {printable(name)} twice", "Readers disagree about which one counts."
@@ -142,13 +146,37 @@ class _Header:
             if name == METADATA:
                 self.metadata, seen_metadata = fields, True
             else:
-                self.entries[name] = self._entry(name, fields, ranges)
-            if len(ranges) > MAX_TENSORS:
+                self.entries[name] = self._entry(name, fields)
+            if len(self.ranges) > MAX_TENSORS:
                 raise LimitExceeded(f"{source}: more than {MAX_TENSORS:,} tensors")
-        promised = max((end for _, end in ranges), default=0)
-        _check_cover(source, ranges, promised if cut else source.size - self.base)
+        promised = max((end for _, end in self.ranges), default=0)
+        _check_cover(source, self.ranges, promised if cut else source.size - self.base)
 
-    def _entry(self, name: str, fields: Any, ranges: list[tuple[int, int]]) -> TensorEntry:
+    def _take(self, pairs: Pairs) -> bool:
+        """Adds many entries at once where each is as every writer writes it, and new; else none of them."""
+        entries: dict[str, TensorEntry] = {}
+        ranges: list[tuple[int, int]] = []
+        file, base = self.source.file, self.source.start + self.base
+        try:
+            for name, fields in pairs:
+                (first, kind), (second, sizes), (third, (begin, end)) = fields
+                if (type(fields), first, second, third, type(sizes)) != _AS_WRITTEN or len(sizes) > MAX_RANK:
+                    return False
+                dtype, (shape, stride, count) = _WHOLE_BYTES[kind], _layout(*sizes)
+                if not (type(begin) is type(end) is int and begin >= 0 and count * dtype.itemsize == end - begin):
+                    return False
+                ranges.append((begin, end))
+                entries[name] = TensorEntry(Storage(FileRange(file, base + begin, end - begin)), dtype, shape, stride)
+        except (KeyError, TypeError, ValueError):
+            return False
+        repeated = len(entries) != len(pairs) or not self.entries.keys().isdisjoint(entries)
+        if repeated or METADATA in entries or len(self.ranges) + len(ranges) > MAX_TENSORS:
+            return False
+        self.entries |= entries
+        self.ranges += ranges
+        return True
+
+    def _entry(self, name: str, fields: Any) -> TensorEntry:
         source = self.source
         try:
             dtype, shape, (begin, end) = BY_SAFETENSORS[fields["dtype"]], fields["shape"], fields["data_offsets"]
@@ -166,7 +194,7 @@ class _Header:
             for key in fields.keys() - {"dtype", "shape", "data_offsets"}:
                 if key in self.unknown or len(self.unknown) < 100:
                     self.unknown[key] = self.unknown.get(key, 0) + 1
-        ranges.append((begin, end))
+        self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
 
@@ -195,6 +223,12 @@ def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
     if len(shape) > MAX_RANK or any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
         return (), -1
     return row_major_strides(tuple(shape)), math.prod(shape)
+
+
+@lru_cache(1 << 10, typed=True)
+def _layout(*sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The shape as one object for all tensors that have it, its strides and number of elements."""
+    return sizes, *_contiguous(list(sizes))
 
 
 def _pairs(source: Readable, name: str, shape: Any) -> Any:
@@ -237,6 +271,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     cannot be kept.
     """
     if checkpoint.container == NAME and not checkpoint.tensors_only:
+        from ckptool.formats.tree_record import packing
+
         checkpoint = packing.pack(checkpoint)  # it was read from a file with a whole tree, and stays one
     tensors = holdable(checkpoint)
     stored, ties = without_ties(tensors)

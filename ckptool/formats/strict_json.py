@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, is_text, printable
@@ -12,9 +12,13 @@ from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, is_text, printable
 MAX_VALUE = 1 << 16  # characters of one member, where members are read one by one
 MAX_TEXTS = 1_000_000
 _USUAL_VALUE = 1 << 9
+_BATCH = 1 << 15
+
+Pairs = tuple[tuple[str, Any], ...]
 
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_SPACE = re.compile(r"[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
 
 
@@ -37,8 +41,11 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def members(raw: bytes, what: str, texts: str) -> Iterator[tuple[str, Any]]:
+def members(raw: bytes, what: str, texts: str, take: Callable[[Pairs], bool]) -> Iterator[tuple[str, Any]]:
     """Name and value of each member of the JSON object that `raw` is, one after the other.
+
+    take: is offered many members at once where they can be, objects in them as tuples of pairs, and answers whether it
+    took them all; those are not given again. What it does not like comes one by one.
 
     So many a value may be in `raw`, only one is in memory as an object: a hostile header would take thirty times its
     size. A value may have 65,536 characters; the one of the member called `texts` may be larger, and is an object of
@@ -50,7 +57,7 @@ def members(raw: bytes, what: str, texts: str) -> Iterator[tuple[str, Any]]:
         cursor = _Cursor(raw.decode("utf-8"), what)
     except ValueError as error:
         raise Corrupt(f"{what} is not valid JSON ({printable(str(error))[:100]})") from None
-    for name in cursor.names():
+    for name in cursor.names(take):
         yield name, cursor.texts() if name == texts else cursor.value()
     if cursor.at != len(cursor.text):
         raise cursor.wrong("something follows its end")
@@ -60,18 +67,23 @@ class _Cursor:
     """A place in a JSON text."""
 
     def __init__(self, text: str, what: str) -> None:
-        self.text, self.what, self.at = text, what, 0
+        self.text, self.what, self.at, self.offered = text, what, 0, 0
         self.decoder = _decoder(what)
         self.escapes = "\\u" in text  # only these can spell half a surrogate pair
 
-    def names(self) -> Iterator[str]:
-        """The names of the object that begins here; whoever takes one reads its value before the next."""
+    def names(self, take: Callable[[Pairs], bool] | None = None) -> Iterator[str]:
+        """The names of the object that begins here; whoever takes one reads its value before the next.
+
+        take: see `members`.
+        """
         if not self.skip(_OPEN):
             raise self.wrong("it is not an object")
         if self.text.startswith("}", self.at):
             self.skip(re.compile(r"\}[ \t\n\r]*"))
             return
         while True:
+            while take is not None and self.batch(take):
+                pass
             name = self.string()
             if not self.skip(_COLON):
                 raise self.wrong("a name without a value")
@@ -80,6 +92,26 @@ class _Cursor:
                 raise self.wrong("a member that does not end")
             if end == "}":
                 return
+
+    def batch(self, take: Callable[[Pairs], bool]) -> bool:
+        """Offers the members that begin here and end within `_BATCH` characters, and steps over those that were taken.
+
+        What is cut out is JSON by itself only where it ends between two members, so that no text is read in two ways.
+        Members that were offered in vain are not offered again.
+        """
+        end = -1 if self.escapes or self.at < self.offered else self.text.rfind("},", self.at, self.at + _BATCH)
+        if end < 0:
+            return False
+        self.offered = end
+        try:
+            pairs = _PAIRS.decode(f"{{{self.text[self.at : end + 1]}}}")
+        except (ValueError, RecursionError):
+            return False
+        if not take(pairs):
+            return False
+        self.at = end + 2
+        self.skip(_SPACE)
+        return True
 
     def skip(self, pattern: re.Pattern[str]) -> str | None:
         """Steps over what the pattern matches; gives its group, or an empty text if it has none."""
@@ -127,6 +159,13 @@ class _Cursor:
         return Corrupt(f"{self.what} is not valid JSON at character {self.at:,} ({printable(why)[:100]})")
 
 
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_PAIRS = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_constant)
+
+
 def _decoder(what: str) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -142,7 +181,3 @@ def _decoder(what: str) -> json.JSONDecoder:
 def _repeated(pairs: list[tuple[str, Any]]) -> str:
     seen: set[str] = set()
     return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")

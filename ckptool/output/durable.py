@@ -234,7 +234,11 @@ def _lock(fd: int) -> bool | None:
 
 def _sweep(target: str) -> None:
     """Removes what killed runs left for this target: only files that nobody has locked."""
-    folder, prefix = os.path.dirname(absolute(target)), _prefix(target)
+    sweep_folder(os.path.dirname(absolute(target)), _prefix(target))
+
+
+def sweep_folder(folder: str, prefix: str = ".ckptool-") -> None:
+    """Removes what killed runs left in a folder, for all targets in it or for those of a prefix."""
     try:
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".tmp")]
     except OSError:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
@@ -32,6 +35,7 @@ from ckptool.output.durable import (
     _temporary_for,
     check_target,
     settle,
+    sweep_folder,
     write_problem,
 )
 from ckptool.output.sink import Progress, Sink
@@ -61,7 +65,13 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
             )
         held = os.listdir(real)
     except FileNotFoundError:
-        return check_target(real, overwrite=overwrite)
+        try:
+            return check_target(real, overwrite=overwrite)
+        except FileProblem:
+            if not os.path.isdir(real):
+                raise
+        # Another writer gave a folder this name meanwhile.
+        return check_folder(target, overwrite=overwrite, replaceable=replaceable)
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
@@ -145,6 +155,80 @@ def replace_folder(
         elif old:
             _remove(old)
         _close(fd)
+
+
+class NewFolder:
+    """A folder beside `target` that others fill, synced file by file; `commit` gives it its name, else it is removed.
+
+    Raises `FileProblem`, `DiskFull` where it cannot be made.
+    """
+
+    def __init__(self, target: str) -> None:
+        _put_back(target)
+        sweep_folder(os.path.dirname(target))
+        self.target = target
+        try:
+            self.path, self.fd = _temporary_for(target, _new_folder)
+        except OSError as error:
+            raise write_problem(error, target) from error
+
+    def commit(self, replaceable: Callable[[str], Any]) -> None:
+        """Gives the folder its name, durably. replaceable: tells the names that may go with a folder it replaces."""
+        try:
+            _sync(self.fd)
+            held = os.listdir(self.target) if os.path.isdir(self.target) else []
+            old = _commit(self.path, self.target, [*filter(replaceable, held)], True, self.fd)
+        except OSError as error:
+            raise write_problem(error, self.target) from error
+        self.path = old
+        _sync_folder(self.target)
+
+    def close(self) -> None:
+        """Removes what has no name: the new folder, or the one that it replaced."""
+        if self.path:
+            _remove(self.path)
+        _close(self.fd)
+
+
+def remove_folder(path: str, removable: Callable[[str], Any]) -> None:
+    """Removes a folder with files of these names, which loses its own name first; one with others in it stays."""
+    try:
+        if not _foreign(path, held := os.listdir(path), [*filter(removable, held)]):
+            old = os.path.join(os.path.dirname(path), f"{_prefix(path)}{secrets.token_hex(8)}.tmp")
+            os.rename(path, old)
+            _remove(old)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise file_problem(error, path, "delete") from error
+
+
+def move_folder(temporary: str, target: str) -> None:
+    """Gives a complete folder, which others have written beside the target, the target's name, durably.
+
+    All in it is synced first. A folder that is there already goes at the same moment. Raises `DiskFull`, `FileProblem`.
+    """
+    try:
+        for place, _, names in os.walk(temporary):
+            for path in (*(os.path.join(place, name) for name in names), place):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    _close(fd)
+        _put_back(target)
+        old = temporary
+        try:
+            os.rename(temporary, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not _exchange(temporary, target):
+                old = _put_aside(temporary, target)
+        _sync_folder(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise write_problem(error, target) from error
 
 
 def _new_folder(path: str) -> int:

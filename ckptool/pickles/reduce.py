@@ -237,7 +237,10 @@ def _found(module: str, name: str) -> Any:
 
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return False
+    masked = sys.modules.get("numpy.ma")
+    return masked is None or not isinstance(value, masked.MaskedArray)  # a tensor has no mask
 
 
 def array_entry(value: Any) -> TensorEntry:

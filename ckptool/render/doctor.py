@@ -13,7 +13,7 @@ from ckptool.reports.findings import Finding
 @provides("text", Diagnosis)
 def doctor_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
     """The file's kind, then each finding: what is wrong, the message that people see, and the commands, in order."""
-    head = printable(found.file)
+    head = printable(found.file) or "in memory"
     lines = [f"{style.bold(head)}: {printable(found.is_a)}"] if found.is_a else []
     if not found.findings:
         lines.append(style.green("found nothing that would keep it from loading"))

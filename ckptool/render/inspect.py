@@ -78,7 +78,7 @@ def inspect_text(
 
 
 def _heading(listing: Listing, style: Style) -> str:
-    name = printable(listing.file) + (f"#{printable(listing.at)}" if listing.at else "")
+    name = (printable(listing.file) or "in memory") + (f"#{printable(listing.at)}" if listing.at else "")
     engine = engine_of(listing.metadata)
     own = listing.metadata if named(listing.container).own_metadata else ENGINE if engine else ()
     said = {key: value for key, value in listing.metadata.items() if key not in own}

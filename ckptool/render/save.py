@@ -21,12 +21,13 @@ def save_text(written: Written, style: Style = PLAIN) -> str:
     if written.how == "nothing":
         facts[1] = "unchanged"
     facts += ["verified"] if written.verified else []
-    where = f"{printable(written.output)} ({', '.join(facts)})"
+    where = f"written to {printable(written.output)}" if written.output else "returned"
+    where += f" ({', '.join(facts)})"
     verb = style.bold(written.verb)
     if written.dry_run:
-        lines = [f"{verb}: {written.summary}; would be written to {where}", "  dry run: nothing was written"]
+        lines = [f"{verb}: {written.summary}; would be {where}", "  dry run: nothing was written"]
     else:
-        lines = [f"{verb}: {written.summary} → {where}"]
+        lines = [f"{verb}: {written.summary} → {where.removeprefix('written to ')}"]
     lines += [f"  {line}" for line in written.details]
     notes = notes_text(written.notes, style)
     return "\n".join([*lines, *([notes] if notes else [])]) + "\n"

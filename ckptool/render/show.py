@@ -41,7 +41,7 @@ def _array_text(shown: Shown, style: Style) -> str:
     text = numpy.array2string(
         values, threshold=limit, edgeitems=edge, max_line_width=style.width or 120, separator=", "
     )
-    return text + "\n" + ("… stands for values that were not read: --all, or --slice\n" if shown.edges else "")
+    return text + "\n" + ("… stands for values that were not read; --all reads them\n" if shown.edges else "")
 
 
 def _value_lines(value: Any, limit: int | None) -> Iterable[str]:

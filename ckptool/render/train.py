@@ -7,16 +7,25 @@ from dataclasses import asdict
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
 from ckptool.render.json import Json, finite
+from ckptool.render.scan import age
 from ckptool.render.style import PLAIN, Style, columns, short, size
-from ckptool.reports.train import Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
+from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
 
 
 @provides("text", Outcome)
 def train_text(found: Outcome, *, style: Style = PLAIN) -> str:
-    """One line of how a run ended, and what to type next."""
+    """One line of how a run ended, and what to type next; where the profiler's table is."""
+    return _end(found, style) + (f"  profile: {printable(found.profile)}\n" if found.profile else "")
+
+
+def _end(found: Outcome, style: Style) -> str:
     path = printable(found.path)
     if found.status == "done":
         return f"{style.green('done')}: {counted(found.step, 'step')} → {path}\n"
+    if found.why:
+        on = f"ckptool resume {quoted(found.path)} --set stop.patience=null"
+        head = f"{style.green('stopped early')}: {counted(found.step, 'step')} → {path}"
+        return f"{head}\n  {printable(found.why)}; go on all the same: {style.cyan(on)}\n"
     where = f"after {counted(found.step, 'step')}, saved → {path}" if found.step else f"before the first step: {path}"
     return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {quoted(found.path)}')}\n"
 
@@ -63,7 +72,7 @@ def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
     same = "identical" if found.result == found.reference else "another"
     kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in found.kills)
     resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in found.kills)
-    rows = [("processes", f"{found.processes}, which train together (ddp)")] if found.processes > 1 else []
+    rows = [("processes", f"{found.processes}, which train together")] if found.processes > 1 else []
     rows += [
         ("reference", f"{counted(found.steps, 'step')}  sha256 {found.reference[:8]}…"),
         ("killed at", kills or "it ended before it could be killed"),
@@ -118,6 +127,22 @@ def prune_json(found: Pruned) -> Json:
     }
 
 
+@provides("text", Evaluated)
+def eval_text(found: Evaluated, *, style: Style = PLAIN) -> str:
+    """The checkpoint, then a line for each metric."""
+    which = f" ({printable(found.chosen)})" if found.chosen else ""
+    data = "test data" if found.on == "test" else "validation data"
+    head = f"{style.bold(printable(found.run))}: step {found.step:,}{which} on {data}"
+    rows = [(printable(name), f"{value:.5g}") for name, value in found.metrics.items()]
+    return "\n".join([head + (", the average of its weights" if found.ema else ""), *columns(rows)]) + "\n"
+
+
+@provides("json", Evaluated)
+def eval_json(found: Evaluated) -> Json:
+    """`ckptool.eval/1`: the metrics of a checkpoint."""
+    return {"schema": "ckptool.eval/1", **finite(asdict(found))}
+
+
 @provides("text", RunReport)
 def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
     """The state of a run, where it resumes, and one line for each checkpoint."""
@@ -125,6 +150,8 @@ def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
     head = f"{style.bold(printable(found.path))}: a run, {counted(len(found.checkpoints), 'checkpoint')}, {total}"
     if found.damaged:
         head += f", {style.red(f'{found.damaged:,} damaged')}"
+    if found.seconds:
+        head += f", {age(found.seconds)} of training"
     lines = [head, f"  {_state(found)}"]
     if found.checkpoints:
         lines += ["", *_table(found, style)]
@@ -134,6 +161,7 @@ def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
 def _state(found: RunReport) -> str:
     words = {
         "stop": "stopped",
+        "early-stop": "stopped early",
         "start": "started",
         "save": "saved",
         "resume": "resumed",
@@ -147,6 +175,8 @@ def _state(found: RunReport) -> str:
     if found.event == "done" and found.resumes == found.step and found.step:
         length = f"train.epochs={2 * found.epochs}" if found.epochs else f"train.steps={2 * found.step}"
         return f"{event}{when}; make it longer: ckptool resume {quoted(found.path)} --set {length}"
+    if found.event == "early-stop":
+        return f"{event}{when}; go on all the same: ckptool resume {quoted(found.path)} --set stop.patience=null"
     goes = "none of them is whole" if found.resumes is None else f"resumes from step {found.resumes:,}"
     return f"{event}{when}; {goes}: ckptool resume {quoted(found.path)}"
 

@@ -38,7 +38,7 @@ _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of
 
 
 def _verdict(found: Verification, style: Style) -> str:
-    name = style.bold(printable(found.file))
+    name = style.bold(printable(found.file) or "in memory")
     facts = [counted(found.tensors, "tensor"), size(found.bytes)]
     facts += [counted(found.files, "file")] if found.files > 1 else []
     if found.checked:

@@ -14,6 +14,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
@@ -48,12 +49,14 @@ class Difference:
         return address(self.path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Diff:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Diff(Report):
     """The differences. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
 
     ties: groups of names that share a storage in one file and not in the other, as (side, names).
     """
+
+    verdict = "same"
 
     left: str
     right: str
@@ -121,7 +124,7 @@ def diff(
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     tolerance = TOLERANCE if atol or rtol else VALUES
     evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
-    names = [str(c.source) if c.source else c.container for c in (left, right)]
+    names = [str(c.source or side) for c, side in ((left, "the left one"), (right, "the right one"))]
     return Diff(
         names[0],
         names[1],

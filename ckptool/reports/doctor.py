@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import CkptoolError, listed, printable
@@ -28,13 +29,15 @@ UNSAFE, FOLDER = "unsafe-global", "folder"  # codes of findings
 _IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+@dataclass(frozen=True, slots=True, repr=False)
+class Diagnosis(Report):
     """A file's kind, and its problems. `file` is empty where only an error text was given.
 
     unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
     against: the model that it was compared with.
     """
+
+    verdict = "loads"
 
     file: str
     is_a: str
@@ -172,7 +175,7 @@ def of_checkpoint(
     compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
     filled = tuple(each.filled(chain) for each in in_order(findings, compact))
     against_name = against.name if against is not None else ""
-    return Diagnosis(file, _is_a(found), filled, str(command("verify", file)), against_name)
+    return Diagnosis(file, _is_a(found), filled, str(command("verify", file or FILE)), against_name)
 
 
 def _of_a_part(findings: Iterable[Finding], part: PartOf) -> list[Finding]:

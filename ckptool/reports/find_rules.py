@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,16 @@ class FoundRule:
     alike: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundRules:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class FoundRules(Report):
     """Rules that make the tensors of `new` of those of `old`, as applying them has shown.
 
     total: tensors of the new one.  by_value: those that are made with the same bytes.  by_name: names of those that are
     made with the same type and shape, and other values.  missing: those that are not made.  dropped: keys of the old
     one that become nothing; drop: patterns for them.  output: the file of rules.
     """
+
+    verdict = "complete"
 
     old: str
     new: str
@@ -47,7 +49,3 @@ class FoundRules:
     def complete(self) -> bool:
         """True if every tensor of the new checkpoint is made."""
         return not self.missing
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text

@@ -33,9 +33,9 @@ class Chain:
         return Command(words)
 
     def _filled(self, slot: Slot) -> str:
-        if slot.is_output:
+        if slot.is_output and self.original:
             return self._free(slot.suffix)
-        if not slot.startswith("FILE"):
+        if not slot.startswith("FILE") or not self.original:  # of what is in memory
             return slot  # nobody but the user can
         place = "/".join(part for part in (self.at, slot.address) if part)
         return f"{self.current}#{place}" if place else self.current

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, Tens
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, Set
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import (
     COUNTER,
     OPTIMIZER,
@@ -120,7 +120,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     return Listing(
         (source.shown if isinstance(source, Folder) else source.path) if source else "",
         checkpoint.container,
-        source.size if source else 0,
+        source.size if source else sum(sizes.values()),
         at,
         tree,
         tuple(rows),
@@ -443,18 +443,10 @@ def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
     return tied
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Inspection:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Inspection(Report):
     """A listing, with the statistics of each tensor by its address if they were asked for."""
 
     listing: Listing
     statistics: dict[str, Statistics]
     notes: tuple[Note, ...]
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text
-
-    def _repr_html_(self) -> str:
-        html: str = provide("html", self)
-        return html

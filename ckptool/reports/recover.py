@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 from ckptool.formats.damaged import LostRecord
 
 
@@ -20,8 +20,8 @@ class LostTensorRow:
     why: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recovery:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Recovery(Report):
     """The parts of a damaged file that were written to `output`, and those that were not.
 
     damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
@@ -31,6 +31,8 @@ class Recovery:
     filled: (address, address in `filled_from`).  refused: (address, why it could not be filled).
     proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing.
     """
+
+    verdict = "complete"
 
     damage: str
     how: str
@@ -57,7 +59,3 @@ class Recovery:
     def complete(self) -> bool:
         """True if everything came back from the file itself."""
         return not (self.lost or self.filled or self.raw)
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.registry import Report
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Written(Report):
     """The result of a verb that writes, or would. `how`: `new file`, `in place`, `copy`, `nothing`.
 
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.

@@ -11,6 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, PartOf
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.errors import CkptoolError
@@ -70,12 +71,14 @@ class ScannedFile:
         return self.state == GOOD
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Scan(Report):
     """The checkpoints of a folder, or one file. latest: the newest good one or None; by: the criterion.
 
     full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
     """
+
+    verdict = "findings"
 
     path: str
     is_folder: bool

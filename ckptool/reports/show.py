@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 
 if TYPE_CHECKING:
     import numpy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shown:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Shown(Report):
     """An entry. `values`: all of a tensor, or, where `edges`, its corners around one element for the rest."""
 
     file: str
@@ -21,7 +21,3 @@ class Shown:
     slice: str | None
     values: numpy.ndarray[Any, Any] | None
     edges: bool
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text

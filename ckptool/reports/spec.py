@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.registry import Report
 from ckptool.errors import Corrupt, Unsupported, printable
 from ckptool.formats.strict_json import parse_object
 from ckptool.reports.targets import BUFFER, PARAMETER, SPEC, Expected, Target, tie_groups
@@ -126,8 +127,8 @@ def _tie(tensors: dict[str, Expected], names: Any, where: str) -> None:
         tensors[name] = Expected(name, other.dtype, other.shape, other.kind, names[0])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Spec:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Spec(Report):
     """A target, and the file that its spec was written to (empty where it was not)."""
 
     target: Target

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptool.checkpoint.registry import Report
 
-@dataclass(frozen=True, slots=True)
-class Page:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Page(Report):
     """Text that is printed as it is: a configuration, its schema."""
 
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Report):
     """The checkpoints of a run that were deleted, or would be; `kept`: step -> why it stays."""
 
     run: str
@@ -45,11 +47,12 @@ class RunCheckpoint:
     kept: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunReport(Report):
     """A run. metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
 
     event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
+    seconds: that it was trained for, in all its starts.
     """
 
     path: str
@@ -61,6 +64,7 @@ class RunReport:
     resumes: int | None
     checkpoints: tuple[RunCheckpoint, ...]
     epochs: int | None = None
+    seconds: float | None = None
 
     @property
     def damaged(self) -> int:
@@ -68,18 +72,40 @@ class RunReport:
         return sum(1 for one in self.checkpoints if one.state != GOOD)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a run. status: `done` or `stopped`.  exit_code: 0, or 128 plus the signal that stopped it."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Outcome(Report):
+    """The end of a run. status: `done`, `stopped`, or by `stop.patience` `stopped-early`, which `why` explains.
+
+    exit_code: 0, or 128 plus the signal that stopped it.  profile: the profiler's table, where one was written.
+    """
+
+    verdict = "status"
 
     status: str
     step: int
     exit_code: int
     path: str
+    why: str = ""
+    profile: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluated(Report):
+    """The metrics of a checkpoint. chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.
+
+    ema: of the average of its weights.
+    """
+
+    run: str
+    step: int
+    chosen: str
+    on: str
+    ema: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rehearsal(Report):
     """Facts about one step. Bytes; seconds.
 
     activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
@@ -108,8 +134,8 @@ class Kill:
     resumed: int | None
 
 
-@dataclass(slots=True)
-class Proof:
+@dataclass(slots=True, repr=False)
+class Proof(Report):
     """The result of a proof.
 
     processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
@@ -118,6 +144,8 @@ class Proof:
     from before a checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.
     kept: where the runs are then.
     """
+
+    verdict = "proved"
 
     steps: int
     processes: int = 1
@@ -133,3 +161,7 @@ class Proof:
     @property
     def proved(self) -> bool:
         return self.result == self.reference and not self.lost and False not in self.without.values()
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.proved else 1

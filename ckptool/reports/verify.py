@@ -24,7 +24,7 @@ from ckptool.checkpoint.blocks import chunks, mismatch
 from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numeric import has_numbers, numbers
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
 from ckptool.errors import CkptoolError, Corrupt, listed, printable
@@ -72,8 +72,8 @@ class NonFinite:
     count: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verification:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Verification(Report):
     """The checks and their results.
 
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
@@ -84,6 +84,8 @@ class Verification:
     digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is
     not complete.
     """
+
+    verdict = "fine"
 
     file: str
     container: str
@@ -111,10 +113,6 @@ class Verification:
     def fine(self) -> bool:
         """True if nothing is wrong with what was checked."""
         return not (self.problems or self.non_finite or (self.compared is not None and not self.compared.same))
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.registry import Report
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
 
 Shape = tuple[int, ...] | None
@@ -115,7 +115,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LoadReport:
+class LoadReport(Report):
     """All that loading `source` into `target` does. Printed, it is a table.
 
     loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as
@@ -129,6 +129,8 @@ class LoadReport:
     taken: names whose values come from the target, where a file was written.  output: that file
     (`reports.save.SaveResult`).
     """
+
+    verdict = "accepted"
 
     source: str
     target: str
@@ -171,17 +173,6 @@ class LoadReport:
         if found := unmet(self, min_loaded, missing):
             raise refusal(self, found)
         return self
-
-    def __repr__(self) -> str:
-        return f"<{printable(self.source)} into {printable(self.target)}: {percent(self.share)} loaded>"
-
-    def __str__(self) -> str:
-        text: str = provide("text", self)
-        return text.rstrip("\n")
-
-    def _repr_html_(self) -> str:
-        html: str = provide("html", self)
-        return html
 
 
 def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:

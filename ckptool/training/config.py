@@ -6,27 +6,28 @@ Every class is a section of the file. The line of a key says everything about it
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from ckptool.errors import Conflict, counted, form, printable
+from ckptool.training.code_paths import portable, rooted
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 Args = dict[str, Any]
-Strategy = Literal["single", "dp", "ddp", "split"]
+Strategy = Literal["single", "dp", "ddp", "fsdp", "split"]
 Signal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
 Place = tuple[Any, ...]
+Patterns = str | list[str]
 
 FIXED = "fixed"  # decides where the run ends, and never changes
 DECLARED = "declared"  # the same, but may be changed by naming it: --set
@@ -55,6 +56,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
+class HeldOut(Section):
+    """A data set to evaluate on, of which nothing is trained on."""
+
+    name: Annotated[str, Key("as data.name")]
+    args: Annotated[Args, Key("its arguments")] = {}
+
+
 class Data(Section):
     """The training data. `batch` is global: its samples do not depend on the world size or on accumulation."""
 
@@ -66,37 +74,33 @@ class Data(Section):
     workers: Annotated[Count, Key("processes that load", FREE)] = 0
     collate: Annotated[str, Key("default | pad (sequences) | file.py:NAME")] = "default"
     drop_last: Annotated[bool, Key("leave out the last, partial batch of an epoch")] = False
-    val_fraction: Annotated[float, Field(ge=0, lt=1), Key("held out for evaluation")] = 0.2
+    sampler: Annotated[
+        str | None, Key("file.py:NAME, called with (data set, generator) in each epoch: an iterable of indices")
+    ] = None
+    val_fraction: Annotated[float, Field(ge=0, lt=1), Key("held out for evaluation, unless there is val")] = 0.2
+    val: Annotated[HeldOut | None, Key("{name: file.py:NAME, args: {}}: a set of its own to evaluate on", DECLARED)] = (
+        None
+    )
+    test: Annotated[HeldOut | None, Key("the same, for ckptool eval --on test alone", FREE)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _val_replaces(cls, values: Any) -> Any:
+        own = isinstance(values, dict) and values.get("val") is not None
+        return {"val_fraction": 0.0, **values} if own else values
+
+    @model_validator(mode="after")
+    def _one(self) -> Data:
+        if self.val is not None and self.val_fraction:
+            raise ValueError("give val or val_fraction, one of the two")
+        return self
 
 
 class FreezeUntil(Section):
     """Parameters that do not learn until a step."""
 
-    match: Annotated[str, Key("a pattern of parameter names")]
+    match: Annotated[Patterns, Key("patterns of parameters")]
     until: Annotated[Positive, Key("the first step in which they learn")]
-
-
-class Model(Section):
-    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step."""
-
-    name: Annotated[str, Key("mlp | conv | chargpt | tagger | generator | discriminator | file.py:NAME")] = "mlp"
-    args: Annotated[Args, Key("its arguments")] = {}
-    init: Annotated[str, Key("default | xavier_uniform | kaiming_normal | orthogonal | file.py:NAME", START)] = (
-        "default"
-    )
-    freeze: Annotated[
-        list[str | FreezeUntil], Key('patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED)
-    ] = []
-    from_: Annotated[str | None, Key("a checkpoint to start from", START)] = Field(None, alias="from")
-    strict: Annotated[bool, Key("every key of that checkpoint has to fit", START)] = True
-
-
-class Group(Section):
-    """Options of the optimizer for the parameters that match; each parameter is in exactly one group."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    match: Annotated[str, Key("a pattern of parameter names")]
 
 
 class Clip(Section):
@@ -112,10 +116,44 @@ class Clip(Section):
         return self
 
 
-class Schedule(Section):
-    """A learning rate schedule: any of `torch.optim.lr_scheduler`, or warmup_cosine, inverse_sqrt, warmup_linear."""
+class Model(Section):
+    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step.
 
-    name: Annotated[str, Key("a class of torch.optim.lr_scheduler | warmup_cosine | inverse_sqrt | warmup_linear")]
+    A pattern is a glob of names ("body.*.weight"), a module ("body.0"), a class ("type:LayerNorm"), one of its
+    parameters ("type:Linear.weight"), an expression ("re:…"), or "not:…", which takes away from those before it.
+    """
+
+    name: Annotated[str, Key("mlp | conv | chargpt | tagger | generator | discriminator | file.py:NAME")] = "mlp"
+    args: Annotated[Args, Key("its arguments")] = {}
+    init: Annotated[str, Key("default | xavier_uniform | kaiming_normal | orthogonal | file.py:NAME", START)] = (
+        "default"
+    )
+    clip: Annotated[Clip | None, Key("of the gradients of all its optimizers together: {norm: 1.0}")] = None
+    freeze: Annotated[
+        list[str | FreezeUntil], Key('patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED)
+    ] = []
+    from_: Annotated[str | None, Key("a checkpoint to start from", START)] = Field(None, alias="from")
+    strict: Annotated[bool, Key("false: load what fits of it, and say what was skipped", START)] = True
+
+
+class Group(Section):
+    """Options of the optimizer for the parameters that match; each parameter is in exactly one group."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    match: Annotated[Patterns, Key("patterns of parameters")]
+
+
+class Schedule(Section):
+    """A learning rate schedule: one of torch, warmup_cosine, inverse_sqrt, warmup_linear, or yours.
+
+    `file.py:NAME` is a function of the step that gives a factor (for LambdaLR; `args` are its other arguments), or a
+    class, or a function whose first argument is called `optimizer`, which make a schedule.
+    """
+
+    name: Annotated[
+        str, Key("a class of torch.optim.lr_scheduler | warmup_cosine | inverse_sqrt | warmup_linear | file.py:NAME")
+    ]
     args: Annotated[Args, Key("its arguments")] = {}
     per: Annotated[Literal["step", "epoch"], Key("when it advances")] = "step"
 
@@ -126,15 +164,17 @@ class Schedule(Section):
 
 
 class Optim(Section):
-    """An optimizer: any of `torch.optim` by name."""
+    """An optimizer. Several may share a model: each parameter is in one of them, and they step together."""
 
-    name: Annotated[str, Key("any class of torch.optim")] = "adamw"
+    name: Annotated[str, Key("any class of torch.optim | file.py:NAME")] = "adamw"
+    model: Annotated[str | None, Key("the model whose parameters it takes, where its own name is another")] = None
+    match: Annotated[Patterns, Key('which of them: ["blocks.*.weight", "type:Linear.weight"]; [] is the rest')] = []
     lr: Annotated[PositiveFloat, Key("the learning rate", DECLARED)] = 0.001
     args: Annotated[Args, Key("its arguments")] = {}
     groups: Annotated[
-        list[Group], Key('[{match: "head.*", lr: 0.01}]: the first pattern that matches; every parameter in one group')
+        list[Group], Key('[{match: "type:LayerNorm", weight_decay: 0.0}]: the first that matches; the rest is the last')
     ] = []
-    clip: Annotated[Clip | None, Key("of gradients: {norm: 1.0} | {value: 0.5}")] = None
+    clip: Annotated[Clip | None, Key("of its gradients: {norm: 1.0} | {value: 0.5}")] = None
     schedule: Annotated[
         Schedule | None,
         Key("{name: step, args: {step_size: 500, gamma: 0.5}, per: step}; warmup_cosine, inverse_sqrt, …", DECLARED),
@@ -144,7 +184,7 @@ class Optim(Section):
 class ActivationCheckpoint(Section):
     """Activations recomputed instead of kept: those of modules that match, or of a sequential module in segments."""
 
-    match: Annotated[str | None, Key("a pattern of module names")] = None
+    match: Annotated[Patterns | None, Key("patterns of modules")] = None
     sequential: Annotated[str | None, Key("the name of an nn.Sequential")] = None
     segments: Annotated[Positive, Key("how many parts the sequential module is run in")] = 2
     use_reentrant: Annotated[bool, Key("the older implementation of torch.utils.checkpoint")] = False
@@ -183,15 +223,29 @@ class Train(Section):
 class Eval(Section):
     """When to evaluate (0: never), and which number decides what is best."""
 
-    every: Annotated[Count, Key("steps between evaluations; 0: never")] = 200
+    every: Annotated[Count | Literal["epoch"], Key("steps between evaluations; epoch: after each; 0: never")] = 200
+    ema: Annotated[bool, Key("evaluate the average of the weights (train.ema) in their place")] = False
     metric: Annotated[str, Key("the number that decides what is best")] = "val_loss"
     mode: Annotated[Literal["min", "max"], Key("whether the smallest or the largest is best")] = "min"
+
+
+def _seconds(value: Any) -> Any:
+    """A time in seconds, also of words like 30m."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
+        return float(found[1]) * units[found[2]]
+    if isinstance(value, str):
+        raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
+    return value
 
 
 class Save(Section):
     """When to save, what to keep, and how a checkpoint is verified when it is resumed from (`full`: sha256; `size`)."""
 
     every: Annotated[Positive, Key("steps between saves")] = 200
+    seconds: Annotated[PositiveFloat | None, Key("save too when so many have passed since the last save; or 10m")] = (
+        None
+    )
     at_start: Annotated[bool, Key("save before the first step, too")] = False
     keep_last: Annotated[Positive, Key("newest to keep; a checkpoint stays if any of the three keeps it")] = 3
     keep_best: Annotated[Count, Key("how many of the best, by eval.metric")] = 1
@@ -199,38 +253,43 @@ class Save(Section):
     async_: Annotated[bool, Key("write while the next steps run")] = Field(False, alias="async")
     verify: Annotated[Literal["full", "size"], Key("what resuming checks: full (sha256) | size")] = "full"
 
+    _units = field_validator("seconds", mode="before")(_seconds)
+
 
 class Stop(Section):
-    """When to stop before the end: after so many seconds (or `30m`, `2h`), or by a signal; both save first."""
+    """When to stop before the end: after a time, when evaluations get no better, or by a signal; all save first."""
 
     after: Annotated[PositiveFloat | None, Key("seconds from the first step on, or 30m, 2h")] = None
+    patience: Annotated[Positive | None, Key("evaluations in a row in which eval.metric gets no better")] = None
+    min_delta: Annotated[float, Field(ge=0), Key("better is by more than this")] = 0.0
     signals: Annotated[list[Signal], Key("the signals that stop a run after saving")] = ["TERM", "INT", "USR1"]
 
-    @field_validator("after", mode="before")
-    @classmethod
-    def _seconds(cls, value: Any) -> Any:
-        units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-        if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
-            return float(found[1]) * units[found[2]]
-        if isinstance(value, str):
-            raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
-        return value
+    _units = field_validator("after", mode="before")(_seconds)
 
 
 class Log(Section):
-    """How often a line is written; `tensorboard` writes event files too, where it is installed."""
+    """How often a line is written, and where besides metrics.jsonl; `tensorboard` has to be installed."""
 
     every: Annotated[Positive, Key("steps between lines")] = 10
+    csv: Annotated[bool, Key("write the lines as a table, metrics.csv, too")] = False
     tensorboard: Annotated[bool, Key("write event files for TensorBoard, too")] = False
 
 
 class Profile(Section):
-    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder."""
+    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder.
+
+    Beside it goes a table, `profile.txt`, of the operators that took the most time.
+    """
 
     wait: Annotated[Count, Key("steps to wait")] = 1
     warmup: Annotated[Count, Key("steps to warm up")] = 1
     active: Annotated[Positive, Key("steps to record")] = 3
     trace: Annotated[str, Field(pattern=r"^[\w][\w.-]*\.json(\.gz)?$"), Key("the name of the file")] = "profile.json"
+
+    @property
+    def table(self) -> str:
+        """The name of the file with the operators that took the most time."""
+        return self.trace.removesuffix(".gz").removesuffix(".json") + ".txt"
 
 
 class Split(Section):
@@ -250,18 +309,25 @@ class Split(Section):
         return self
 
 
+class Fsdp(Section):
+    """A model divided among processes, by FSDP2: the modules that are gathered one by one, to be computed."""
+
+    match: Annotated[Patterns, Key("patterns of modules; without the section: the children of the model")]
+
+
 class Config(Section):
     """A whole run."""
 
     run: Annotated[str, Key("the folder of the run", FREE)]
     seed: Annotated[Count, Key("with step and place, the source of all randomness")] = 0
     device: Annotated[str, Key("auto | cpu | cuda | cuda:1 | mps", FREE)] = "auto"
-    strategy: Annotated[Strategy, Key("single | dp (DataParallel) | ddp (torchrun) | split (see split)", FREE)] = (
-        "single"
-    )
+    strategy: Annotated[
+        Strategy, Key("single | dp (DataParallel) | ddp (torchrun) | fsdp (torchrun) | split (see split)", FREE)
+    ] = "single"
     deterministic: Annotated[
         bool | Literal["warn"], Key("true | warn | false: torch.use_deterministic_algorithms", FREE)
     ] = True
+    cudnn_benchmark: Annotated[bool, Key("true: kernels by timing; needs deterministic: false", FREE)] = False
     data: Annotated[Data, Key("")] = Data()
     models: Annotated[dict[str, Model], Key("")] = {"main": Model.model_validate({})}
     task: Annotated[str, Key("classify | regress | lm | gan | file.py:NAME")] = "classify"
@@ -271,23 +337,39 @@ class Config(Section):
         Eval, Key("what is best (default: val_loss, min); also at the end, where it decides nothing", FREE)
     ] = Eval()
     save: Annotated[Save, Key("", FREE)] = Save.model_validate({})
-    stop: Annotated[Stop, Key("after: seconds from the first step on, or 30m, 2h", FREE)] = Stop()
-    log: Annotated[Log, Key("steps between lines; event files", FREE)] = Log()
+    stop: Annotated[Stop, Key("after: seconds, or 2h; patience: evaluations that get no better", FREE)] = Stop()
+    log: Annotated[Log, Key("steps between lines; metrics.csv; event files", FREE)] = Log()
     hooks: Annotated[list[str], Key("grad_norm | activation_stats | file.py:NAME", FREE)] = []
     profile: Annotated[Profile | None, Key("{wait: 1, warmup: 1, active: 3, trace: profile.json}", FREE)] = None
+    fsdp: Annotated[Fsdp | None, Key('{match: "blocks.*"}: modules that are gathered one by one', FREE)] = None
     split: Annotated[Split | None, Key("{devices: [cuda:0, cuda:1], at: [blocks.4], microbatches: 4}", FREE)] = None
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if not self.models:
             raise ValueError("there is no model")
-        if set(self.models) != set(self.optim):
+        owners = [self.model_of(name) for name in self.optim]
+        if set(self.models) != set(owners):
             raise ValueError(
-                f"models are {sorted(self.models)}, optimizers for {sorted(self.optim)}; each model needs one"
+                f"models are {sorted(self.models)}, optimizers for {sorted(set(owners))}; each model needs one, and "
+                "each optimizer a model (its own name, or `model`)"
             )
+        rest = [self.model_of(name) for name, settings in self.optim.items() if not settings.match]
+        if several := {name for name in rest if rest.count(name) > 1}:
+            raise ValueError(f"several optimizers take the rest of {sorted(several)}; all but one need match")
+        if self.cudnn_benchmark and self.deterministic:
+            raise ValueError("cudnn_benchmark picks kernels by timing, which needs deterministic: false")
+        if self.eval.ema and not self.train.ema:
+            raise ValueError("eval.ema needs train.ema: there is no average of the weights")
+        if self.stop.patience and not self.eval.every:
+            raise ValueError("stop.patience counts evaluations, and there are none: eval.every is 0")
         if (self.strategy == "split") != (self.split is not None):
             raise ValueError("strategy: split needs the section split, and the section needs the strategy")
         return self
+
+    def model_of(self, optimizer: str) -> str:
+        """The model whose parameters an optimizer takes."""
+        return self.optim[optimizer].model or optimizer
 
     def dumped(self) -> dict[str, Any]:
         """The configuration as plain values, every default filled in."""
@@ -332,71 +414,9 @@ def _is_section(field: FieldInfo) -> bool:
     return typing.get_origin(field.annotation) is not list and section_in(field.annotation) is not None
 
 
-def _is_named(field: FieldInfo) -> bool:
+def is_named(field: FieldInfo) -> bool:
     """True for sections of one kind, under names of the user's own."""
     return typing.get_origin(field.annotation) is dict
-
-
-def schema_text() -> str:
-    """The JSON Schema of a configuration, for editors."""
-    return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
-
-
-# What --init prints: a configuration that is a good example. Where a value is not the default, the line says what is.
-_EXAMPLE: dict[str, Any] = {
-    "run": "runs/digits",
-    "seed": 7,
-    "models": {"main": {"args": {"hidden": [64, 64], "dropout": 0.1}}},
-    "optim": {"main": {"args": {"weight_decay": 0.01}}},
-    "train": {"steps": 2000},
-    "eval": {"metric": "val_acc", "mode": "max"},
-}
-_EXAMPLE_HEAD = """\
-# A run of ckptool's training harness, with every key. One left out has the value below, or the default in its comment.
-# Start it: ckptool train run.yaml    Resume it: ckptool resume runs/digits    Prove it: ckptool prove run.yaml
-"""
-_COMMENTS = 30  # the column in which comments begin
-
-
-def example() -> str:
-    """A configuration with every key explained."""
-    values = Config.model_validate(_EXAMPLE).dumped()
-    del values["train"]["epochs"]
-    return _EXAMPLE_HEAD + "".join(f"{line}\n" for line in _explained(Config, values, ""))
-
-
-def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) -> Iterator[str]:
-    """A line for each key that has a value, or for each of its own keys."""
-    for key, field in keys_of(section).items():
-        words, below = about(field).about, section_in(field.annotation)
-        if key not in values:
-            continue
-        if words or below is None:
-            yield _commented(indent + _flow({key: values[key]}), words + _default_note(field, values[key]))
-            continue
-        yield f"{indent}{key}:"
-        several = values[key] if _is_named(field) else {}
-        for name, each in several.items():
-            yield f"{indent}  {name}:"
-            yield from _explained(below, each, indent + "    ")
-        if not several:
-            yield from _explained(below, values[key], indent + "  ")
-
-
-def _flow(values: dict[str, Any]) -> str:
-    """Values on one line."""
-    text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000)
-    return text.strip()[1:-1]
-
-
-def _commented(line: str, words: str) -> str:
-    return f"{line.ljust(_COMMENTS) if len(line) < _COMMENTS else line + '  '}# {words}"
-
-
-def _default_note(field: FieldInfo, value: Any) -> str:
-    if field.is_required() or isinstance(field.default, BaseModel) or field.default in (value, None):
-        return ""
-    return f" (default: {_flow({'': field.default}).partition(': ')[2]})"
 
 
 # What may change on a resume -----------------------------------------------------------------------------------------
@@ -418,9 +438,9 @@ def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[
     for key in sorted(fields, key=lambda key: _is_section(fields[key])):
         value, below = values[key], section_in(fields[key].annotation)
         if _is_section(fields[key]) and below is not None and value is not None:
-            named = _is_named(fields[key])
+            named = is_named(fields[key])
             value = {name: recorded(each, below) for name, each in value.items()} if named else recorded(value, below)
-        kept[key] = value
+        kept[key] = portable(value)
     return kept
 
 
@@ -436,11 +456,12 @@ class ChangedKey:
 
 def changes(before: Config, after: Config) -> list[ChangedKey]:
     """The keys that differ, each with its rule."""
-    one, other = dict(_leaves(before.dumped())), dict(_leaves(after.dumped()))
+    # Runs of 0.1.0 have paths that are relative to the working directory.
+    one, other = (dict(_leaves(portable(rooted(each.dumped(), os.curdir)))) for each in (before, after))
     keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
     settings = (*before.optim.values(), *after.optim.values())
     followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
-    rules = {"eval.every": DECLARED, "eval.metric": DECLARED} if followed else {}
+    rules = dict.fromkeys(("eval.every", "eval.metric", "eval.ema"), DECLARED) if followed else {}
     return [ChangedKey(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
 
 

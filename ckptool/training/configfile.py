@@ -15,6 +15,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
 from ckptool.errors import UsageError, counted, printable
 from ckptool.training import is_run
+from ckptool.training.code_paths import rooted
 from ckptool.training.config import Config, Place, descend, keys_of
 
 MAX_FILE = 1 << 20
@@ -29,11 +30,12 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
             "It was started before.",
             Advice("Resume it: ", command("resume", path)),
         )
-    return parsed(read_small_text(path, "a configuration", MAX_FILE), path, changes)
+    text = read_small_text(path, "a configuration", MAX_FILE)
+    return parsed(text, path, changes, os.path.dirname(path) or os.curdir)
 
 
-def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:
-    """The configuration in a text; `path` is what to call it in errors."""
+def parsed(text: str, path: str, changes: Sequence[str] = (), folder: str | None = None) -> Config:
+    """The configuration in a text; `path` is what to call it in errors, `folder` what its paths are relative to."""
     values, lines = loaded(text, printable(path))
     if not isinstance(values, dict):
         raise UsageError(
@@ -41,17 +43,20 @@ def parsed(text: str, path: str, changes: Sequence[str] = ()) -> Config:
             "It should be a list of KEY: VALUE lines.",
             "See one: ckptool train --init",
         )
-    for change in changes:
-        _set(values, *assignment(change))
-    return checked(values, path, lines)
+    return checked(_changed(rooted(values, folder) if folder is not None else values, changes), path, lines)
 
 
 def changed(values: dict[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
     """The configuration that a dictionary makes, with `KEY=VALUE` changes."""
-    made = plain(values)
+    return checked(_changed(rooted(plain(values), os.curdir), changes), path)
+
+
+def _changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """The values with changes, whose paths are relative to the working directory."""
     for change in changes:
-        _set(made, *assignment(change))
-    return checked(made, path)
+        place, value = assignment(change)
+        _set(values, place, rooted(value, os.curdir, place))
+    return values
 
 
 def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = None) -> Config:

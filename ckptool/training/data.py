@@ -2,36 +2,38 @@
 
 The samples of a step follow from the seed and the step alone: the order of an epoch is a permutation given by its
 number, a step takes the next `batch` of them, a micro-step its slice, a process every `world`-th of these. So a resumed
-run, on any number of processes and with any number of workers, sees the samples that it would have seen. Randomness is
-a function of the seed and a place in the same way: nothing of it is state, and nothing is saved.
+run, on any number of processes and with any number of workers, sees the samples that it would have seen.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
+import operator
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.errors import UsageError, printable
-from ckptool.training.config import Data
+from ckptool.errors import UsageError, counted, printable
+from ckptool.training.datasets import BUILT_IN, Rows
 from ckptool.training.extensions import find_named, load_named
+from ckptool.training.seeds import CPU, derived, generator, order
+from ckptool.training.seeds import seed_all as seed_all
+from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
 
 if TYPE_CHECKING:
+    from ckptool.training.config import Data, HeldOut
     from ckptool.training.trainer import Trainer
 
 Collate = Callable[[list[Any]], Any]
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,27 @@ class Batch:
 
 
 class Samples:
-    """A data set divided into training and validation."""
+    """A data set divided into training and validation. `epoch_count`: the samples of an epoch, 0 where nobody knows.
 
-    def __init__(self, dataset: Dataset[Any], settings: Data, seed: int) -> None:
+    val, held: the data set to evaluate on, and the places in it, none for a stream.
+    """
+
+    val: Any
+    held: list[int]
+
+    def __init__(self, dataset: Any, settings: Data, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
-        count = len(dataset)  # type: ignore[arg-type]
-        shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
-        kept = count - math.floor(count * settings.val_fraction)
-        self.train, self.held = sorted(shuffled[:kept]), sorted(shuffled[kept:])
         self.collate = collate_of(settings.collate)
+        self._divide()
+        if settings.val is not None:
+            self.val, self.held = _held_out(settings.val)
+
+    def _divide(self) -> None:
+        count = len(self.dataset)
+        shuffled = torch.randperm(count, generator=generator(self.seed, "split")).tolist()
+        kept = count - math.floor(count * self.settings.val_fraction)
+        self.val, self.train, self.held = self.dataset, sorted(shuffled[:kept]), sorted(shuffled[kept:])
+        self.epoch_count = len(self._order(0) if self.settings.sampler else self.train)
 
     @property
     def train_count(self) -> int:
@@ -72,24 +86,37 @@ class Samples:
 
     def batches(self, batch: int, drop_last: bool) -> int:
         """The steps of an epoch."""
-        return len(self.train) // batch if drop_last else -(-len(self.train) // batch)
+        return self.epoch_count // batch if drop_last else -(-self.epoch_count // batch)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The state of the data after a step, beside the seed: of a data set that has one."""
+        return {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
+
+    def load_state(self, step: int, state: dict[str, Any]) -> None:
+        """Takes back what `state` gave."""
+        if "dataset" in state and hasattr(self.dataset, "load_state_dict"):
+            call_user_code(self.dataset.load_state_dict, "data", self.settings.name, state["dataset"])
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
         device, begin = trainer.world.device, trainer.step
+        shared = self.settings.workers or self.settings.val_fraction or trainer.world.size > 1
+        if hasattr(self.dataset, "state_dict") and shared:
+            raise UsageError(
+                f"data: {printable(self.settings.name)} has a state_dict, and would have several states",
+                "Each worker and each process has its own, and evaluation on a part of it changes it.",
+                "Take one process, data.workers=0 and data.val_fraction=0; or make it an IterableDataset.",
+            )
         asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
-        loader = self._loader(_Order(self._shares(trainer, begin), asked), device)
-        try:
+        places = _Order(self._shares(trainer, begin), asked)
+        with closing(self._loaded(_Seeded(self.dataset, self.seed), places, device)) as loader:
             for _ in range(begin, trainer.total_steps):
-                first = to_device(self._next(loader), device)
-                rest = [to_device(self._next(loader), device) for _ in asked[0][1:]]
+                first = to_device(next(loader), device)
+                rest = [to_device(next(loader), device) for _ in asked[0][1:]]
                 yield [
                     Batch(data, len(share.places) if share.counts else 0, share.total)
                     for data, share in zip((first, *rest), asked.popleft(), strict=True)
                 ]
-        finally:
-            if hasattr(loader, "_shutdown_workers"):
-                loader._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
     def _shares(self, trainer: Trainer, begin: int) -> Iterator[list[_Share]]:
         """This process's shares of each step from `begin` on: one of each micro-batch that has samples at all."""
@@ -98,7 +125,7 @@ class Samples:
         for step in range(begin, trainer.total_steps):
             epoch, place = divmod(step, per_epoch)
             if place == 0 or step == begin:
-                ordered = order(self.seed, epoch, len(self.train))
+                ordered = self._order(epoch)
             samples = [self.train[i] for i in ordered[place * batch : (place + 1) * batch]]
             windows = [window for micro in range(parts) if (window := samples[micro::parts])]
             # A process without a sample takes one with the weight of none: all must take part in every step.
@@ -107,34 +134,122 @@ class Samples:
                 for window in windows
             ]
 
-    def _loader(self, places: _Order, device: torch.device) -> Iterator[Any]:
-        dataset = _Seeded(self.dataset, self.seed)
+    def _order(self, epoch: int) -> list[int]:
+        """The samples of an epoch, as places in `train`: a permutation, or what the sampler gives."""
+        name = self.settings.sampler
+        if name is None:
+            return order(self.seed, epoch, len(self.train))
+        whole = len(self.train) == len(self.dataset)
+        dataset: Any = self.dataset if whole else Subset(self.dataset, self.train)
+        found: list[int] = call_user_code(_sampled, "data.sampler", name, name, dataset, self.seed, epoch)
+        if wrong := [index for index in found if not 0 <= index < len(dataset)]:
+            raise UsageError(
+                f"data.sampler: {printable(name)} gave {wrong[0]:,}, and there are {counted(len(dataset), 'sample')}",
+                "It gives places in the data set that it is called with: the part that is trained on.",
+            )
+        if epoch and len(found) != self.epoch_count:
+            raise UsageError(
+                f"data.sampler: {printable(name)} gave {counted(self.epoch_count, 'sample')} in epoch 0, "
+                f"and {len(found):,} in epoch {epoch}",
+                "The step of a run follows from its epoch, so all epochs have the same length.",
+            )
+        return found
+
+    def _loaded(self, dataset: Any, places: Any, device: torch.device) -> Generator[Any]:
+        """What `dataset` gives for each of the places, collated; by workers where there are. Closing it ends them."""
         if not self.settings.workers:
-            return map(self.collate, map(dataset.__getitems__, places))
+            ready = dataset if places is None else map(self.collate, map(dataset.__getitems__, places))
+            yield from self._guarded(iter(ready))
+            return
         loader = DataLoader(
             dataset,
-            batch_sampler=places,
+            **({"batch_size": None} if places is None else {"batch_sampler": places}),
+            collate_fn=self.collate if places is not None else unchanged,
             num_workers=self.settings.workers,
-            collate_fn=self.collate,
             worker_init_fn=ignore_in_worker,
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             pin_memory=device.type == "cuda",
         )
-        with held_back():  # workers begin with what their parent lets through
-            return iter(loader)
+        with signals_blocked():  # workers begin with what their parent lets through
+            batches: Any = iter(loader)
+        try:
+            yield from self._guarded(batches)
+        finally:
+            batches._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
-    def _next(self, loader: Iterator[Any]) -> Any:
-        """The next batch; what the user's own data set or collate function raises comes with its traceback."""
-        return call_user_code(next, "data", self.settings.name, loader)
+    def _guarded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; what the user's own data set or collate function raises comes with its traceback."""
+        end = object()
+        while (batch := call_user_code(next, "data", self.settings.name, batches, end)) is not end:
+            yield batch
 
-    def validation(self, device: torch.device) -> Iterator[Batch]:
-        """The held-out samples, in order."""
-        dataset = _Seeded(self.dataset, self.seed)
-        for begin in range(0, len(self.held), self.settings.batch):
-            part = self.held[begin : begin + self.settings.batch]
-            made = call_user_code(dataset.__getitems__, "data", self.settings.name, [(-1, i) for i in part])
-            data = call_user_code(self.collate, "data", self.settings.name, made)
-            yield Batch(to_device(data, device), len(part), len(part))
+    def validation(self, device: torch.device, epoch: int = 0, on: str = "val") -> Generator[Batch]:
+        """The samples to evaluate on, in order, as they are in an epoch. Closing it ends its workers."""
+        dataset, held = _held_out(self.settings.test) if on == "test" else (self.val, self.held)
+        if is_stream(dataset):
+            reader = Reader(dataset, derived(self.seed, on), {"epoch": epoch, "samples": 0})
+            try:
+                while samples := call_user_code(reader.rest, "data", self.settings.name, self.settings.batch):
+                    data = call_user_code(self.collate, "data", self.settings.name, samples)
+                    yield Batch(to_device(data, device), len(samples), len(samples))
+            finally:
+                reader.rewind()  # the next evaluation begins as this one did
+            return
+        starts = range(0, len(held), self.settings.batch)
+        places = [[(epoch, i) for i in held[begin : begin + self.settings.batch]] for begin in starts]
+        with closing(self._loaded(_Seeded(dataset, self.seed, evaluated=True), places, device)) as loader:
+            for part, data in zip(places, loader, strict=True):
+                yield Batch(to_device(data, device), len(part), len(part))
+
+
+class Streamed(Samples):
+    """Training samples that come one after the other, and validation samples of their own."""
+
+    def _divide(self) -> None:
+        if self.settings.val_fraction or self.settings.sampler:
+            raise UsageError(
+                f"data: {printable(self.settings.name)} is a stream, without samples by number",
+                "No part of it can be held out, and no sampler chooses from it.",
+                "Name a validation set: --set data.val.name=file.py:NAME; or none: --set data.val_fraction=0",
+            )
+        self.val, self.held = [], []
+        self.epoch_count = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
+        self.positions: dict[int, Position | None] = {}
+
+    @property
+    def train_count(self) -> int:
+        return self.epoch_count
+
+    def batches(self, batch: int, drop_last: bool) -> int:
+        """The steps of an epoch; more than any run has, where the stream does not know its length."""
+        return super().batches(batch, drop_last) if self.epoch_count else sys.maxsize
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The place in the stream after a step."""
+        return {"stream": position} if (position := self.positions.get(step)) else {}
+
+    def load_state(self, step: int, state: dict[str, Any]) -> None:
+        """Goes on from a place in the stream."""
+        self.positions = {step: state.get("stream")}
+
+    def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
+        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
+        world, settings, begin = trainer.world, self.settings, trainer.step
+        steps = Steps(
+            partial(Reader, self.dataset, self.seed, self.positions.get(begin)),
+            world.shard,
+            self.collate,
+            range(begin, trainer.total_steps),
+            settings.batch,
+            settings.drop_last,
+            trainer.config.train.accumulate,
+            trainer.config.save.every,
+        )
+        with closing(self._loaded(steps, None, world.device)) as loader:
+            for step, (parts, position) in enumerate(loader, begin):
+                # Until the step is done, the state is that of the step before.
+                self.positions = {step: self.positions.get(step), step + 1: position}
+                yield [Batch(to_device(data, world.device), size, total) for data, size, total in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +275,36 @@ class _Order:
 
 
 class _Seeded(Dataset[Any]):
-    """The data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it."""
+    """The data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, derived(seed, "sample")
+    It is told each new epoch with the first sample of it: from outside, that would not reach a worker.
+    """
+
+    def __init__(self, dataset: Any, seed: int, *, evaluated: bool = False) -> None:
+        self.dataset, self.seed, self.evaluated = dataset, derived(seed, "sample"), evaluated
         self.random = bool(getattr(dataset, "random", True))
+        self.epoch: int | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, index = place
+        self._begin(epoch)
         if self.random:
-            seed_all(CPU, self.seed, epoch, index)
+            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
         return self.dataset[index]
 
     def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
         if not self.random and hasattr(self.dataset, "__getitems__"):
+            self._begin(places[0][0])
             found: list[Any] = self.dataset.__getitems__([index for _, index in places])
             return found
         return [self[place] for place in places]
+
+    def _begin(self, epoch: int) -> None:
+        if self.epoch is None and torch.utils.data.get_worker_info() is not None:
+            own_numbers(self.dataset)
+        if epoch != self.epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self.epoch = epoch
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -190,20 +318,43 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 def load_data(settings: Data, seed: int) -> Samples:
     """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
-    made = load_named(settings.name, BUILT_IN, "data", settings.args)
-    if not hasattr(made, "__len__") or not hasattr(made, "__getitem__"):
-        raise UsageError(
-            f"data: {settings.name} returned {type(made).__name__}, which is not a Dataset",
-            "It has no length, or no items.",
-        )
-    samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
+    made = _loaded_set(settings.name, settings.args)
+    kind = Streamed if is_stream(made) else Samples
+    samples: Samples = call_user_code(kind, "data", settings.name, made, settings, seed)
     if not samples.batches(settings.batch, settings.drop_last):
         raise UsageError(
-            f"data.batch is {settings.batch}, but there are {samples.train_count} samples to train on",
+            f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on",
             "With drop_last there would be no step.",
             "Make the batch smaller: --set data.batch=…",
         )
     return samples
+
+
+def _loaded_set(name: str, args: dict[str, Any]) -> Any:
+    made = load_named(name, BUILT_IN, "data", args)
+    if not is_stream(made) and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        raise UsageError(
+            f"data: {name} returned {type(made).__name__}, which is not a Dataset",
+            "It has no length, or no items.",
+        )
+    return made
+
+
+def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
+    """A data set to evaluate on, and the places in it."""
+    if settings is None:
+        raise UsageError("there is no test set", "data.test is not given.", "--set data.test.name=file.py:NAME")
+    made = _loaded_set(settings.name, settings.args)
+    return made, [] if is_stream(made) else list(range(len(made)))
+
+
+def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
+    seed_all(CPU, seed, "sampler", epoch)
+    sampler = find_named(name, {}, "data.sampler")(dataset, generator(seed, "order", epoch))
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return [operator.index(index) for index in sampler]
 
 
 # Collating -----------------------------------------------------------------------------------------------------------
@@ -213,6 +364,8 @@ def default(samples: list[Any]) -> Any:
     """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
     from torch.utils.data import default_collate
 
+    if isinstance(samples, Rows):
+        return samples.stacked
     try:
         return default_collate(samples)
     except RuntimeError as error:
@@ -257,194 +410,11 @@ def collate_of(name: str) -> Collate:
     return found
 
 
-# Randomness as a function of a seed and a place ----------------------------------------------------------------------
-
-
-def derived(seed: int, *place: object) -> int:
-    """A number of 63 bits for a place, the same on every machine: `derived(7, "order", epoch)`."""
-    text = "/".join(map(str, (seed, *place)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def generator(seed: int, *place: object) -> torch.Generator:
-    """A generator on the CPU of its own, for a place."""
-    return torch.Generator().manual_seed(derived(seed, *place))
-
-
-def seed_all(device: torch.device, seed: int, *place: object) -> None:
-    """Seeds the generators that a step may draw from: Python's, torch's on CPU and device, numpy's if it is imported.
-
-    `torch.manual_seed` would visit every backend, which takes a hundred times as long. Restoring captured generator
-    states would not do: `iter(DataLoader)` itself draws from the global one, and what a killed step drew is not known.
-    """
-    number = derived(seed, *place)
-    random.seed(number)
-    torch.default_generator.manual_seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
-    kind = str(device.type)
-    if kind == "mps":
-        torch.mps.manual_seed(number)
-    if kind == "cuda":
-        index = device.index if ":" in str(device) else torch.cuda.current_device()
-        torch.cuda.default_generators[index].manual_seed(number)
-
-
-def order(seed: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch goes through `count` samples."""
-    found: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
-    return found
-
-
-# Built-in data: small, made on the spot, the same on every machine ---------------------------------------------------
-
-
-class Arrays(Dataset[Any]):
-    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
-
-    random = False  # nothing is drawn when a sample is taken
-
-    def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
-        self.columns, self.about = columns, about
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> Any:
-        parts = tuple(column[index] for column in self.columns)
-        return parts if len(parts) > 1 else parts[0]
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Samples together: one look-up in each column."""
-        taken = [column[indices].unbind() for column in self.columns]
-        return list(zip(*taken, strict=True)) if len(taken) > 1 else list(taken[0])
-
-
-def digits() -> Arrays:
-    """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UsageError(
-            "data: digits come with scikit-learn, which is not installed",
-            "",
-            "pip install 'ckptool[examples]'; or other pictures: --set data.name=images",
-        ) from None
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
-    return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
-
-
-def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:
-    """Points around as many centres as there are classes."""
-    g = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, inputs, generator=g) * 3
-    labels = torch.arange(samples) % classes
-    points = centres[labels] + torch.randn(samples, inputs, generator=g) * spread
-    return Arrays(points, labels, about={"inputs": [inputs], "classes": classes})
-
-
-def images(
-    samples: int = 256, classes: int = 4, size: int = 8, channels: int = 1, noise: float = 0.5, seed: int = 0
-) -> Arrays:
-    """Noisy copies of one random image for each class."""
-    g = torch.Generator().manual_seed(seed)
-    patterns = torch.randn(classes, channels, size, size, generator=g)
-    labels = torch.arange(samples) % classes
-    made = patterns[labels] + torch.randn(samples, channels, size, size, generator=g) * noise
-    return Arrays(made, labels, about={"inputs": [channels, size, size], "classes": classes})
-
-
-def spirals(samples: int = 512, classes: int = 3, noise: float = 0.1, seed: int = 0) -> Arrays:
-    """Arms of a spiral in the plane, one for each class."""
-    g = torch.Generator().manual_seed(seed)
-    labels = torch.arange(samples) % classes
-    along = torch.rand(samples, generator=g)
-    angle = along * 4 + labels * (2 * math.pi / classes) + torch.randn(samples, generator=g) * noise
-    points = torch.stack([along * torch.cos(angle), along * torch.sin(angle)], dim=1)
-    return Arrays(points, labels, about={"inputs": [2], "classes": classes})
-
-
-def linear(samples: int = 512, inputs: int = 8, noise: float = 0.1, seed: int = 0) -> Arrays:
-    """A linear function of the inputs, with noise: one number to predict."""
-    g = torch.Generator().manual_seed(seed)
-    points = torch.randn(samples, inputs, generator=g)
-    weights = torch.randn(inputs, generator=g)
-    target = points @ weights + torch.randn(samples, generator=g) * noise
-    return Arrays(points, target.unsqueeze(1), about={"inputs": [inputs], "outputs": 1})
-
-
-def ring(samples: int = 512, modes: int = 8, noise: float = 0.05, seed: int = 0) -> Arrays:
-    """Points near a circle, in clusters: what the GAN learns to make."""
-    g = torch.Generator().manual_seed(seed)
-    angle = (torch.arange(samples) % modes) * (2 * math.pi / modes)
-    points = torch.stack([torch.cos(angle), torch.sin(angle)], dim=1) + torch.randn(samples, 2, generator=g) * noise
-    return Arrays(points, about={"inputs": [2]})
-
-
-def modadd(modulus: int = 23) -> Arrays:
-    """All sums of two numbers modulo a prime: two tokens in, one class out."""
-    pairs = torch.cartesian_prod(torch.arange(modulus), torch.arange(modulus))
-    return Arrays(pairs, pairs.sum(dim=1) % modulus, about={"inputs": [2], "classes": modulus, "vocabulary": modulus})
-
-
-_TEXT = (
-    "a checkpoint is what the next step cannot compute again. a step is atomic. a file exists when its name exists, "
-    "and a name appears when everything behind it is safe. "
-    "nothing is lost that was ever saved, and nothing is saved by halves. "
-)
-
-
-def text(length: int = 32, samples: int = 256, seed: int = 0) -> Arrays:
-    """Windows of a short text as numbers of its characters: tokens, and the same one place on."""
-    alphabet = sorted(set(_TEXT))
-    codes = torch.tensor([alphabet.index(c) for c in _TEXT * 2])
-    starts = torch.randint(len(_TEXT), (samples,), generator=torch.Generator().manual_seed(seed))
-    windows = torch.stack([codes[s : s + length + 1] for s in starts.tolist()])
-    return Arrays(
-        windows[:, :-1],
-        windows[:, 1:],
-        about={"inputs": [length], "vocabulary": len(alphabet), "classes": len(alphabet)},
-    )
-
-
-class Sequences(Dataset[Any]):
-    """Sequences of several lengths, for `collate: pad`: the numbers of one digit, how often it comes is the class."""
-
-    random = False
-
-    def __init__(self, samples: int = 256, longest: int = 12, seed: int = 0) -> None:
-        g = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(2, longest + 1, (samples,), generator=g).tolist()
-        self.items = [torch.randint(1, 5, (n,), generator=g) for n in lengths]
-        self.about = {"inputs": [longest], "classes": 2, "vocabulary": 5}
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        item = self.items[index]
-        return item, torch.tensor(int((item == 1).sum()) % 2)
-
-
-BUILT_IN: dict[str, Callable[..., Dataset[Any]]] = {
-    "digits": digits,
-    "blobs": blobs,
-    "images": images,
-    "spirals": spirals,
-    "linear": linear,
-    "ring": ring,
-    "modadd": modadd,
-    "text": text,
-    "sequences": Sequences,
-}
-
-
 _ALL = ("TERM", "INT", "USR1", "USR2", "HUP")
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Blocks signals, so that a process that is forked here cannot be stopped before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in _ALL])
     try:

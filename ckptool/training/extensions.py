@@ -35,14 +35,33 @@ def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:
     return import_user_code(name, what)
 
 
-def load_named(name: str, built_in: Mapping[str, Any], what: str, args: Mapping[str, Any]) -> Any:
-    """The result of calling the object with a name. Raises `UsageError` for arguments it does not take, too."""
+def load_named(name: str, built_in: Mapping[str, Any], what: str, args: Mapping[str, Any], *first: Any) -> Any:
+    """The result of calling the object with a name. Raises `UsageError` for arguments it does not take, too.
+
+    first: what it gets before them.
+    """
     found = find_named(name, built_in, what)
     try:
-        inspect.signature(found).bind(**args)
+        inspect.signature(found).bind(*first, **args)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what}: {printable(name)} does not take these arguments: {error}", _takes(found)) from error
-    return call_user_code(found, what, name, **args)
+    return call_user_code(found, what, name, *first, **args)
+
+
+def class_of(module: Any, name: str, base: type, what: str) -> Any:
+    """A class of a module by its name, whatever the case."""
+    classes = {
+        key.lower(): value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and not key.startswith("_")
+    }
+    wanted = name.lower().replace("_", "")
+    found = classes.get(wanted) or classes.get(wanted + "lr") or classes.get(wanted.removesuffix("lr"))
+    if found is None:
+        close = difflib.get_close_matches(wanted, classes, 1)
+        hint = f"Did you mean {classes[close[0]].__name__}?" if close else ""
+        raise UsageError(f"there is no {what} {name!r}", f"Available: {listed(sorted(classes), 40)}.", hint)
+    return found
 
 
 def _takes(found: Any) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import inspect
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +18,11 @@ import torch
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
+from ckptool.training import METRICS, TABLE
 from ckptool.training.config import Profile
 from ckptool.training.extensions import find_named, numbers
+from ckptool.training.shards import whole
+from ckptool.training.store import Lines, write_text
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -55,7 +61,10 @@ class Hooks:
         """Attaches the hooks while a run trains, with the profiler and TensorBoard where they are configured."""
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
-            self.each.append(("profile", Profiler(config.profile, folder)))
+            by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
+            self.each.append(("profile", Profiler(config.profile, folder, by)))
+        if trainer.world.is_first and config.log.csv:
+            self.each.append(("csv", Table(folder)))
         if trainer.world.is_first and config.log.tensorboard:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
         try:
@@ -66,6 +75,11 @@ class Hooks:
             raise
         if errors := self._ended(trainer):
             raise errors[0]
+
+    @property
+    def profiled(self) -> str:
+        """The path of the profiler's table, where it was written."""
+        return next((hook.written for _, hook in self.each if isinstance(hook, Profiler)), "")
 
     def _ended(self, trainer: Trainer) -> list[CkptoolError]:
         """Tells each hook of the end, whatever the others do; returns the errors that they raised."""
@@ -146,7 +160,8 @@ class GradNorm:
     def after_backward(self, trainer: Trainer, model: str) -> dict[str, torch.Tensor]:
         norms = torch._foreach_norm([p.grad for p in trainer.models[model].parameters() if p.grad is not None])
         name = "grad_norm" if len(trainer.models) == 1 else f"grad_norm_{model}"
-        return {name: torch.stack([norm.to(trainer.world.device) for norm in norms]).norm()} if norms else {}
+        each = [whole(norm).to(trainer.world.device) for norm in norms]
+        return {name: torch.stack(each).norm()} if each else {}
 
 
 class ActivationStats:
@@ -184,10 +199,14 @@ class ActivationStats:
 
 
 class Profiler:
-    """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto."""
+    """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto.
 
-    def __init__(self, settings: Profile, folder: str) -> None:
-        self.path = os.path.join(folder, settings.trace)
+    by: what the table of the 20 operators that took the most time is sorted by.  written: its path, afterwards.
+    """
+
+    def __init__(self, settings: Profile, folder: str, by: str) -> None:
+        self.path, self.table = (os.path.join(folder, name) for name in (settings.trace, settings.table))
+        self.by, self.written = by, ""
         with _quietly():
             schedule = torch.profiler.schedule(
                 wait=settings.wait, warmup=settings.warmup, active=settings.active, repeat=1
@@ -200,6 +219,8 @@ class Profiler:
             kept.export_chrome_trace(self.path)
         except OSError as error:
             raise file_problem(error, self.path, "write the trace to") from error
+        write_text(self.table, str(kept.key_averages().table(sort_by=self.by, row_limit=20)))
+        self.written = self.table
 
     def after_step(self, trainer: Trainer) -> None:
         with _quietly():
@@ -216,6 +237,37 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+class Table:
+    """The lines of the metrics as metrics.csv: a column for each name, in the order in which they appear.
+
+    It is made of metrics.jsonl, which was cut back, when a run begins, and again when a line has a new name.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.path, self.lines = os.path.join(folder, TABLE), Lines(os.path.join(folder, METRICS))
+        self._write()
+
+    def _write(self) -> None:
+        self.columns = list(dict.fromkeys(key for fact in self.lines.read() for key in fact))
+        head = [dict(zip(self.columns, self.columns, strict=True))] if self.columns else []
+        write_text(self.path, "".join(map(self._row, chain(head, self.lines.read()))))
+
+    def _row(self, fact: dict[str, Any]) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow([fact.get(key) for key in self.columns])
+        return text.getvalue()
+
+    def logged(self, trainer: Trainer, fact: dict[str, Any]) -> None:
+        if not fact.keys() <= set(self.columns):
+            self._write()
+            return
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(self._row(fact))
+        except OSError as error:
+            raise file_problem(error, self.path, "write to") from error
 
 
 class Board:

@@ -8,35 +8,38 @@ from __future__ import annotations
 
 import functools
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from types import FrameType, TracebackType
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.errors import CkptoolError, DiskFull, FileProblem, NotFinite, UsageError, printable
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted, printable
 from ckptool.reports.train import Outcome
-from ckptool.training.config import Config, Stop
+from ckptool.training.config import Config
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
-from ckptool.training.runs import Run, environment
+from ckptool.training.run_folder import environment
+from ckptool.training.runs import ConfiguredRun
+from ckptool.training.saving import Saver
+from ckptool.training.stopping import Stopping
 from ckptool.training.tasks import Phase
 from ckptool.training.trainer import Trainer, gathered
 
 
-def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:
+def train(trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks) -> Outcome:
     """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then."""
+    there = run.store.all() if trainer.step else []
     with (
-        Saver(trainer, run) as saver,
+        Saver(
+            run, trainer.world, background=trainer.config.save.async_, step=there[-1].step if there else None
+        ) as saver,
         hooks.watching(trainer, run.folder),
         closing(trainer.data.stream(trainer)) as batches,
     ):
@@ -46,24 +49,35 @@ def train(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks) -> Outcome:
             _rescue(trainer, run, saver, error)
             raise
         if saver.step != trainer.step and trainer.step:
-            saver.save()
+            _save(trainer, run, saver)
     done = trainer.step >= trainer.total_steps and not trainer.pending
-    code = 0 if done else trainer.world.broadcast(stop.exit_code)
+    why = _why_early(trainer) if trainer.is_stale and not done else ""
+    code = 0 if done or why else trainer.world.broadcast(stop.exit_code)
     if trainer.world.is_first:
-        run.note("done" if done else "stop", step=trainer.step, signal=stop.number or None)
-    return Outcome("done" if done else "stopped", trainer.step, code, run.folder)
+        event = "done" if done else "early-stop" if why else "stop"
+        run.note(event, step=trainer.step, signal=stop.number or None, **({"why": why} if why else {}))
+    return Outcome(
+        "done" if done else "stopped-early" if why else "stopped", trainer.step, code, run.folder, why, hooks.profiled
+    )
+
+
+def _why_early(trainer: Trainer) -> str:
+    """What ended a run by `stop.patience`, in words."""
+    count = trainer.stale["count"] if trainer.stale else 0
+    best = f", best at step {trainer.best['step']:,}" if trainer.best else ""
+    return f"{trainer.config.eval.metric} has not improved in {counted(count, 'evaluation')}{best}"
 
 
 def _steps(
-    trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, batches: Iterator[Sequence[Batch]]
+    trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks, saver: Saver, batches: Iterator[Sequence[Batch]]
 ) -> None:
     begun_at = trainer.step
     if trainer.config.save.at_start and not trainer.step:
-        saver.save()
-    if trainer.pending and is_due(trainer, trainer.config.eval.every):
+        _save(trainer, run, saver)
+    if trainer.pending and is_due(trainer, trainer.eval_every):
         _between(trainer, run, stop, hooks, saver, 0.0)  # a run that was stopped in its evaluation does it again
     trainer.pending = False
-    while trainer.step < trainer.total_steps and not trainer.world.any_rank(stop.asked):
+    while trainer.step < trainer.total_steps and not trainer.is_stale and not trainer.world.any_rank(stop.asked):
         step = next(batches)
         began = stop.begin()
         one_step(trainer, step, hooks)
@@ -71,7 +85,7 @@ def _steps(
         _between(trainer, run, stop, hooks, saver, (trainer.step - begun_at) / seconds if seconds else 0.0)
 
 
-def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
+def _between(trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
     """Evaluates, logs and saves after a step; only the first where the run is to stop in the evaluation."""
     trainer.metrics = {}
     if trainer.pending:
@@ -79,11 +93,31 @@ def _between(trainer: Trainer, run: Run, stop: Stopping, hooks: Hooks, saver: Sa
     if trainer.pending:
         return
     _log(trainer, run, hooks, rate)
-    if trainer.step % trainer.config.save.every == 0 or trainer.step == trainer.total_steps:
-        saver.save()
+    late = saver.is_late(trainer.config.save.seconds)
+    if late or is_due(trainer, trainer.config.save.every):
+        _save(trainer, run, saver)
 
 
-def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
+def _save(trainer: Trainer, run: ConfiguredRun, saver: Saver) -> None:
+    """Saves the state after the last step, with facts about it."""
+
+    def gather(copied: bool) -> dict[str, Any]:
+        return gathered(trainer, copied=copied) if trainer.world.is_first or trainer.is_divided else {}
+
+    loss = trainer.loss
+    facts = {
+        "epoch": trainer.epoch,
+        "loss": loss if loss is None or loss - loss == 0 else str(loss),
+        "metrics": {key: value for key, value in trainer.metrics.items() if value - value == 0},
+        "revision": run.revision,
+        "config": run.config.dumped(),
+        "fingerprint": run.fingerprint,
+        "environment": environment(trainer.world.size, trainer.world.device),
+    }
+    saver.save(trainer.step, gather, facts)
+
+
+def _rescue(trainer: Trainer, run: ConfiguredRun, saver: Saver, error: Exception) -> None:
     """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
 
     Not within a step, where the state is half of the next; not what could not be written; not with several processes,
@@ -92,7 +126,7 @@ def _rescue(trainer: Trainer, run: Run, saver: Saver, error: Exception) -> None:
     if trainer.whole and trainer.step and not trainer.world.distributed and not isinstance(error, FileProblem):
         with suppress(Exception):  # the first error is the news
             if saver.step != trainer.step:
-                saver.save()
+                _save(trainer, run, saver)
                 saver.wait()
             if isinstance(error, CkptoolError):
                 before = f"{error.fix} " if error.fix else ""
@@ -118,7 +152,7 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     count = sum(batch.total for batch in batches)
     losses = []
     for number, phase in enumerate(trainer.task.phases):
-        with phase.alone(trainer.models):
+        with phase.alone(trainer.models) if len(trainer.models) > 1 else nullcontext():
             losses.append(_phase(trainer, phase, number, batches, count, hooks))
     for name in trainer.task.stepped & trainer.averages.keys():
         trainer.averages[name].update()
@@ -126,14 +160,14 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     trainer.samples += count
     trainer.step += 1
     _step_schedules(trainer)
-    trainer.whole, trainer.pending = True, is_due(trainer, trainer.config.eval.every)
+    trainer.whole, trainer.pending = True, is_due(trainer, trainer.eval_every)
     hooks.after_step(trainer)
 
 
 def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch], count: int, hooks: Hooks) -> float:
     """One update of one model; returns the mean loss over all samples of the step."""
     world, scaler, config = trainer.world, trainer.scaler, trainer.config
-    optimizer, runners = trainer.optimizers[phase.model], trainer.runners_for(phase.model)
+    optimizer, runners = trainer.updates[phase.model].optimizer, trainer.runners_for(phase.model)
     optimizer.zero_grad(set_to_none=True)
     parts = []
     for micro, batch in enumerate(batches):
@@ -163,17 +197,17 @@ def _one_number(loss: Any, task: str) -> torch.Tensor:
             "Gradients are computed from it.",
             "Return the mean over the samples of the batch.",
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> float:
     """Steps the optimizer, unless loss or gradients are not finite; returns the loss as a number."""
-    optimizer, scaler, clip = trainer.optimizers[name], trainer.scaler, trainer.config.optim[name].clip
+    update, scaler = trainer.updates[name], trainer.scaler
+    optimizer, kind = update.optimizer, update.kind
     loss, finite = _checked(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
     if finite:
-        kind = trainer.config.optim[name].name
-        if clip is not None:
-            call_user_code(clip_gradients, "optim", kind, optimizer, clip)
+        for part, clip in update.clips:
+            call_user_code(clip_gradients, "optim", kind, part, clip)
         if scaler is None or not gradients or call_user_code(_scaled_step, "optim", kind, scaler, optimizer):
             trainer.task.stepped.add(name)
         if scaler is None:
@@ -189,7 +223,7 @@ def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence
     return loss
 
 
-def _scaled_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+def _scaled_step(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     """False where the gradients overflowed: the step was left out, and the schedule waits too."""
     before = scaler.get_scale()
     scaler.step(optimizer)
@@ -209,14 +243,15 @@ def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[flo
 
     One fused call per device and dtype, as `GradScaler` does; scaling by 1 leaves gradients unchanged.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[torch.Tensor]] = {}
     for gradient in gradients:
-        dense = gradient._values() if gradient.is_sparse else gradient
-        alike.setdefault((dense.device, dense.dtype), []).append(
-            torch.view_as_real(dense) if dense.is_complex() else dense
-        )
+        alike.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
     found = []
-    for (device, _), each in alike.items():
+    for (device, dtype, layout), each in alike.items():
+        if layout is not torch.strided:
+            each = [gradient._values() for gradient in each]
+        if dtype.is_complex:
+            each = [torch.view_as_real(gradient) for gradient in each]
         found.append(torch.zeros((), device=device))
         torch._amp_foreach_non_finite_check_and_unscale_(each, found[-1], _one(device))
     loss = mean.item()
@@ -235,7 +270,7 @@ def _step_schedules(trainer: Trainer) -> None:
         settings = trainer.config.optim[name].schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or settings is None:
             continue  # after evaluation
-        if name in trainer.task.stepped if settings.per == "step" else ended:
+        if trainer.config.model_of(name) in trainer.task.stepped if settings.per == "step" else ended:
             try:
                 schedule.step()
             except ValueError as error:
@@ -262,52 +297,73 @@ class _EvaluationStopped(BaseException):
 
 
 class _UntilAsked:
-    """The batches of an evaluation; none more when the run is to stop."""
+    """The batches of an evaluation, before each of which randomness is seeded; none more when the run is to stop."""
 
-    def __init__(self, batches: Iterator[Batch], stop: Stopping | None) -> None:
-        self.batches, self.stop, self.dropped = batches, stop, False
+    def __init__(self, trainer: Trainer, batches: Iterator[Batch], stop: Stopping | None) -> None:
+        self.trainer, self.batches, self.stop, self.dropped = trainer, enumerate(batches), stop, False
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self.stop is not None and self.stop.asked:
+        if self._asked():
             self.dropped = True
             raise _EvaluationStopped
-        return next(self.batches)
+        number, batch = next(self.batches)
+        seed_all(self.trainer.world.device, self.trainer.config.seed, "eval", self.trainer.step, number)
+        return batch
+
+    def _asked(self) -> bool:
+        """True when the run is to stop; of processes that compute a model together, at once in all of them."""
+        asked = self.stop is not None and self.stop.asked
+        return self.trainer.world.any_rank(asked) if self.trainer.is_divided else asked
 
 
 def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
-    """Metrics over the validation samples, in evaluation mode, the same in all processes; remembers the best.
+    """Evaluates between two steps, and remembers the best.
 
     It is dropped, and stays pending, when the run is asked to stop meanwhile.
     """
+    metrics = measured(trainer, stop=stop)
+    if metrics is not None:
+        trainer.metrics = metrics
+        _remember(trainer)
+        trainer.pending = False
+
+
+def measured(trainer: Trainer, on: str = "val", stop: Stopping | None = None) -> dict[str, float] | None:
+    """Metrics over the validation or test samples, the same in all processes; None if it is to stop.
+
+    on: `val` or `test`.
+    """
     config, world = trainer.config, trainer.world
-    batches = _UntilAsked(trainer.data.validation(world.device), stop)
-    seed_all(world.device, config.seed, "eval", trainer.step)
     found: Any = {}
-    with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_EvaluationStopped):
-        found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches)
+    with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
+        batches = _UntilAsked(trainer, samples, stop)
+        seed_all(world.device, config.seed, "eval", trainer.step)
+        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_EvaluationStopped):
+            found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches)
     if world.any_rank(batches.dropped):
-        return
-    trainer.metrics = world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))
-    _remember(trainer)
-    trainer.pending = False
+        return None
+    return world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
 
 
 @contextmanager
 def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode; afterwards each module is in its own mode again."""
+    """Puts models into evaluation mode, with their averages as weights by `eval.ema`; afterwards all is as it was."""
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()
-    try:
-        yield
-    finally:
-        for model in trainer.models.values():
-            model.train()
-        for module, mode in modes:
-            module.training = mode
+    with ExitStack() as averaged:
+        try:
+            for average in trainer.averages.values() if trainer.config.eval.ema else ():
+                averaged.enter_context(average.in_place())
+            yield
+        finally:
+            for model in trainer.models.values():
+                model.train()
+            for module, mode in modes:
+                module.training = mode
 
 
 def _remember(trainer: Trainer) -> None:
@@ -317,26 +373,38 @@ def _remember(trainer: Trainer) -> None:
     there, and ends with the same bytes.
     """
     settings, metrics = trainer.config.eval, trainer.metrics
-    if not metrics:
+    if not metrics and not trainer.config.stop.patience:
         return  # nothing is held out
     if settings.metric not in metrics:
         raise UsageError(
             f"eval.metric is {printable(settings.metric)}, which the task does not give",
-            f"It gives: {', '.join(map(printable, metrics))}.",
-            f"--set eval.metric={printable(next(iter(metrics)))}",
+            f"It gives: {', '.join(map(printable, metrics))}." if metrics else "Nothing is held out to evaluate on.",
+            f"--set eval.metric={printable(next(iter(metrics)))}" if metrics else "--set stop.patience=null",
         )
-    if trainer.step % settings.every:
+    if trainer.step % trainer.eval_every:
         return
     value = metrics[settings.metric]
     for schedule in trainer.schedules.values():
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             schedule.step(value)
     best = trainer.best["value"] if trainer.best and trainer.best["metric"] == settings.metric else None
-    if value == value and (best is None or (value < best if settings.mode == "min" else value > best)):
+    if _improves(trainer, value, best):
         trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
+    if trainer.config.stop.patience:
+        known = trainer.stale if trainer.stale and trainer.stale["metric"] == settings.metric else None
+        known = known or {"metric": settings.metric, "value": None, "count": 0}
+        better = _improves(trainer, value, known["value"], trainer.config.stop.min_delta)
+        trainer.stale = {**known, **({"value": value, "count": 0} if better else {"count": known["count"] + 1})}
 
 
-def _log(trainer: Trainer, run: Run, hooks: Hooks, rate: float) -> None:
+def _improves(trainer: Trainer, value: float, known: float | None, least: float = 0.0) -> bool:
+    """True for a value of `eval.metric` that is better than the known one, by more than `least`; NaN never is."""
+    if known is None:
+        return value == value
+    return (known - value if trainer.config.eval.mode == "min" else value - known) > least
+
+
+def _log(trainer: Trainer, run: ConfiguredRun, hooks: Hooks, rate: float) -> None:
     if not trainer.world.is_first or not (is_due(trainer, trainer.config.log.every) or trainer.metrics):
         return
     place = {"step": trainer.step, "epoch": trainer.epoch}
@@ -346,113 +414,3 @@ def _log(trainer: Trainer, run: Run, hooks: Hooks, rate: float) -> None:
         fact[key] = float(optimizer.param_groups[0]["lr"])
     run.metrics.add(fact)
     hooks.logged(trainer, fact, rate)
-
-
-class Saver:
-    """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
-
-    With `save.async` a thread writes a copy of the state: at most one at a time, and what goes wrong there is raised by
-    the next `wait`.
-    """
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self.trainer, self.run = trainer, run
-        there = run.store.all() if trainer.step else []
-        self.step = there[-1].step if there else None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
-
-    def save(self) -> None:
-        """Saves the state after the last step."""
-        self.wait()
-        trainer = self.trainer
-        if trainer.world.is_first:
-            apart = trainer.config.save.async_
-            state = trainer.step, gathered(trainer, copied=apart), self._facts()
-            if apart:
-                self._thread = threading.Thread(target=self._commit_apart, args=state, name="ckptool-save")
-                self._thread.start()
-            else:
-                self._commit(*state)
-        trainer.world.barrier()
-        self.step = trainer.step
-
-    def wait(self) -> None:
-        """Waits for what is being written, and raises what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _facts(self) -> dict[str, Any]:
-        trainer, loss = self.trainer, self.trainer.loss
-        return {
-            "epoch": trainer.epoch,
-            "loss": loss if loss is None or loss - loss == 0 else str(loss),
-            "metrics": {key: value for key, value in trainer.metrics.items() if value - value == 0},
-            "parent": self.step,
-            "revision": self.run.revision,
-            "config": self.run.config.dumped(),
-            "fingerprint": self.run.fingerprint,
-            "environment": environment(trainer.world.size, trainer.world.device),
-        }
-
-    def _commit_apart(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
-        try:
-            self._commit(step, tree, facts)
-        except Exception as error:  # noqa: BLE001  raised by the thread that waits
-            self._error = error
-
-    def _commit(self, step: int, tree: dict[str, Any], facts: dict[str, Any]) -> None:
-        try:
-            saved = self.run.store.commit(step, tree, facts)
-        except DiskFull as error:
-            error.why = "Existing checkpoints stay as they are."
-            error.fix = Advice("Make room, then resume: ", command("resume", self.run.folder))
-            raise
-        gone = self.run.prune()
-        self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])
-
-
-class Stopping:
-    """The reasons for a run to stop. `number`: the signal that asked for it; `late`: the time for it is over."""
-
-    def __init__(self, settings: Stop) -> None:
-        self.number = 0
-        self.after = settings.after
-        self.begun: float | None = None
-
-    def begin(self) -> float:
-        """When the first step began; its time runs from there, not from the start of the program."""
-        if self.begun is None:
-            self.begun = time.monotonic()
-        return self.begun
-
-    @property
-    def late(self) -> bool:
-        return bool(self.after) and self.begun is not None and time.monotonic() >= self.begun + (self.after or 0)
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.number) or self.late
-
-    @property
-    def exit_code(self) -> int:
-        """128 plus the signal, as shells have it; 0 where the run's own time was over."""
-        return 128 + self.number if self.number else 0
-
-    def caught(self, number: int, frame: FrameType | None) -> None:
-        if self.number and number == signal.SIGINT:  # a person who asks twice means at once
-            raise KeyboardInterrupt
-        self.number = self.number or number  # a scheduler and torchrun both pass on the one that they got

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,13 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.errors import PlanRefused, UsageError, listed, printable, quoted
+from ckptool.errors import PlanRefused, UsageError, counted, listed, printable, quoted
+from ckptool.reports.warm_start import LoadReport, described, percent
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.extensions import find_named, load_named
+from ckptool.training.matching import Patterns, modules_matching, outermost
+
+Say = Callable[[str], Any]
 
 if TYPE_CHECKING:
     from ckptool.training.data import Samples
@@ -166,11 +169,14 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def build_model(settings: Model, data: Samples, *, fresh: bool = True, name: str = "main") -> nn.Module:
+def build_model(
+    settings: Model, data: Samples, *, fresh: bool = True, name: str = "main", say: Say = lambda text: None
+) -> nn.Module:
     """The model that a configuration names, initialised, and started from a checkpoint where it says so.
 
     Facts of the data (`inputs`, `classes`, …) are passed on where the model takes them and `args` does not give them.
-    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.
+    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.  say:
+    called with what was skipped of a checkpoint that need not fit.
     """
     found = find_named(settings.name, BUILT_IN, "models")
     takes = inspect.signature(found).parameters if callable(found) else ()
@@ -179,8 +185,9 @@ def build_model(settings: Model, data: Samples, *, fresh: bool = True, name: str
     if not isinstance(model, nn.Module):
         raise UsageError(f"models: {printable(settings.name)} returned {type(model).__name__}, not a torch.nn.Module")
     initialise(model, settings.init)
-    if fresh and settings.from_ is not None:
-        start_from(model, settings.from_, settings.strict, name)
+    skipped = start_from(model, settings.from_, settings.strict, name) if fresh and settings.from_ is not None else ""
+    if skipped:
+        say(skipped)
     return model
 
 
@@ -216,12 +223,15 @@ def initialise(model: nn.Module, scheme: str) -> None:
                 module.weight[module.padding_idx].zero_()
 
 
-def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") -> None:
-    """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit."""
+def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") -> str:
+    """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit.
+
+    Returns what was skipped, in words; "" where all fitted. strict: False skips tensors of other names and shapes.
+    """
     from ckptool.bridge.modules import load_into
 
     try:
-        load_into(model, path, strict=strict)
+        return _skipped(load_into(model, path, strict=strict, on_mismatch="error" if strict else "skip"), name)
     except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
         key = f"--set models.{name}"
         less = f"; only what fits: {key}.strict=false" if strict else ""
@@ -230,9 +240,21 @@ def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") ->
         raise
 
 
-# Activation checkpointing --------------------------------------------------------------------------------------------
+def _skipped(report: LoadReport, name: str) -> str:
+    other = [
+        f"{printable(each.target)} ({described(each.have)} for {described(each.want)})" for each in report.mismatched
+    ]
+    lists = {
+        "skipped, of another shape": other,
+        "not in it": [printable(each.name) for each in report.missing],
+        "not in the model": [printable(each.name) for each in report.unexpected],
+    }
+    words = "; ".join(f"{len(names)} {what}: {listed(names, 8)}" for what, names in lists.items() if names)
+    loaded = f"{counted(len(report.loaded), 'tensor')} ({percent(report.share)} of its values)"
+    return words and f"models.{printable(name)} starts with {loaded} of {printable(report.source)}; {words}"
 
-Say = Callable[[str], Any]
+
+# Activation checkpointing --------------------------------------------------------------------------------------------
 
 
 def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say: Say) -> None:
@@ -268,16 +290,10 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
     return found
 
 
-def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+def _matching(model: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
     """The outermost modules that match: what is inside of them is computed again with them."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    matching = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
-    if not matching:
-        raise UsageError(
-            f"activation_checkpoint: {printable(pattern)!r} matches no module",
-            f"Available: {listed([printable(name) for name in modules], 8)}.",
-        )
-    return {n: m for n, m in matching.items() if not any(n.startswith(other + ".") for other in matching)}
+    names = outermost(modules_matching(model, patterns, "activation_checkpoint"))
+    return {name: model.get_submodule(name) for name in names}
 
 
 def _forgetting(module: nn.Module, options: dict[str, Any]) -> None:

@@ -1,21 +1,27 @@
-"""Optimizers by name: parameter groups by pattern, schedules, clipping, freezing, the moving average of the weights."""
+"""Optimizers by name: parameter groups by pattern, clipping, freezing, the moving average of the weights."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training.config import Clip, FreezeUntil, Group, Optim, Schedule
+from ckptool.reports.targets import names_code
+from ckptool.training.extensions import class_of, load_named
+from ckptool.training.matching import parameters_matching
+from ckptool.training.shards import divided_like, is_divided, local
+
+if TYPE_CHECKING:
+    from ckptool.training.config import Clip, FreezeUntil, Group, Optim
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -25,18 +31,53 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
-    """The optimizer, with every parameter and its name in exactly one group.
+def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[str] = ()) -> dict[str, Parameters]:
+    """The parameters of a model that each of its optimizers takes, by name.
+
+    never: names of those that do not learn, which need no optimizer. Raises `UsageError` naming the others that none
+    takes, or that two take.
+    """
+    parameters = named_parameters(model)
+    taken = {
+        name: parameters_matching(model, each.match, f"optim.{name}.match") if each.match else []
+        for name, each in settings.items()
+    }
+    takers = {p: [name for name, theirs in taken.items() if p in theirs] for p in parameters}
+    left = [p for p, names in takers.items() if not names]
+    twice = [f"{printable(p)} ({', '.join(map(printable, names))})" for p, names in takers.items() if len(names) > 1]
+    if twice:
+        raise UsageError(
+            f"optim: parameters that several optimizers take: {listed(twice, 8)}",
+            "Each is stepped by one.",
+            "Take it away from one of them: match: [PATTERN, not:PATTERN]",
+        )
+    rest = next((name for name, each in settings.items() if not each.match), None)
+    if rest is not None:
+        taken[rest] = left
+    elif forgotten := [printable(p) for p in left if p not in never]:
+        raise UsageError(
+            f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}",
+            "They would not learn.",
+            "One optimizer without match takes the rest; or freeze them, by the model's key freeze.",
+        )
+    return {name: {p: parameters[p] for p in theirs} for name, theirs in taken.items()}
+
+
+def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | None = None) -> torch.optim.Optimizer:
+    """The optimizer, with each of the parameters (all, where none are given) and its name in exactly one group.
 
     Raises `UsageError` for an unknown optimizer, an unmatched pattern or an argument that it does not take.
     """
-    kind = _class_of(torch.optim, settings.name, torch.optim.Optimizer, "optimizer")
+    parameters = named_parameters(model) if parameters is None else parameters
+    if names_code(settings.name):
+        return _own_optimizer(settings, _groups(model, parameters, settings.groups))
+    kind = class_of(torch.optim, settings.name, torch.optim.Optimizer, "optimizer")
     if kind.__name__ in _NO_OPTIMIZER:
         raise UsageError(
             f"optim: {kind.__name__} cannot be used here", _NO_OPTIMIZER[kind.__name__], "Name another one."
         )
     _check_options(kind, settings.groups)
-    groups = _groups(named_parameters(model), settings.groups)
+    groups = _groups(model, parameters, settings.groups)
     try:
         made: torch.optim.Optimizer = kind(groups, lr=settings.lr, **settings.args)
         return made
@@ -45,6 +86,33 @@ def build_optimizer(model: nn.Module, settings: Optim) -> torch.optim.Optimizer:
             f"torch.optim.{kind.__name__} does not take these arguments: {error}",
             f"It takes: {', '.join(list(inspect.signature(kind).parameters)[1:])}.",
         ) from error
+
+
+def _own_optimizer(settings: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that the user's own class or function makes of parameters, or of groups where there are any.
+
+    It gets them without names, which not every optimizer takes; they are put into its groups afterwards.
+    """
+    names = {id(parameter): name for group in groups for name, parameter in group["params"]}
+    plain = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+    given = plain if settings.groups else plain[0]["params"] if plain else []
+    made = load_named(settings.name, {}, "optim", {"lr": settings.lr, **settings.args}, given)
+    if not isinstance(made, torch.optim.Optimizer):
+        kind = type(made).__name__
+        raise UsageError(f"optim: {printable(settings.name)} returned {kind}, not a torch.optim.Optimizer")
+    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
+    if sorted(held) != sorted(names):
+        left = [printable(name) for key, name in names.items() if key not in held]
+        raise UsageError(
+            f"optim: {printable(settings.name)} does not step the parameters that it was given",
+            f"It left out {listed(left)}." if left else "It has others, too.",
+            "Each of them is in one group of the optimizer.",
+        )
+    for group in made.param_groups:
+        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+    if callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
+        train()
+    return made
 
 
 # What a step of the loop cannot do.
@@ -65,12 +133,13 @@ def _check_options(kind: type, groups: Iterable[Group]) -> None:
                 )
 
 
-def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The parameter groups: one for each pattern, in order, then the rest. The first pattern that matches wins."""
+def _groups(model: nn.Module, parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The groups of some of a model's parameters: one for each pattern, then the rest. The first that matches wins."""
     left = dict(parameters)
     made = []
     for group in groups:
-        chosen = {name: left.pop(name) for name in list(left) if fnmatchcase(name, group.match)}
+        matching = parameters_matching(model, group.match, "optim.groups")
+        chosen = {name: left.pop(name) for name in matching if name in left}
         if not chosen:
             raise UsageError(
                 f"optim.groups: {group.match!r} matches no parameter outside the earlier groups",
@@ -82,123 +151,52 @@ def _groups(parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, A
     return made
 
 
-def _class_of(module: Any, name: str, base: type, what: str) -> Any:
-    """A class of a module by its name, whatever the case."""
-    classes = {
-        key.lower(): value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base and not key.startswith("_")
-    }
-    wanted = name.lower().replace("_", "")
-    found = classes.get(wanted) or classes.get(wanted + "lr") or classes.get(wanted.removesuffix("lr"))
-    if found is None:
-        close = difflib.get_close_matches(wanted, classes, 1)
-        hint = f"Did you mean {classes[close[0]].__name__}?" if close else ""
-        raise UsageError(f"there is no {what} {name!r}", f"Available: {listed(sorted(classes), 40)}.", hint)
-    return found
+class Together:
+    """Several optimizers of one model as one: gradients are unscaled, checked and clipped over all of them."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
-# Schedules -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What steps a model: its optimizer, or several as one.
+
+    kind: their names, for errors.  clips: whose gradients are cut, and how.
+    """
+
+    optimizer: Any
+    kind: str
+    clips: Sequence[tuple[Any, Clip]]
 
 
-def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
-
-
-def inverse_sqrt(warmup: int) -> Callable[[int], float]:
-    """Up in a line over `warmup` steps, then down with the square root of the step (Vaswani et al., 2017)."""
-    return lambda step: min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
-
-
-def warmup_linear(warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
-
-    return factor
-
-
-_LAMBDAS: dict[str, Callable[..., Callable[[int], float]]] = {
-    "warmup_cosine": warmup_cosine,
-    "inverse_sqrt": inverse_sqrt,
-    "warmup_linear": warmup_linear,
-}
-
-
-_OF_FUNCTIONS = (
-    "It takes functions, which a configuration cannot hold.",
-    f"Name a function of the step instead: {', '.join(_LAMBDAS)}.",
-)
-_OF_OTHERS = ("It takes other schedules.", f"Name one schedule; with a warm-up: {', '.join(_LAMBDAS)}.")
-_NO_SCHEDULE = {
-    "LambdaLR": _OF_FUNCTIONS,
-    "MultiplicativeLR": _OF_FUNCTIONS,
-    "SequentialLR": _OF_OTHERS,
-    "ChainedScheduler": _OF_OTHERS,
-}
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
-    from torch.optim import lr_scheduler
-
-    try:
-        if settings.name in _LAMBDAS:
-            return lr_scheduler.LambdaLR(optimizer, _LAMBDAS[settings.name](**settings.args))
-        kind = _class_of(lr_scheduler, settings.name, lr_scheduler.LRScheduler, "schedule")
-        if kind.__name__ in _NO_SCHEDULE:
-            raise UsageError(
-                f"schedule: {kind.__name__} cannot be named in a configuration", *_NO_SCHEDULE[kind.__name__]
-            )
-        made: lr_scheduler.LRScheduler = kind(optimizer, **settings.args)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise UsageError(
-            f"the schedule {settings.name} does not take these arguments: {error}",
-            f"It takes: {', '.join(inspect.signature(_LAMBDAS[settings.name]).parameters)}."
-            if settings.name in _LAMBDAS
-            else "Its args are those of the class in torch.optim.lr_scheduler.",
-        ) from error
-    return made
-
-
-# Schedules that end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
-_ENDS = {
-    "warmup_cosine": ("total", "0", "floor"),
-    "warmup_linear": ("total", "0", "floor"),
-    "PolynomialLR": ("total_iters", "0", ""),
-    "CosineAnnealingLR": ("T_max", "rising again", ""),
-    "OneCycleLR": ("total_steps", "not defined, and the run stops", ""),
-}
-
-
-def ends_early(schedule: torch.optim.lr_scheduler.LRScheduler, settings: Schedule, length: int, key: str) -> str:
-    """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
-    name = settings.name if settings.name in _LAMBDAS else type(schedule).__name__
-    argument, rate, floor = _ENDS.get(name, ("", "", ""))
-    end = settings.args.get(argument)
-    if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
-        return ""
-    return (
-        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
-        f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
-    )
+def update_of(
+    optimizers: Mapping[str, torch.optim.Optimizer], settings: Mapping[str, Optim], clip: Clip | None
+) -> Update:
+    """The update of a model by its optimizers. clip: of all their gradients together, after their own."""
+    every = list(optimizers.values())
+    whole: Any = every[0] if len(every) == 1 else Together(every)
+    each = [(optimizer, settings[name].clip) for name, optimizer in optimizers.items()]
+    clips = [(part, found) for part, found in (*each, (whole, clip)) if found is not None]
+    return Update(whole, ", ".join(settings[name].name for name in optimizers), clips)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, clip: Clip) -> None:
+def clip_gradients(optimizer: torch.optim.Optimizer | Together, clip: Clip) -> None:
     """Cuts the gradients of all that an optimizer steps, to a norm or to a value, in place."""
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if clip.norm is not None:
@@ -210,23 +208,21 @@ def clip_gradients(optimizer: torch.optim.Optimizer, clip: Clip) -> None:
 class Freezing:
     """Freezes parameters for ever or until a step, by taking their gradients away; groups are never rebuilt.
 
-    Other parameters stay as the model's own code left them, and those that thaw become so again. Raises `UsageError`
-    for a pattern that matches nothing.
+    Other parameters stay as the model's own code left them, and those that thaw become so again. never: the names of
+    those that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
         parameters = named_parameters(model)
-        until: dict[str, float] = {}
-        for rule in rules:
-            pattern, end = (rule, math.inf) if isinstance(rule, str) else (rule.match, rule.until)
-            matching = [name for name in parameters if fnmatchcase(name, pattern)]
-            if not matching:
-                raise UsageError(
-                    f"freeze: {printable(pattern)!r} matches no parameter",
-                    f"Available: {listed([printable(name) for name in parameters], 8)}.",
-                )
-            until.update({name: max(end, until.get(name, 0)) for name in matching})
+        each = list(rules)
+        for_ever = [rule for rule in each if isinstance(rule, str)]
+        until: dict[str, float] = dict.fromkeys(parameters_matching(model, for_ever, "freeze"), math.inf)
+        for rule in each:
+            if not isinstance(rule, str):
+                found = parameters_matching(model, rule.match, "freeze")
+                until.update({name: max(rule.until, until.get(name, 0)) for name in found})
         self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
+        self.never = {name for name, p in parameters.items() if not p.requires_grad or until.get(name) == math.inf}
         self._next: float = 0  # the step at which something changes
 
     def apply(self, step: int) -> bool:
@@ -247,12 +243,16 @@ class Freezing:
 # State ---------------------------------------------------------------------------------------------------------------
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str, names: list[list[str]] | None = None
+) -> None:
     """Gives an optimizer its state back, matched by parameter name, whatever the order of modules.
 
     `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here they are a `Conflict`.
+    names: of its parameters, group by group, where it was made without them.
     """
-    names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+    has_names = names is None
+    names = names or [list(group.get("param_names", ())) for group in optimizer.param_groups]
     given = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
     if list(map(sorted, names)) != list(map(sorted, given)):
         raise Conflict(
@@ -264,15 +264,24 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
     state = {}
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
-        _check_slots(slots, name, parameters[places[name]], where)
+        slots = {slot: divided_like(value, parameters[places[name]]) for slot, value in slots.items()}
+        if type(optimizer).__module__.startswith("torch.") and not isinstance(optimizer, torch.optim.LBFGS):
+            _check_slots(slots, name, parameters[places[name]], where)
         # Copies, which else would stay parts of the file that they were loaded from.
         state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     numbers = iter(count())
     groups = [
-        {**group, "params": [next(numbers) for _ in own], "param_names": own}
+        {**group, "params": [next(numbers) for _ in own]} | ({"param_names": own} if has_names else {})
         for group, own in zip(saved["param_groups"], names, strict=True)
     ]
+    if not has_names:
+        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
+    for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
+        live = optimizer.state[parameters[index]]
+        for slot, value in slots.items():
+            if isinstance(value, torch.Tensor) and isinstance(live[slot], torch.Tensor):
+                live[slot] = live[slot] if live[slot].dtype == value.dtype else value.to(live[slot].device)
 
 
 def _check_slots(slots: dict[str, Any], name: str, parameter: torch.Tensor, where: str) -> None:
@@ -291,14 +300,6 @@ def _is_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def forward_to(schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> None:
-    """Advances a schedule that was just built by `count` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
-        for _ in range(count):
-            schedule.step()
-
-
 def _shown(groups: list[list[str]]) -> str:
     return "; ".join(f"{counted(len(names), 'parameter')} ({listed(names, 2)})" for names in groups) or "none"
 
@@ -312,7 +313,7 @@ class Average:
         self.values: dict[str, torch.Tensor] = {}
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor):
-                place = value.data_ptr() or id(value), value.shape
+                place = local(value).data_ptr() or id(value), value.shape
                 self.values[name] = copies.setdefault(place, value.detach().clone())
         learning = {name: p for name, p in model.named_parameters() if name in self.values and p.is_floating_point()}
         self._means = [self.values[name] for name in learning]
@@ -323,16 +324,37 @@ class Average:
     @torch.no_grad()
     def update(self) -> None:
         """Takes the weights after a step into account."""
-        torch._foreach_lerp_(self._means, self._live, 1 - self.decay)
+        torch._foreach_lerp_(list(map(local, self._means)), list(map(local, self._live)), 1 - self.decay)
         if self._copied:
             buffers = dict(self.model.named_buffers())
             for name in self._copied:
                 if name in buffers:
                     self.values[name].copy_(buffers[name])
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the average in the place of the weights, and both back afterwards; nothing is copied."""
+        live = self.model.state_dict(keep_vars=True)
+        pairs = {id(live[name]): (live[name], value) for name, value in self.values.items()}.values()
+        try:
+            _swap(pairs)
+            yield
+        finally:
+            _swap(pairs)
+
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Takes a saved average back. Raises `Conflict` where names or shapes differ."""
-        if {n: v.shape for n, v in values.items()} != {n: v.shape for n, v in self.values.items()}:
+        if {n: tuple(v.shape) for n, v in values.items()} != {n: tuple(v.shape) for n, v in self.values.items()}:
             raise Conflict("the saved average belongs to another model", "Its names or shapes differ.")
         for name, mean in self.values.items():
-            mean.copy_(values[name])
+            mean.copy_(divided_like(values[name], mean))
+
+
+def _swap(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for one, other in pairs:
+        if is_divided(one):  # FSDP2 has views of it
+            before = local(one).detach().clone()
+            local(one).data.copy_(local(other))
+            local(other).copy_(before)
+        else:
+            one.data, other.data = other.data, one.data

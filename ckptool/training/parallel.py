@@ -9,26 +9,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ckptool.errors import RunFailed, UsageError, listed, printable
-from ckptool.training.config import Config, Split
 from ckptool.training.data import to_device
+from ckptool.training.matching import Patterns, modules_matching, outermost
+
+TOGETHER = ("ddp", "fsdp")  # strategies of several processes
+
+if TYPE_CHECKING:
+    from ckptool.training.config import Config, Split
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run, and this one's place among them."""
+    """The processes of a run, and this one's place among them. group: by which they talk; None for the usual one."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     distributed: bool = False
+    group: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -47,7 +53,7 @@ class World:
     def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
         if self.distributed:
-            torch.distributed.all_reduce(value)
+            torch.distributed.all_reduce(value, group=self.group)
         return value
 
     def any_rank(self, flag: bool) -> bool:
@@ -56,13 +62,47 @@ class World:
             return flag
         return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks, in each of them."""
+        if not self.distributed:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value, group=self.group)
+        return found
+
     def broadcast(self, value: Any) -> Any:
         """The value of the first process, in all of them."""
         if not self.distributed:
             return value
         box = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
+        torch.distributed.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def each(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` gives in every process, for all of them; what it raises in one is raised in all."""
+        failed: Exception | None = None
+        found: Any = None
+        try:
+            found = work()
+        except Exception as error:
+            if not self.distributed:
+                raise
+            failed = error
+        words = failed and printable(f"{type(failed).__name__}: {failed}".partition("\n")[0])
+        each = self.gather((found, words))
+        if wrong := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(each) if words]:
+            raise failed or RunFailed(wrong[0], "Its own message says why.")
+        return [found for found, _ in each]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives in the first process, for all of them; what it raises there is raised in all."""
+        return self.each(lambda: work() if self.is_first else None)[0]
+
+    def with_own_group(self) -> World:
+        """The same processes in another process group, on the CPU, for a thread that saves while they train."""
+        if not self.distributed:
+            return self
+        return replace(self, device=torch.device("cpu"), group=torch.distributed.new_group(backend="gloo"))
 
 
 def device_of(name: str) -> torch.device:
@@ -79,16 +119,16 @@ def device_of(name: str) -> torch.device:
 def world_of(config: Config) -> Iterator[World]:
     """The world of a run: joined on the way in, left on the way out.
 
-    Raises `UsageError` where `ddp` is not started by torchrun, or something else is.
+    Raises `UsageError` where torchrun started several processes for a strategy of one.
     """
     processes = _number("WORLD_SIZE", "1")
     launched = processes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
-    if config.strategy != "ddp":
+    if config.strategy not in TOGETHER:
         if processes > 1:
             raise UsageError(
                 f"torchrun started {processes} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",
-                "Set it: --set strategy=ddp",
+                "Set it: --set strategy=ddp; or fsdp, where each is to hold a part of the model",
             )
         yield World(device=device_of(config.split.devices[0] if config.split else config.device))
         return
@@ -122,15 +162,21 @@ def _number(name: str, default: str) -> int:
 
 def _meet(device: torch.device, launched: bool) -> None:
     """Joins the processes of a run, one without torchrun. Raises `RunFailed` where they do not meet."""
-    store: Any = torch.distributed
-    alone: dict[str, Any] = {} if launched else {"store": store.HashStore(), "rank": 0, "world_size": 1}
+    library: Any = torch.distributed
+    place: dict[str, Any] = {} if launched else {"store": library.HashStore(), "rank": 0, "world_size": 1}
     try:
-        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
+            store = library.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT", "0"))
+            start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT', '0')}"
+            place = {"store": library.PrefixStore(start, store)}
+            place |= {"rank": _number("RANK", "0"), "world_size": _number("WORLD_SIZE", "1")}
+        library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
     except (RuntimeError, ValueError, OSError) as error:
-        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunFailed(
             f"the processes of this run could not connect: {printable(str(error).partition(chr(10))[0])}",
-            f"They connect at {printable(place)}, as torchrun sets it. Nothing was trained."
+            f"They connect at {printable(address)}, as torchrun sets it. Nothing was trained."
             if launched
             else "Nothing was trained.",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
@@ -139,7 +185,9 @@ def _meet(device: torch.device, launched: bool) -> None:
 
 
 def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """The model on its device, or its parts on theirs."""
+    """The model on its device, or its parts on theirs: of modules (split), or of tensors among processes (fsdp)."""
+    if config.strategy == "fsdp":
+        return divide(model, config.fsdp.match if config.fsdp else None, world)
     if config.split is None:
         return model.to(world.device)
     if len(config.models) > 1:
@@ -181,7 +229,53 @@ def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
     """Gradients of all but the last micro-step stay in their process."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
         return model.no_sync()
+    if callable(divided := getattr(model, "set_requires_gradient_sync", None)):  # fsdp
+        divided(last)
     return nullcontext()
+
+
+def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
+    """Divides the parameters of a model among all processes, by FSDP2: those of each chosen module, then the rest.
+
+    match: patterns of modules (default: its children, those of a list one by one). Of modules that share weights with
+    others, and of what is in no chosen one, the model itself takes care. Raises `UsageError` for a scalar parameter.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        raise UsageError(
+            f"strategy: fsdp cannot divide {listed([printable(name) for name in scalars], 3)}, which has no dimension",
+            "FSDP2 divides parameters along their first dimension.",
+            "Make it a tensor of one element: torch.ones(1); or --set strategy=ddp",
+        )
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name in _children(model) if match is None else outermost(modules_matching(model, match, "fsdp.match")):
+        module = model.get_submodule(name)
+        places = [place for parameter in module.parameters() for place in owners[id(parameter)]]
+        if places and all(place.startswith(name + ".") for place in places):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.register_forward_pre_hook(lambda module, inputs: _same_buffers(module))
+    return model
+
+
+def _children(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # without a forward of its own
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _same_buffers(model: nn.Module) -> None:
+    """Gives all processes the buffers of the first, as DistributedDataParallel does: they are what is saved."""
+    if model.training:
+        for _, buffer in model.named_buffers():
+            torch.distributed.broadcast(buffer.detach(), 0)
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:

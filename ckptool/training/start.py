@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -15,20 +14,24 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, listed, printable
-from ckptool.reports.targets import names_code
+from ckptool.errors import CkptoolError, Corrupt, UsageError, listed, printable
 from ckptool.reports.train import Outcome, Rehearsal
-from ckptool.training import CHANGED, CONFIG, configfile
-from ckptool.training.config import Config, Stop, changes, refuse_fixed
+from ckptool.training import CHANGED, CONFIG, TABLE, configfile
+from ckptool.training.code_paths import code_names
+from ckptool.training.config import Config, changes, refuse_fixed
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
-from ckptool.training.loop import Stopping, one_step, train
+from ckptool.training.loop import one_step, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
-from ckptool.training.runs import Run, create, environment, is_run, read_config, reopen
-from ckptool.training.store import SavedState, has_checkpoints
-from ckptool.training.trainer import Trainer, build, gathered, restored
+from ckptool.training.run_folder import environment, is_run
+from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
+from ckptool.training.saving import committed, loaded
+from ckptool.training.shards import local
+from ckptool.training.stopping import stopping
+from ckptool.training.store import SavedState, size_of
+from ckptool.training.trainer import Trainer, build, gathered, in_parts, restored
 
 
 def start(
@@ -66,7 +69,7 @@ def resume(
     )
 
 
-def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Run:
+def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> ConfiguredRun:
     """The run's folder; in all processes but the first without its lock."""
     failed: CkptoolError | None = None
     if world.is_first:
@@ -81,10 +84,10 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Ru
     return run if world.is_first else reopen(config.run, config, write=False)
 
 
-def _trained(run: Run, world: World, progress: Progress | None, say: Say) -> Outcome:
+def _trained(run: ConfiguredRun, world: World, progress: Progress | None, say: Say) -> Outcome:
     config = run.config
     hooks = Hooks(config.hooks, progress if world.is_first else None)
-    with name_culprits(), switches_given_back(), stopping(config.stop) as stop:
+    with name_culprits(), switches_given_back(), stopping(config.stop.signals, config.stop.after) as stop:
         trainer = build(config, world, say, fresh=not run.store.all())
         saved = _restore(trainer, run, say)
         run.fingerprint = fingerprint(config, trainer.data)
@@ -93,17 +96,23 @@ def _trained(run: Run, world: World, progress: Progress | None, say: Say) -> Out
             say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the result may differ")
         if world.is_first:
             run.store.refuse_others(trainer.step, trainer.total_steps)
-            if config.profile is not None:
-                run.claim(config.profile.trace)
+            for name in _more_files(config):
+                run.claim(name)
             _note_changes(run)
-            facts = {"changed": changed} if changed else {}
+            facts = {key: value for key, value in (("changed", changed), ("skipped", trainer.skipped)) if value}
             event = "start" if saved is None else "resume"
             run.note(event, step=trainer.step, **facts, **environment(world.size, world.device))
             run.metrics.cut_back(trainer.step)
         return train(trainer, run, stop, hooks)
 
 
-def _note_changes(run: Run) -> None:
+def _more_files(config: Config) -> list[str]:
+    """The names of the files that hooks write into the run's folder."""
+    profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
+    return [*([TABLE] if config.log.csv else []), *profile]
+
+
+def _note_changes(run: ConfiguredRun) -> None:
     """Records changes of the configuration, with which the run goes on from now."""
     found = changes(read_config(run.folder)[1], run.config)
     if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
@@ -111,30 +120,17 @@ def _note_changes(run: Run) -> None:
         run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
 
 
-def _restore(trainer: Trainer, run: Run, say: Say) -> SavedState | None:
+def _restore(trainer: Trainer, run: ConfiguredRun, say: Say) -> SavedState | None:
     """Gives the trainer the newest whole checkpoint, if there is one."""
-
-    def damaged(saved: SavedState, error: CkptoolError) -> None:
-        say(f"skipped {printable(saved.path)}: {error.what}")
-        if trainer.world.is_first:
-            run.note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
-
-    newest = run.store.newest_valid(trainer.config.save.verify, damaged)
+    # One process reads it all to verify it; the others take its word.
+    newest: SavedState | None = trainer.world.first(
+        lambda: run.newest_valid(trainer.config.save.verify, say, note=True)
+    )
     if newest is None:
-        if has_checkpoints(run.folder):
-            raise Conflict(
-                f"{printable(run.folder)} holds checkpoints, and none of them belongs to this run",
-                "They belong to the run whose run.yaml was here before. They were left as they are.",
-                "Put that run.yaml back, or start this run in another folder: --set run=OTHER",
-            )
         return None
-    restored(trainer, _loaded(newest.path), printable(newest.path))
+    restored(trainer, loaded(newest.path, in_parts), printable(newest.path))
     _say_environment(newest, trainer, say)
     return newest
-
-
-def _loaded(path: str) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _say_environment(saved: SavedState, trainer: Trainer, say: Say) -> None:
@@ -160,22 +156,6 @@ def switches_given_back() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
-
-
-@contextmanager
-def stopping(settings: Stop) -> Iterator[Stopping]:
-    """Catches the signals that stop a run for as long as it lasts."""
-    flag = Stopping(settings)
-    before: dict[int, Any] = {}
-    for name in settings.signals:
-        number = int(signal.Signals[f"SIG{name}"])
-        if signal.getsignal(number) is not signal.SIG_IGN or name != "HUP":  # nohup means it
-            before[number] = signal.signal(number, flag.caught)
-    try:
-        yield flag
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # The user's own files ------------------------------------------------------------------------------------------------
@@ -204,9 +184,7 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
 
     Each under its path from the folder that they are in, which is the same wherever the run goes on.
     """
-    names = [config.task, config.data.name, config.data.collate, *config.hooks]
-    names += [name for model in config.models.values() for name in (model.name, model.init)]
-    places = {name.rpartition(":")[0] for name in names if names_code(name)}
+    places = {name.rpartition(":")[0] for name in code_names(config.dumped())}
     tops = [place if place.endswith(".py") else _file_of(place.partition(".")[0]) for place in places]
     loaded = {absolute(_file_of(name)) for name in list(sys.modules)}
     for top in filter(None, tops):
@@ -241,7 +219,7 @@ def rehearse(config: Config) -> Rehearsal:
             activations, seconds = _rehearsed_step(trainer)
             run = create(config)
             began = time.perf_counter()
-            path = run.store.commit(trainer.step, gathered(trainer), {}).path
+            path = committed(run.store, trainer.step, gathered(trainer), {}, world).path
             saving = time.perf_counter() - began
             _compare(trainer, path)
             run.close()
@@ -253,7 +231,7 @@ def rehearse(config: Config) -> Rehearsal:
                 loss=trainer.loss or 0.0,
                 step_seconds=seconds,
                 save_seconds=saving,
-                checkpoint_bytes=os.path.getsize(path),
+                checkpoint_bytes=size_of(path),
                 activations=activations,
                 without=_activations_of_all(config, world),
                 device=str(world.device),
@@ -280,7 +258,7 @@ def _activations_of_all(config: Config, world: World) -> int | None:
 def _compare(trainer: Trainer, path: str) -> None:
     """Raises `Corrupt` unless a new trainer, given the saved state, gathers the very same one."""
     again = build(trainer.config, trainer.world)
-    restored(again, _loaded(path), path)
+    restored(again, loaded(path, in_parts), path)
     if differing := first_difference(gathered(trainer), gathered(again)):
         raise Corrupt(f"the reloaded state differs in {differing}", "A run would not resume as it stopped.")
 
@@ -312,4 +290,4 @@ def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return bytes(local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

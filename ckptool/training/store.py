@@ -1,5 +1,8 @@
 """The checkpoints of a run, each with a sidecar of facts about it; which of them are kept; and files of JSON lines.
 
+A checkpoint is a file, `step-N.pt`, or what several processes wrote, a folder `step-N.dcp` of files. The size of a
+folder is that of its files together, and its sha256 that of the list of theirs.
+
 Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then
 the checkpoint gets its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the
 newest whole one, by step.
@@ -7,6 +10,7 @@ newest whole one, by step.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes
@@ -22,12 +26,24 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import CkptoolError, Conflict, Corrupt, NoneValid, counted, listed, printable
-from ckptool.output import StreamingSha256, digest_of, make_folder, replace_file
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
+from ckptool.output import (
+    NewFolder,
+    StreamingSha256,
+    digest_of,
+    make_folder,
+    remove_folder,
+    replace_file,
+    sweep_folder,
+)
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 
-_NAME = re.compile(r"step-(\d{8,})\.pt")
-_FILE = re.compile(r"step-(\d{8,})\.(?:pt|json)")
+if TYPE_CHECKING:
+    from ckptool.training.parallel import World
+
+_NAME = re.compile(r"step-(\d{8,})\.(?:pt|dcp)")
+_FILE = re.compile(r"step-(\d{8,})\.(?:pt|dcp|json)")
+_PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,9 @@ class SavedState:
         found = (self.sidecar or {}).get("metrics")
         numbers = found.items() if isinstance(found, dict) else ()
         return {key: value for key, value in numbers if isinstance(value, (int, float))}
+
+
+Skip = Callable[[SavedState, CkptoolError], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +105,9 @@ class Retention:
         return sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])
 
 
-def name_of(step: int) -> str:
-    """The file name of the state after `step` steps."""
-    return f"step-{step:08d}.pt"
+def name_of(step: int, ending: str = ".pt") -> str:
+    """The name of the file, or folder, of the state after `step` steps."""
+    return f"step-{step:08d}{ending}"
 
 
 def sidecar_of(path: str) -> str:
@@ -96,9 +115,10 @@ def sidecar_of(path: str) -> str:
 
 
 class Store:
-    """The checkpoints of one run. `run` is the run's id: files of another one are passed over."""
+    """The checkpoints of one run. run: its id; files of another one are passed over.  elsewhere: see `RunFolder`."""
 
-    def __init__(self, folder: str, run: str) -> None:
+    def __init__(self, folder: str, run: str, elsewhere: str = "--set run=OTHER") -> None:
+        self.elsewhere = elsewhere
         self.folder = os.path.join(folder, CHECKPOINTS)
         self.run = run
         self.history = Lines(os.path.join(folder, HISTORY))
@@ -114,29 +134,75 @@ class Store:
 
         Raises `DiskFull`, `FileProblem`, or `Conflict` over a file of something else; older checkpoints stay.
         """
-        from ckptool.bridge import from_torch
-
         self.refuse_others(step - 1, step)
         path = os.path.join(self.folder, name_of(step))
-        plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
-        sidecar: dict[str, Any] = {"run": self.run, "step": step, "bytes": plan.nbytes}
-        replaced = read_json(sidecar_of(path)) if os.path.lexists(path) else None
-        if replaced is not None:  # until the new one has its name, the sidecar belongs to both
+        saved = commit_file(tree, path, sidecar_of(path), self._sidecar(step, 0), facts)
+        self._remove_path(os.path.join(self.folder, name_of(step, ".dcp")))
+        return saved
+
+    def commit_together(self, step: int, tree: Any, facts: dict[str, Any], world: World) -> SavedState:
+        """Writes the state after `step` steps as a folder, every process its part; all of them call this.
+
+        What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
+        """
+        from ckptool.training.shards import write
+
+        made: list[NewFolder] = []
+
+        def begin() -> str:
+            self.refuse_others(step - 1, step)
+            made.append(NewFolder(os.path.join(self.folder, name_of(step, ".dcp"))))
+            return made[0].path
+
+        try:
+            folder = world.first(begin)
+            write(tree, folder, world.group)
+            own = world.each(lambda: _described(folder, world.rank))
+            files = {name: known for part in own for name, known in part.items()}
+            saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
+            return saved
+        finally:
+            for each in made:
+                each.close()
+
+    def _named(self, step: int, made: NewFolder, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> SavedState:
+        """Gives a folder that is whole its sidecar and its name. files: as the processes know them that wrote them."""
+        if different := sorted(set(files) ^ set(files_of(made.path))):
+            raise FileProblem(
+                f"{printable(made.target)}: not all processes see {listed(different, 3)}",
+                "They write into one folder, which all of their machines have to share.",
+            )
+        sidecar = self._sidecar(step, sum(known["bytes"] for known in files.values()))
+        digest = _digest_of_list({name: known["sha256"] for name, known in files.items()})
+        sidecar |= {"sha256": digest, "files": files, **facts}
+        write_json(sidecar_of(made.target), sidecar, sync_folder=False)
+        made.commit(_PART.fullmatch)
+        self._remove_path(os.path.join(self.folder, name_of(step)))
+        return SavedState(step, made.target, sidecar)
+
+    def _sidecar(self, step: int, nbytes: int) -> dict[str, Any]:
+        """The first facts of a sidecar, which until the checkpoint has its name belongs to the one it replaces, too."""
+        sidecar: dict[str, Any] = {"run": self.run, "step": step, "bytes": nbytes}
+        places = [os.path.join(self.folder, name_of(step, ending)) for ending in (".pt", ".dcp")]
+        replaced = read_json(sidecar_of(places[0])) if any(map(os.path.lexists, places)) else None
+        if replaced is not None:
             sidecar["replaces"] = {key: replaced.get(key) for key in ("bytes", "sha256")}
-        running = StreamingSha256()
-
-        def describe(temporary: str) -> None:
-            sidecar.update({"sha256": running.result(temporary), **facts})
-            # Its name is synced with the checkpoint's: until then the older ones are there.
-            write_json(sidecar_of(path), sidecar, sync_folder=False)
-
-        replace_file(plan, path, overwrite=True, verify=describe, digest=running)
-        return SavedState(step, path, sidecar)
+        return sidecar
 
     def remove(self, saved: SavedState) -> None:
-        """Deletes a checkpoint, the file before its sidecar: a sidecar alone is no checkpoint."""
-        for path in (saved.path, sidecar_of(saved.path)):
+        """Deletes a checkpoint before its sidecar: a sidecar alone is no checkpoint."""
+        self._remove_path(saved.path)
+        remove_file(sidecar_of(saved.path))
+
+    def _remove_path(self, path: str) -> None:
+        if os.path.isdir(path):
+            remove_folder(path, _PART.fullmatch)
+        else:
             remove_file(path)
+
+    def sweep(self) -> None:
+        """Removes what saves that were killed left."""
+        sweep_folder(self.folder)
 
     def refuse_others(self, after: int, last: int) -> None:
         """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
@@ -150,14 +216,14 @@ class Store:
             raise Conflict(
                 f"{printable(self.folder)} holds {files}, which this run did not write",
                 "A checkpoint of this run would overwrite it. Nothing was changed.",
-                "Move such files away, or start the run in another folder: --set run=OTHER",
+                f"Move such files away, or start the run in another folder: {self.elsewhere}",
             )
 
     def _wrote(self, path: str) -> bool:
         """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
         sidecar = read_json(sidecar_of(path))
-        if sidecar is not None:
-            return sidecar.get("run") == self.run
+        if sidecar is not None and "run" in sidecar:
+            return bool(sidecar["run"] == self.run)
         step = int(os.path.splitext(os.path.basename(path))[0].removeprefix("step-"))
         return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
 
@@ -170,29 +236,49 @@ class Store:
             if match := _NAME.fullmatch(name):
                 path = os.path.join(self.folder, name)
                 saved = SavedState(int(match[1]), path, read_json(sidecar_of(path)))
-                if saved.sidecar is None or saved.sidecar.get("run") == self.run:
+                if (saved.sidecar or {}).get("run", self.run) == self.run:
                     found.append(saved)
         return sorted(found, key=lambda saved: saved.step)
 
-    def newest_valid(self, verify: str, damaged: Callable[[SavedState, CkptoolError], None]) -> SavedState | None:
+    def newest_valid(self, verify: str, damaged: Skip) -> SavedState | None:
         """The newest whole checkpoint; None where there are none at all. `damaged` is called with each one skipped.
 
         verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where all are damaged.
         """
-        there = self.all()
-        for saved in reversed(there):
-            try:
-                check(saved, verify)
-                return saved
-            except CkptoolError as error:
-                damaged(saved, error)
-        if there:
-            raise NoneValid(
-                f"{printable(self.folder)} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
-                "Nothing was deleted, and nothing was started from the beginning.",
-                Advice("See what is wrong with them: ", command("scan", self.folder)),
-            )
-        return None
+        return newest_whole(self.folder, self.all(), lambda saved: check(saved, verify), damaged)
+
+
+def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts: dict[str, Any]) -> SavedState:
+    """Writes a tree, and facts about it in a sidecar, which gets its name first. known: begins it, with the `step`."""
+    from ckptool.bridge import from_torch
+
+    running = StreamingSha256()
+    plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
+    record = {**known, "bytes": plan.nbytes}
+
+    def describe(temporary: str) -> None:
+        record.update({"sha256": running.result(temporary), **facts})
+        write_json(sidecar, record, sync_folder=False)  # its name is synced with the checkpoint's
+
+    replace_file(plan, path, overwrite=True, verify=describe, digest=running)
+    return SavedState(known["step"], path, record)
+
+
+def newest_whole(folder: str, there: list[SavedState], check: Callable[..., Any], damaged: Skip) -> SavedState | None:
+    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; see `Store.newest_valid`."""
+    for saved in reversed(there):
+        try:
+            check(saved)
+            return saved
+        except CkptoolError as error:
+            damaged(saved, error)
+    if there:
+        raise NoneValid(
+            f"{printable(folder)} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
+            "Nothing was deleted, and nothing was started from the beginning.",
+            Advice("See what is wrong with them: ", command("scan", folder)),
+        )
+    return None
 
 
 def has_checkpoints(folder: str) -> bool:
@@ -212,7 +298,7 @@ def check(saved: SavedState, verify: str) -> None:
     sidecar = saved.sidecar
     if sidecar is None:
         raise Corrupt(f"{printable(saved.path)} has no sidecar", "It was not committed, or the sidecar was lost.")
-    size = Source(saved.path).size
+    size = size_of(saved.path)
     if sidecar.get("step") != saved.step:
         raise Corrupt(
             f"the sidecar of {printable(saved.path)} belongs to another step", "Files were renamed, or mixed up."
@@ -222,7 +308,7 @@ def check(saved: SavedState, verify: str) -> None:
             f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
             "It was truncated, or overwritten.",
         )
-    if verify == "full" and file_digest(saved.path) not in [known.get("sha256") for known in same]:
+    if verify == "full" and digest_of_files(saved.path) not in [known.get("sha256") for known in same]:
         raise Corrupt(
             f"{printable(saved.path)} does not match its sha256", "Its bytes were damaged after it was written."
         )
@@ -236,9 +322,44 @@ def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
 def has_its_size(saved: SavedState) -> bool:
     """True for a checkpoint that is as long as its sidecar says: the quick check, for retention."""
     sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
-    with suppress(OSError):
-        return saved.sidecar is not None and os.path.getsize(saved.path) in sizes
+    with suppress(CkptoolError):
+        return saved.sidecar is not None and size_of(saved.path) in sizes
     return False
+
+
+# Files of a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def files_of(path: str) -> dict[str, str]:
+    """The files of a checkpoint by their names in its folder; itself, without a name, where it is one file."""
+    if not os.path.isdir(path):
+        return {"": path}
+    return {name: os.path.join(path, name) for name in sorted(_names(path)) if _PART.fullmatch(name)}
+
+
+def size_of(path: str) -> int:
+    """The bytes of a checkpoint. Raises `FileProblem`."""
+    return sum(Source(file).size for file in files_of(path).values())
+
+
+def digest_of_files(path: str) -> str:
+    """The sha256 of a checkpoint, in hexadecimal; of a folder that of the list of its files. Raises `FileProblem`."""
+    return _digest_of_list({name: file_digest(file) for name, file in files_of(path).items()})
+
+
+def _digest_of_list(digests: dict[str, str]) -> str:
+    if list(digests) == [""]:
+        return digests[""]
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))  # as `sha256sum` prints them
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _described(folder: str, rank: int) -> dict[str, dict[str, Any]]:
+    """The size and the digest of each file that a process wrote into a folder; the table is the first one's."""
+    own = {name: path for name, path in files_of(folder).items() if (name.strip("_").partition("_")[0] == str(rank))}
+    if not rank:
+        own[".metadata"] = os.path.join(folder, ".metadata")
+    return {name: {"bytes": Source(path).size, "sha256": file_digest(path)} for name, path in own.items()}
 
 
 # Small files ---------------------------------------------------------------------------------------------------------

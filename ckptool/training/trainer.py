@@ -18,13 +18,16 @@ from ckptool.training.models import Say, build_model, checkpoint_activations
 from ckptool.training.optim import (
     Average,
     Freezing,
+    Update,
     build_optimizer,
-    build_schedule,
-    ends_early,
-    forward_to,
     load_optimizer,
+    shares,
+    update_of,
 )
 from ckptool.training.parallel import World, placed, wrapped
+from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
+from ckptool.training.schedules import build_schedule, ends_early, forward_to
+from ckptool.training.shards import state_like
 from ckptool.training.tasks import Task, load_task
 
 
@@ -32,8 +35,10 @@ from ckptool.training.tasks import Task, load_task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  loss: the mean over the samples
-    of the last step.  best: metric, value and step of the best evaluation.  samples: how many were trained on.
+    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  updates: what steps each of them.
+    skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
+    best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value that has to
+    be improved on, and the count of evaluations in a row that did not.  samples: how many were trained on.
     pending: the evaluation that is due was not done.  whole: False within a step.
     """
 
@@ -44,17 +49,31 @@ class Trainer:
     models: dict[str, nn.Module]
     runners: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
+    updates: dict[str, Update]
     schedules: dict[str, torch.optim.lr_scheduler.LRScheduler]
     scaler: torch.amp.GradScaler | None
     averages: dict[str, Average]
     freezing: dict[str, Freezing]
+    skipped: list[str]
     step: int = 0
     loss: float | None = None
     samples: int = 0
     best: dict[str, Any] | None = None
+    stale: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     pending: bool = False
     whole: bool = True
+
+    @property
+    def is_divided(self) -> bool:
+        """True where every process has a part of each model, and all of them compute it together."""
+        return self.config.strategy == "fsdp"
+
+    @property
+    def is_stale(self) -> bool:
+        """True when evaluations have not got better for as long as `stop.patience` allows."""
+        patience = self.config.stop.patience
+        return bool(patience and self.stale and self.stale["count"] >= patience)
 
     def thaw(self) -> None:
         """Sets which parameters learn in the next step."""
@@ -68,8 +87,12 @@ class Trainer:
         return self.runners if self.config.strategy != "ddp" else {**self.models, name: self.runners[name]}
 
     def key(self, kind: str, name: str) -> str:
-        """The key of a part of the state: `model_state_dict`; with several models `model_NAME_state_dict`."""
-        return f"{kind}_state_dict" if len(self.models) == 1 else f"{kind}_{name}_state_dict"
+        """The key of a part of the state: `model_state_dict`; with several models `model_NAME_state_dict`.
+
+        So are those of optimizers and schedulers, where there are several optimizers.
+        """
+        several = len(self.optimizers if kind in ("optimizer", "scheduler") else self.models) > 1
+        return f"{kind}_{name}_state_dict" if several else f"{kind}_state_dict"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -80,6 +103,12 @@ class Trainer:
         """The length of the run, by `train.steps` or `train.epochs`."""
         train = self.config.train
         return train.steps if train.steps is not None else (train.epochs or 0) * self.steps_per_epoch
+
+    @property
+    def eval_every(self) -> int:
+        """The steps between two evaluations; 0: never."""
+        every = self.config.eval.every
+        return self.steps_per_epoch if every == "epoch" else every
 
     @property
     def epoch(self) -> int:
@@ -98,15 +127,23 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     """
     deterministic(config)
     data, task = load_data(config.data, config.seed), _task(config)
-    models, freezing = {}, {}
+    _refuse_epochs(config, data)
+    models, freezing, optimizers, updates = {}, {}, {}, {}
+    skipped: list[str] = []
     for name, settings in config.models.items():
         seed_all(torch.device("cpu"), config.seed, "init", name)
-        models[name] = placed(build_model(settings, data, fresh=fresh, name=name), config, world)
+        models[name] = placed(build_model(settings, data, fresh=fresh, name=name, say=skipped.append), config, world)
         if config.train.activation_checkpoint is not None:
             checkpoint_activations(models[name], config.train.activation_checkpoint, say)
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
-    optimizers = {name: build_optimizer(model, config.optim[name]) for name, model in models.items()}
+        own = {each: found for each, found in config.optim.items() if config.model_of(each) == name}
+        taken = shares(models[name], own, freezing[name].never)
+        made = {each: build_optimizer(models[name], own[each], parameters) for each, parameters in taken.items()}
+        optimizers.update(made)
+        updates[name] = update_of(made, own, settings.clip)
+    for words in skipped:
+        say(words)
     trainer = Trainer(
         config,
         world,
@@ -115,13 +152,26 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         models,
         runners={name: wrapped(model, config, world) for name, model in models.items()},
         optimizers=optimizers,
+        updates=updates,
         schedules={},
         scaler=torch.amp.GradScaler(world.device.type) if config.train.precision == "fp16" else None,
         averages={name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
         freezing=freezing,
+        skipped=skipped,
     )
     _build_schedules(trainer, say)
     return trainer
+
+
+def _refuse_epochs(config: Config, data: Samples) -> None:
+    """Raises `UsageError` for what counts in epochs, where nobody knows how long they are."""
+    per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
+    if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
+        raise UsageError(
+            f"data: {printable(config.data.name)} has no length, so the steps of an epoch cannot be counted",
+            "train.epochs, eval.every: epoch and schedules per: epoch need it.",
+            "Give it __len__, or count in steps: --set train.steps=…",
+        )
 
 
 def _task(config: Config) -> Task:
@@ -155,6 +205,7 @@ def _build_schedules(trainer: Trainer, say: Say) -> None:
 def deterministic(config: Config) -> None:
     """Sets torch's switches so that the same step gives the same bits."""
     if config.deterministic is False:
+        torch.backends.cudnn.benchmark |= config.cudnn_benchmark
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
@@ -178,36 +229,54 @@ def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
     for name, average in trainer.averages.items():
         tree[trainer.key("ema", name)] = dict(average.values)
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
-    tree["data_state"] = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
+    place = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
+    of_data = trainer.data.state(trainer.step)
+    refuse_not_plain(of_data, f"the state of data {printable(trainer.config.data.name)}")
+    tree["data_state"] = place | of_data
     tree["best"] = dict(trainer.best) if trainer.best else None
+    if trainer.stale is not None:
+        tree["stale"] = dict(trainer.stale)
     if trainer.pending:
         tree["pending"] = "evaluation"
     tree["config"] = recorded(trainer.config.dumped())
     return to_cpu(tree, copied=copied)  # type: ignore[no-any-return]
 
 
-def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
-    """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit."""
+def in_parts(key: str) -> bool:
+    """True for the keys of what may be divided among processes."""
+    return key.startswith(("model", "optimizer", "ema"))
+
+
+def restored_weights(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
+    """Gives a trainer the weights and averages of a checkpoint. Raises `Conflict` naming what does not fit."""
     for name, model in trainer.models.items():
         try:
-            model.load_state_dict(_part(tree, trainer.key("model", name), where))
+            model.load_state_dict(state_like(_part(tree, trainer.key("model", name), where), model.state_dict()))
         except RuntimeError as error:
             if took_part(error):
                 raise
             raise Conflict(
                 f"{where}: the weights do not fit the model: {error}", "The checkpoint belongs to another model."
             ) from error
+    for name, average in trainer.averages.items():
+        average.load(_part(tree, trainer.key("ema", name), where))
+    trainer.step = tree["step"]
+
+
+def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
+    """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit."""
+    restored_weights(trainer, tree, where)
     for name in trainer.optimizers:
-        if _declared(tree, name) == _declared({"config": trainer.config.dumped()}, name):
+        if _declared(tree, name) == _declared({"config": recorded(trainer.config.dumped())}, name):
             _as_it_was(trainer, tree, name, where)
         else:
             _as_declared(trainer, tree, name, where)
     if trainer.scaler is not None:
         trainer.scaler.load_state_dict(_part(tree, "scaler_state_dict", where))
-    for name, average in trainer.averages.items():
-        average.load(_part(tree, trainer.key("ema", name), where))
-    trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
+    trainer.loss, trainer.best = tree["loss"], tree["best"]
+    trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
+    trainer.data.load_state(trainer.step, tree["data_state"])
 
 
 def _as_it_was(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
@@ -243,31 +312,3 @@ def _part(tree: dict[str, Any], key: str, where: str) -> Any:
     if key not in tree:
         raise Conflict(f"{where} has no {key}", "Without it the run would resume as a different one.")
     return tree[key]
-
-
-def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without functions: they are made again from the configuration."""
-    return {key: value for key, value in state.items() if key != "lr_lambdas"} | (
-        {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
-    )
-
-
-def to_cpu(value: Any, *, copied: bool = False) -> Any:
-    """A copy of a tree with its tensors on the CPU, shared ones still shared. copied: even those that were there."""
-    return _moved(value, copied, {})
-
-
-def _moved(node: Any, copied: bool, moved: dict[int, torch.Tensor]) -> Any:
-    """No function inside a function: it would hold itself, and with it the copies until garbage is collected."""
-    if isinstance(node, torch.Tensor):
-        if id(node) not in moved:
-            moved[id(node)] = node.detach().to("cpu", copy=copied)
-        return moved[id(node)]
-    if isinstance(node, dict):
-        made: Any = type(node)() if type(node) is not dict else {}
-        for key, item in node.items():
-            made[key] = _moved(item, copied, moved)
-        if hasattr(node, "_metadata"):
-            made._metadata = node._metadata
-        return made
-    return type(node)(_moved(item, copied, moved) for item in node) if type(node) in (list, tuple) else node

@@ -12,20 +12,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Composite, Computed, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import BlockReader, Prefetcher, fill
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
+from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
+from ckptool.formats import DEFAULT
+from ckptool.reports.diff import diff
 from ckptool.transforms.casting import rounded
 from ckptool.transforms.merging import METHODS, Mean, Merge
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
 
+_PLAIN = (
+    "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
+    "torch.from_numpy(array)"
+)
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 
 
@@ -121,6 +128,10 @@ def average(
     kept: list[tuple[str, str]] = []
     ahead = Prefetcher()
     for key, value in last.items():
+        kind = _without_mean(value)
+        if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
+            what = f"{printable(str(key))} is a tensor of another kind ({kind}), whose mean is not computed"
+            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", _PLAIN)
         if not isinstance(value, TensorEntry):
             kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
             tree[key] = value
@@ -143,6 +154,19 @@ def average(
                 again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
             tree[key] = again[id(value)]
     return Averaged(tree, len(made), tuple(kept))
+
+
+def _without_mean(value: Any) -> str:
+    """What floating values are that are read, but not averaged: of a composite tensor, of an array beside tensors."""
+    if isinstance(value, Composite):
+        return value.kind
+    array = None if isinstance(value, TensorEntry) else array_entry(value)
+    return "an array of numpy" if array is not None and array.dtype.is_float else ""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """True where both have the same values, which are read for that."""
+    return diff(Checkpoint({"": one}, DEFAULT), Checkpoint({"": other}, DEFAULT), statistics=False).same
 
 
 def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> list[str]:

@@ -20,7 +20,7 @@ from ckptool.transforms.casting import rounded
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
 
-ROWS = 1 << 19  # elements of rows that are computed at once
+ROWS = 1 << 18  # elements of rows that are computed at once
 Numbers = Callable[[int, int], "Array"]
 """`(start, stop)`: the elements of these places in row-major order, as a flat array."""
 
@@ -70,7 +70,7 @@ def computed_tensor(
 def computed_rows(
     dtype: DType, shape: Sequence[int], rows: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
 ) -> TensorEntry:
-    """As `computed_tensor`, but of `rows(start, stop)`: whole rows of the first dimension, about 2 MB of f32 at a time.
+    """As `computed_tensor`, but of `rows(start, stop)`: whole rows of the first dimension, about 1 MB of f32 at a time.
 
     For what is quicker a row at a time: products of matrices, scales of blocks of rows.
     """

@@ -87,14 +87,13 @@ def _shown(name: Any) -> str:
 # Putting together ----------------------------------------------------------------------------------------------------
 
 
-def bundled(members: Mapping[Any, Any], like: Any = None) -> Any:
+def bundled(members: Mapping[Any, Any], like: Any = None, *, live: bool = False) -> Any:
     """The tree of a bundle: every member with containers of its own, storages shared where they were.
 
-    like: the tree of a bundle that this one replaces, whose type it keeps.
+    like: the tree of a bundle that this one replaces, whose type it keeps.  live: tensors stay the same objects.
     """
-    return same_kind(
-        like, {name: rebuild(tree, lambda node: node.with_storage(node.storage)) for name, tree in members.items()}
-    )
+    leaf = None if live else lambda node: node.with_storage(node.storage)
+    return same_kind(like, {name: rebuild(tree, leaf) for name, tree in members.items()})
 
 
 def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, TensorEntry
-from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.dtypes import DType, dtype_of
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
@@ -33,12 +33,15 @@ class Cast:
     skipped: tuple[tuple[str, str], ...]
 
 
-def parse_dtype(text: str) -> DType:
-    """The floating type called `text` (`bf16`, `float16`, `torch.bfloat16`); raises `UsageError` for another."""
+def parse_dtype(given: object) -> DType:
+    """The floating type that is meant (`bf16`, `float16`, `torch.bfloat16`, torch's and numpy's own); raises
+    `UsageError` for another."""
+    dtype, text = None, given if isinstance(given, str) else repr(given)
     try:
-        dtype = by_name(text)
-    except KeyError:
-        dtype = None
+        dtype = dtype_of(given)
+    except UsageError:
+        if not isinstance(given, str):
+            raise
     if dtype is None or not dtype.is_float:
         raise UsageError(
             f"{printable(text)!r} is not a floating-point dtype",

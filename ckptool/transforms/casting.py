@@ -20,10 +20,11 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import NO_FLAGS, Computed, Data, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, computed, fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import numbers, scratch
+from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, UsageError
 
@@ -308,6 +309,18 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
         return replace(whole, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
     data = _converted(whole.storage, whole.numel, entry.dtype, new, tally)
     return replace(whole, storage=Storage(data, whole.location), dtype=new)
+
+
+@provides("cast", TensorEntry, Composite)
+def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
+    """A tensor of any layout in another type, computed when it is read. Raises `UsageError` where torch has to."""
+    if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:
+        what = f"{tensor!r} is not cast to {new.name} without torch"
+        raise UsageError(what, "", f"In memory: entry.torch().to(torch.{new.torch})")
+    if not (tensor.dtype.is_float and new.is_float):
+        return converted(tensor, new)
+    flags = tensor.flags._replace(neg=tensor.flags.neg and new.name != "f8_e8m0fnu")  # a type without sign
+    return replace(tensor, storage=cast_storage(tensor.storage, tensor.dtype, new), dtype=new, flags=flags)
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:

@@ -140,8 +140,8 @@ def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
         raise UsageError(
             f"{shown} {held}, and would become a plain value",
             "Values would be lost. Nothing was written.",
-            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: --drop "
-            f"{shown}",
+            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: "
+            f"--drop '{shown}'",
         )
 
 

@@ -32,11 +32,12 @@ class Remapped:
     moves: tuple[tuple[str, str, int], ...]
 
 
-def parse_device(text: str) -> str:
-    """The location tag for a device as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
+def parse_device(given: object) -> str:
+    """The location tag for a device, torch's own or as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
 
     Raises `UsageError` for a device that torch has no loader for, or that cannot exist.
     """
+    text = str(given)
     match = _DEVICE.fullmatch(text.strip().lower())
     if match is None or (match[1] in _UNNUMBERED and match[2] not in (None, "0")):
         raise UsageError(
@@ -47,7 +48,7 @@ def parse_device(text: str) -> str:
     return match[1] if match[1] in _UNNUMBERED else f"{match[1]}:{int(match[2] or 0)}"
 
 
-def remap(checkpoint: Checkpoint, to: str | None = None, moves: Mapping[str, str] | None = None) -> Remapped:
+def remap(checkpoint: Checkpoint, to: object = None, moves: Mapping[Any, Any] | None = None) -> Remapped:
     """Tags every storage of the file with the device `to`, or those on one device of `moves` with its other.
 
     Raises `NoMatch` where a device that `moves` names has no storage, `UsageError` for an impossible device.

@@ -263,5 +263,5 @@ def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence
     unused = [rule for number, rule in enumerate(rules) if number not in used]
     hidden = any(rule(key) is not None for rule in unused for root in roots for key in root.names())
     why = "Earlier rules took every key that it would match." if hidden else WHOLE_KEY
-    refuse_idle(rules, used, "no key", why)
+    refuse_idle(unused, "no key", why)
     return apply(checkpoint, roots, rename)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import NoMatch, UsageError, printable
@@ -13,6 +13,7 @@ from ckptool.transforms.key_names import KeyName, parse_name
 
 MAX_RULES = 16 << 20  # bytes of a file of them
 RULES_LOOK = "A line of one: - 'blocks.{n}.* => layers.{n}.*'"
+TAKEN_BEFORE = "no key, or only keys that an earlier rule takes"
 WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
 _ARROW = re.compile(r"\s*=>\s*")
 
@@ -40,13 +41,22 @@ class Rule:
             raise error.within(printable(key)) from None
 
 
-def refuse_idle(rules: Sequence[Rule], used: Collection[int], matches: str, why: str) -> None:
-    """Raises `NoMatch` for the first rule whose number is not in `used`: it matches no key."""
-    idle = next((rule for number, rule in enumerate(rules) if number not in used), None)
-    if idle is not None:
-        place = f" ({idle.place})" if idle.place else ""
+class WrittenRule(Protocol):
+    """A rule of any kind, as it was given, and where it was read."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def place(self) -> str: ...
+
+
+def refuse_idle(idle: Iterable[WrittenRule], matches: str, why: str) -> None:
+    """Raises `NoMatch` for the first of rules that match no key."""
+    for rule in idle:
+        place = f" ({rule.place})" if rule.place else ""
         raise NoMatch(
-            f"the rule {printable(idle.text)!r}{place} matches {matches}",
+            f"the rule {printable(rule.text)!r}{place} matches {matches}",
             why,
             "See the keys: ckptool inspect FILE --all",
         )

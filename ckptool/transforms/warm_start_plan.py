@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -43,7 +43,7 @@ from ckptool.reports.warm_start import (
 )
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
-from ckptool.transforms.rules import WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle
+from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle
 
 ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
@@ -70,19 +70,21 @@ class MatchOptions:
 
 
 def match_options(
-    rename: str | Sequence[str] = (),
+    rename: str | Sequence[str] | Mapping[str, str] = (),
     rules_file: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     missing: str | Sequence[str] | None = None,
-    resize: str | Sequence[str] = (),
+    resize: str | Sequence[str] | Mapping[str, str] = (),
     **more: Any,
 ) -> MatchOptions:
     """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid one."""
-    rules = [parse_rule(rule) for rule in several(rename)] + ([] if rules_file is None else read_rules(rules_file))
+    rules = [parse_rule(rule) for rule in several(rename, " => ")] + (
+        [] if rules_file is None else read_rules(rules_file)
+    )
     checked_share(more.get("min_loaded"))
     allowed = None if missing is None else several(missing)
-    ways = [_way(text) for text in several(resize)]
+    ways = [_way(text) for text in several(resize, "=")]
     if ways and more.get("on_mismatch", "error") == "error":
         more["on_mismatch"] = "resize"
     elif ways and more["on_mismatch"] != "resize":
@@ -205,7 +207,8 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[st
         used.add(number)
         names[key] = str(new)
         unwrapped += [key] if name != key else []
-    refuse_idle(rules, used, "no key, or only keys that an earlier rule takes", f"{WHOLE_KEY} Nothing was changed.")
+    idle = (rule for number, rule in enumerate(rules) if number not in used)
+    refuse_idle(idle, TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())
     if clash := [f"{printable(key)} → {printable(new)}" for key, new in names.items() if counts[new] > 1]:
         raise Conflict(

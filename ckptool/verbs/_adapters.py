@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
@@ -13,34 +14,46 @@ from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside, configuration
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 
+AdapterConfig: TypeAlias = "PathLike | Mapping[str, Any] | Any"  # `Any`: a configuration of peft's
 _WHOLE = "1000TB"  # PEFT reads no shards
 
 
-def output_of_adapter(verb: str, out: str | os.PathLike[str] | None, options: SaveOptions) -> Output:
+def output_of_adapter(verb: str, out: PathLike | None, options: SaveOptions, *inputs: object) -> Output:
     """The output of a verb that writes an adapter. Raises `UsageError` for `in_place`."""
-    output = output_of(verb, out, options)
+    output = output_of(verb, out, options, *inputs)
     if output.in_place:
         raise UsageError(f"{verb} writes a new adapter", "Its ranks or names are others.", "For example: -o adapter/")
     return output
 
 
-def open_adapter(path: PathLike, config: PathLike | None = None) -> tuple[Checkpoint, Adapter]:
-    """An adapter, with PEFT's configuration: that given, or the one beside it."""
+def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> tuple[Checkpoint, Adapter]:
+    """An adapter, with PEFT's configuration: that given (a file, a dictionary, peft's own), or the one beside it."""
     opened = open_whole(path)
     root, _ = one_state_dict(opened.checkpoint, opened.at)
     fields = config_beside(opened.checkpoint, ADAPTER)
-    if config is not None:
+    if config is not None and not isinstance(config, (str, os.PathLike)):
+        given = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+        fields = json.loads(json.dumps(dict(given), default=_as_saved))
+        if not fields:
+            what = f"{type(config).__name__} is no configuration of an adapter"
+            raise UsageError(what, "", "Give adapter_config.json, what is in it, or a peft.LoraConfig.")
+    elif config is not None:
         fields = read_json(config, "a configuration", MAX_CONFIG)
         if not isinstance(fields, dict):
             raise Corrupt(f"{printable(os.fspath(config))} is no JSON object", "A configuration is one.")
-    return opened.checkpoint, read_adapter(root.node, printable(opened.path), fields, opened.checkpoint.metadata)
+    return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
+
+
+def _as_saved(value: Any) -> Any:
+    """What PEFT's adapter_config.json has for a value: a list for a set."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def is_tied(checkpoint: Checkpoint) -> bool:
@@ -57,7 +70,7 @@ def write_adapter(
     *,
     inputs: Sequence[Input | None] = (),
     notes: Sequence[Note] = (),
-) -> Written:
+) -> Written | Any:
     """Writes an adapter: with a configuration as PEFT's folder, else as one file; the report.
 
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
@@ -70,6 +83,9 @@ def _saved(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequ
     changed = replace(
         original, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=(), part=None, base=()
     )
+    if output.live and (made.config is not None or made.metadata):
+        what = f"{output.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
+        raise UsageError(what, "They stand in its configuration or metadata.", "Write it: -o adapter/")
     if made.config is None:
         container = output.format(safetensors.NAME)
         if DIFFUSERS_CONFIG in made.metadata and container.name != safetensors.NAME:

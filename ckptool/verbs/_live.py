@@ -7,6 +7,7 @@ from ckptool.errors import MissingExtra, Unsupported
 try:
     from ckptool import bridge as bridge
     from ckptool.bridge.modules import load_into as load_into
+    from ckptool.bridge.modules import target_of as target_of
     from ckptool.bridge.modules import target_of_code as target_of_code
     from ckptool.bridge.modules import unwrapped as unwrapped
 except Unsupported as error:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
 from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.tree import address, storages, tensors
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -27,8 +27,9 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import Format, members, sidecar, tree_record
+from ckptool.formats.memory import LIVE, Memory, in_objects
 from ckptool.formats.model_folder import ModelFolder, model_folder
-from ckptool.formats.opening import Opened, PathLike, open_to_change
+from ckptool.formats.opening import PathLike, in_memory
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
@@ -65,9 +66,15 @@ class ChangeOptions(SaveOptions, total=False):
     extract: bool
 
 
+ChangeOptions.__doc__ = f"{ChangeOptions.__doc__}\n\n    {(SaveOptions.__doc__ or '').strip()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a verb writes, and how: `SaveOptions` with their defaults.  path: None where none was named."""
+    """Where a verb writes, and how: `SaveOptions` with their defaults.  path: None where none was named.
+
+    live: nothing is written: something in memory was given, and so is the result.
+    """
 
     verb: str
     path: str | None
@@ -79,6 +86,7 @@ class Output:
     container: str | None = None
     progress: Progress | None = None
     make_folder: bool = False
+    live: bool = False
 
     def format(self, default: str) -> Format:
         """The container asked for, else that of the suffix, else shards for tensors in `DIR/`, or the default."""
@@ -89,15 +97,54 @@ class Output:
         return formats.for_output(path, formats.SHARDED if as_folder else default)
 
 
-def output_of(verb: str, path: PathLike | None, options: SaveOptions) -> Output:
-    """The output of a verb. Raises `TypeError` for an option that does not exist: `dryrun=True` must not write."""
+def output_of(verb: str, path: PathLike | None, options: SaveOptions, *inputs: object) -> Output:
+    """The output of a verb. inputs: what it was given to read.
+
+    Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
+    memory that are to be changed in place, and where an output for them looks like an option.
+    """
     known = SaveOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
         raise TypeError(
-            f"{verb.replace('-', '_')}() got an unexpected keyword argument {unknown[0]!r}; "
+            f"{function_name(verb)}() got an unexpected keyword argument {unknown[0]!r}; "
             f"for its output it takes {', '.join(known)}"
         )
-    return Output(verb, None if path is None else os.fspath(path), **options)
+    memory = any(map(in_memory, inputs))
+    if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
+        what = f"{verb} was to change in place what was not given by its path"
+        raise UsageError(what, "What is in memory stays as it is; the result is returned.", "Leave out --in-place")
+    if memory and isinstance(path, str) and options.get("container") is None and verb != "unbundle":
+        _refuse_suffix(verb, path)
+    return Output(verb, None if path is None else path_of(verb, path), live=memory and path is None, **options)
+
+
+def path_of(verb: str, path: Any) -> str:
+    """The path of an output. Raises `UsageError` for anything else that stands in its place."""
+    if isinstance(path, (str, os.PathLike)):
+        return os.fspath(path)
+    what = f"{verb} was given {type(path).__name__} in the place of its output's path"
+    fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: -o new.pt"
+    raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
+
+
+def _refuse_suffix(verb: str, text: str) -> None:
+    """Raises `UsageError` where an output for objects in memory looks like an option."""
+    if "/" not in text and not formats.has_suffix(text):
+        option = _OPTIONS.get(verb)
+        raise UsageError(
+            f"{verb} would write a file called {printable(text)!r}",
+            "That is where the output is named, and this is the suffix of no container.",
+            (f"An option is given by its name: {option}={text!r}; " if option else "")
+            + f"to write it all the same: container={formats.DEFAULT!r}",
+        )
+
+
+def out_first(out: Any, option: Any) -> tuple[PathLike | None, Any]:
+    """An output and an option as they were meant: a dtype or device in the output's place is the option."""
+    return (out, option) if out is None or isinstance(out, (str, os.PathLike)) else (option, out)
+
+
+_OPTIONS = {"add-module": "prefix", "cast": "dtype", "remap": "to", "strip-module": "prefix"}  # that habit puts second
 
 
 def save(
@@ -118,7 +165,7 @@ def save(
     """
     source = original.source
     inputs = [*([source] if source is not None else []), *inputs]
-    if (output.path is None) != output.in_place:
+    if (output.path is None) != output.in_place and not output.live:
         raise UsageError(
             f"{output.verb} needs to know where to write"
             if output.path is None
@@ -128,8 +175,12 @@ def save(
         )
     if output.verify and not output.dry_run:
         refuse_damaged(original)
+    if output.live:
+        return _in_memory(output, original, changed)
     if output.path is None:
         return _save_in_place(output, original, changed, changes, inputs)
+    if isinstance(original.origin, Memory):
+        original.origin.refuse_unsaved(changed.tree)
     _refuse_input(output, output.path, inputs, source)
     container = _container(changed, output, output.path)
     if not changes and source is not None and _stays(original, container, output):
@@ -151,6 +202,19 @@ def save(
     saved = _replace(output, output.path, plan, changed if expected is None else expected, inputs)
     notes = (*notes, *plan.notes, *saved.notes)
     return replace(saved, container=container.name, how=how, notes=notes, details=details)
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory(SaveResult):
+    """The outcome of a verb that writes nothing: `made` is the result, as its input was given."""
+
+    made: Any = None
+
+
+def _in_memory(output: Output, original: Checkpoint, changed: Checkpoint) -> InMemory:
+    nbytes = sum(storage.nbytes for storage in storages(changed.tree))
+    made = None if output.dry_run else in_objects(original, changed)
+    return InMemory("", LIVE, "in memory", 0, nbytes, made=made)
 
 
 def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: Input | None) -> None:
@@ -360,8 +424,10 @@ def written(
     facts: dict[str, Any],
     details: Iterable[str] = (),
     notes: Iterable[Note] = (),
-) -> Written:
-    """The report of a verb that has saved."""
+) -> Written | Any:
+    """The report of a verb that has saved; what it made, where nothing was to be written."""
+    if isinstance(saved, InMemory) and not output.dry_run:
+        return saved.made
     left = [note for note in original.notes if note.code == OLD_GRADIENTS and saved.how == "new file"]
     left += _members_left(original) if saved.how != "nothing" and not output.in_place else []
     return Written(
@@ -385,115 +451,3 @@ def _members_left(original: Checkpoint) -> list[Note]:
     """The note on an optimizer's file beside the weights, which is not in the output."""
     names = [printable(name) for name in members.beside(original)]
     return [Note(MEMBERS, f"left behind, since only weights are written: {listed(names, 6)}")] if names else []
-
-
-@dataclass(frozen=True, slots=True)
-class FileChange:
-    """A file that is being changed. `part`: what the verb acts on.  named: it was named by an address.
-
-    outside: the tree around it, with nothing in its place.  kept: the storages in there, which stay as they are.
-    """
-
-    output: Output
-    original: Checkpoint
-    part: Checkpoint
-    named: bool
-    outside: Any
-    kept: tuple[Storage, ...]
-    extract: bool
-
-    def save(self, changed: Checkpoint, *, changes: bool = True, beside: ModelFolder | None = None) -> SaveResult:
-        """Writes the file with the changed part in its place, or that part alone.
-
-        beside: the files that go into a folder of weights, if not those beside the original.
-
-        Raises `Conflict` where a tensor of the part would lose its tie to one outside of it, and what saving raises.
-        """
-        if self.extract:
-            return save(self.output, self.original, replace(changed, base=()), beside=beside)
-        return save(self.output, self.original, self._whole(changed), changes=changes, beside=beside)
-
-    def written(self, saved: SaveResult, summary: str, **more: Any) -> Written:
-        """The report, with the facts, details and notes of the verb."""
-        return written(self.output, self.original, saved, summary, **more)
-
-    def _whole(self, changed: Checkpoint) -> Checkpoint:
-        base = self.part.base
-        if not base:
-            return changed
-        self._refuse_untied(changed.tree)
-        return replace(self.original, tree=replaced_at(self.original.tree, base, changed.tree))
-
-    def _refuse_untied(self, changed: Any) -> None:
-        kept = {id(storage) for storage in self.kept}
-        if not any(id(storage) in kept for storage in storages(self.part.tree)):
-            return
-        after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walk(changed)}
-        for path, node in walk(self.part.tree):
-            tied = [part.storage for part in stored_parts(node) if id(part.storage) in kept]
-            if tied and any(id(storage) not in after[path] for storage in tied if after.get(path)):
-                name, other = address((*self.part.base, *path)), self._place_outside(tied)
-                raise Conflict(
-                    f"{printable(name)} shares its storage with {printable(other)}, which is not in "
-                    f"{printable(address(self.part.base))}",
-                    "Both would change, or no longer be tied. Nothing was written.",
-                    "Change the whole file, without the address; or write the part alone: --extract",
-                )
-
-    def _place_outside(self, tied: list[Storage]) -> str:
-        numbers = {id(storage) for storage in tied}
-        places = (
-            path for path, node in walk(self.outside) for part in stored_parts(node) if id(part.storage) in numbers
-        )
-        return address(next(places, ()))
-
-
-def begin_change(
-    verb: str,
-    file: PathLike,
-    out: PathLike | None,
-    at: str | None,
-    options: ChangeOptions,
-    opening: Callable[[PathLike, str | None], Opened] = open_to_change,
-) -> FileChange:
-    """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
-    given: dict[str, Any] = {**options}
-    extract = bool(given.pop("extract", False))
-    output = output_of(verb, out, given)  # type: ignore[arg-type]
-    opened = opening(file, at)
-    part = opened.taken
-    if extract:
-        _refuse_extract(output, opened)
-    outside: Any = None
-    if part.base and not extract:
-        _refuse_loop(opened.checkpoint.tree, part)
-        outside = replaced_at(opened.checkpoint.tree, part.base, None)
-    return FileChange(
-        output, opened.checkpoint, part, opened.at is not None, outside, tuple(storages(outside)), extract
-    )
-
-
-def _refuse_extract(output: Output, opened: Opened) -> None:
-    if opened.at is None:
-        raise UsageError(
-            f"{output.verb} --extract was given no address",
-            "Without --extract the whole file is written.",
-            f"Name it: ckptool {output.verb} FILE#ADDRESS --extract -o OUT",
-        )
-    if output.in_place:
-        raise UsageError(
-            f"{output.verb} was given both --extract and --in-place",
-            "The file itself would lose everything but the part.",
-            "Write the part to a new file: -o OUT",
-        )
-
-
-def _refuse_loop(tree: Any, part: Checkpoint) -> None:
-    """Raises `UsageError` for a part that holds what it is in: putting a copy back would change the rest."""
-    around = {id(holder) for holder in holders(tree, part.base)}
-    if any(id(node) in around for node in visit(part.tree)):
-        raise UsageError(
-            f"{printable(address(part.base))} contains itself",
-            "It cannot be changed on its own.",
-            "Change the whole file, without the address.",
-        )

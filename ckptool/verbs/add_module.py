@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import add
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_module(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
     prefix: str = PEELED,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does.
 
     Undone by `strip_module`.

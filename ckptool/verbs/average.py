@@ -11,7 +11,8 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.memory import together
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def average(
-    files: Sequence[PathLike],
+    files: Sequence[CheckpointLike] | Iterator[CheckpointLike],
     out: PathLike | None = None,
     *,
     weights: Sequence[float] | None = None,
     weight: str | Sequence[str] = (),
     ema: float | None = None,
     method: str = "mean",
-    base: PathLike | None = None,
+    base: CheckpointLike | None = None,
     density: float | Sequence[float] | None = None,
     scale: float | None = None,
     t: float | None = None,
@@ -41,7 +42,7 @@ def average(
     at: str | None = None,
     part: bool = False,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
     The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
@@ -52,7 +53,11 @@ def average(
     at: the part of each file.  part: take also files that are only a part of a checkpoint (the same shard of each).
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
-    count = 0 if isinstance(files, (str, bytes)) else len(files)
+    if isinstance(files, str) or not isinstance(files, (Sequence, Iterator)):
+        what = f"average takes its inputs as one list, and was given {type(files).__name__}"
+        raise UsageError(what, "", "For example: ckptool.average([A, B])")
+    files = list(files)
+    count = len(files)
     given = {
         "base": base,
         "density": density,
@@ -63,15 +68,15 @@ def average(
         "ema": ema,
     }
     how = merge_of(method, count, given)
-    output = output_of("average", out, options)
+    output = output_of("average", out, options, base, *files)
     if output.in_place:
         raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
     if t is not None and weights is not None:
         raise UsageError("--t and --weights were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
-    opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + list(files)]
+    opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
-    names = [each.path for each in opened]
+    names = [each.path or f"checkpoint {number}" for number, each in enumerate(opened, count + 1 - len(opened))]
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
         refuse_quantized(each.checkpoint, [root.node], "Averaged")
@@ -82,7 +87,8 @@ def average(
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
     changed = weights_alone(last, found.tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
-    saved = save(output, last, changed, inputs=sources)
+    original = together(last, (each.checkpoint for each in opened))
+    saved = save(output, original, changed, inputs=sources)
     behind = list(
         dict.fromkeys(name for checkpoint, root in pairs for name in (*_training(root), *around(checkpoint, root)))
     )

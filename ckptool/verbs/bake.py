@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import bake as folding
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def bake(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
     spectral: bool = False,
     form: str = "plain",
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
     spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` give weight norm its other
@@ -40,7 +41,7 @@ def bake(
     left = [each for found in baked.values() for each in found.left]
     if not folded and not left:
         raise NoMatch(
-            f"{checkpoint.source} has no parametrized weights",
+            f"{checkpoint.source or 'the checkpoint'} has no parametrized weights",
             "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
             "and spectral norm.",
         )

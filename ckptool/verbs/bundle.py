@@ -16,7 +16,8 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
-from ckptool.formats.opening import PathLike, counting_whole, open_whole, split
+from ckptool.formats.memory import checkpoint_in_memory, together
+from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.reports.save import Written
 from ckptool.transforms.bundles import (
     Member,
@@ -31,6 +32,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.slim import deduplicate
 from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, written
+from ckptool.verbs.save import checkpoint_of
 from ckptool.verbs.slim import new_ties
 
 if TYPE_CHECKING:
@@ -42,19 +44,21 @@ CONTAINERS = tuple(
 
 
 def bundle(
-    members: Mapping[str, PathLike] | None = None,
+    members: Mapping[str, CheckpointLike] | None = None,
     out: PathLike | None = None,
     *,
     values: Mapping[str, Any] | None = None,
-    file: PathLike | None = None,
+    file: CheckpointLike | None = None,
     drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     from_folder: PathLike | None = None,
     dedup: bool = False,
     part: bool = False,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
+
+    Members may be in memory; without an output the bundle is a dictionary then.
 
     To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
     called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
@@ -64,16 +68,19 @@ def bundle(
     checkpoints (a rank's share, one shard of several). Raises `Conflict` for names that clash or cannot be those of
     files, `UsageError` for an unknown member.
     """
-    output = output_of("bundle", out, options)
+    if not isinstance(members, Mapping | None):
+        what = f"bundle takes members by name, and was given {type(members).__name__}"
+        raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
+    output = output_of("bundle", out, options, file, *(members or {}).values())
     parts = _gathered(file, from_folder, bool(drop or rename), part)
     parts.part = part
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
-    parts.add(members or {}, values or {})
+    parts.add(members or {}, (values or {}) if output.live else checkpoint_of(values or {}).tree)
     if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
         raise _nothing_to_do(file)
     container = _container(parts.checkpoint, output)
-    made, twins, saved_bytes = _made(parts, container, dedup, output.in_place)
-    result = save(output, parts.original, made, inputs=parts.inputs)
+    made, twins, saved_bytes = _made(parts, container, dedup, output)
+    result = save(output, together(parts.original, parts.memories), made, inputs=parts.inputs)
     rows = table(made.tree, parts.origins)
     summary = counted(len(rows), "member")
     if dedup:
@@ -87,11 +94,11 @@ def bundle(
     return written(output, parts.original, result, summary, facts=facts, details=lines_of(rows), notes=notes)
 
 
-def _nothing_to_do(file: PathLike | None) -> UsageError:
+def _nothing_to_do(file: CheckpointLike | None) -> UsageError:
     return UsageError(
         "bundle was given no members"
         if file is None
-        else f"bundle was given nothing to do with {printable(os.fspath(file))}",
+        else f"bundle was given nothing to do with {printable(shown(file))}",
         "It puts several files into one.",
         "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
     )
@@ -119,16 +126,21 @@ class _Members:
     twins: int = 0
     part: bool = False
     opened: dict[str, list[tuple[Checkpoint, list[Path]]]] = field(default_factory=dict)
+    memories: list[Checkpoint] = field(default_factory=list)
 
     @property
     def members(self) -> dict[Any, Any]:
         tree: dict[Any, Any] = self.checkpoint.tree
         return tree
 
-    def add(self, files: Mapping[str, PathLike], values: Mapping[str, Any]) -> None:
+    def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
         check_names([*files, *values], self.members)
+        live = {name: given for name, given in files.items() if in_memory(given) and not isinstance(given, Checkpoint)}
+        memory = checkpoint_in_memory(live, members=True)
+        self.memories += [memory] if live else []
         for name, file in files.items():
-            self.member(name, self._taken(file), os.fspath(file))
+            part = replace(memory, tree=memory.tree[name]) if name in live else self._taken(file)
+            self.member(name, part, shown(file))
         self.checkpoint = replace(self.checkpoint, tree={**self.members, **values})
 
     def member(self, name: str | int, part: Checkpoint, origin: str) -> None:
@@ -148,8 +160,13 @@ class _Members:
             discarded=(*self.checkpoint.discarded, *part.discarded),
         )
 
-    def _taken(self, file: PathLike) -> Checkpoint:
+    def _taken(self, file: CheckpointLike) -> Checkpoint:
         """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
+        if not isinstance(file, (str, os.PathLike)):
+            checkpoint = open_whole(file, part=self.part).checkpoint
+            self.memories.append(checkpoint)
+            self.inputs += [checkpoint.source] if checkpoint.source is not None else []
+            return checkpoint
         path, at = split(file)
         readings = self.opened.setdefault(os.path.realpath(absolute(path)), [])
         for checkpoint, taken in readings:
@@ -173,7 +190,7 @@ def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
     )
 
 
-def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
+def _gathered(file: CheckpointLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
     """The members before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
         raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
@@ -191,13 +208,13 @@ def _gathered(file: PathLike | None, folder: PathLike | None, changes: bool, par
     return _Members(empty, empty)
 
 
-def _of_bundle(file: PathLike, part: bool) -> _Members:
-    path, at = split(file)
+def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
+    path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
     if at is not None:
         raise UsageError(
-            f"{printable(os.fspath(file))} is a part of a file",
+            f"{printable(shown(file))} is a part of a file",
             "A bundle is changed as a whole.",
-            f"Take the part as a member: ckptool bundle NAME={printable(os.fspath(file))} -o OUT",
+            f"Take the part as a member: ckptool bundle NAME={printable(shown(file))} -o OUT",
         )
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)
@@ -240,9 +257,9 @@ def _container(checkpoint: Checkpoint, output: Output) -> Format:
     return container
 
 
-def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tuple[Checkpoint, int, int]:
+def _made(parts: _Members, container: Format, dedup: bool, output: Output) -> tuple[Checkpoint, int, int]:
     """The bundle, how many storages are stored with an equal one, and their bytes."""
-    tree = bundled(parts.members, parts.like)
+    tree = bundled(parts.members, parts.like, live=output.live)
     count, saved_bytes = parts.twins, 0
     if dedup:
         tree, count, saved_bytes = deduplicate(without_deduplication(tree))
@@ -253,7 +270,7 @@ def _made(parts: _Members, container: Format, dedup: bool, in_place: bool) -> tu
         tree=tree,
         container=container.name,
         source=parts.original.source,
-        origin=parts.original.origin if in_place else None,
+        origin=parts.original.origin if output.in_place else None,
         tensors_only=False,
     )
     try:

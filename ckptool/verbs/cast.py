@@ -11,13 +11,14 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed, printable
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
-from ckptool.verbs._save import ChangeOptions, Output, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions, Output, out_first
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,24 +27,28 @@ SHOWN = 12  # weights that are listed without -n
 
 
 def cast(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
+    dtype: object = None,
     *,
-    dtype: str,
     at: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     dequantize: bool = False,
     block_size: str = "",
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
-    only, exclude: patterns for keys. Optimizer state, integers, complex and quantized tensors stay as they are.
+    dtype: its name, or torch's or numpy's own.  only, exclude: patterns for keys. Optimizer state, integers, complex
+    and quantized tensors stay as they are.
     dequantize: computes the weights that codes and scales stand for, in f32, and leaves the scales out.
     block_size: `128x128`, the rows and columns that share a scale, where no configuration beside the file says it.
     The report names the tensors that lost values, with the largest error; a dry run, which reads no values, does not.
     """
+    out, dtype = out_first(out, dtype)
+    if dtype is None:
+        raise UsageError("cast needs a dtype", "", "For example: --dtype bf16")
     target = parse_dtype(dtype)
     if block_size and not dequantize:
         raise UsageError("--block-size is of quantized weights", "", "Compute them: --dequantize")
@@ -62,6 +67,10 @@ def cast(
             "Only those are cast. Nothing was written.",
         )
     plan = cast_roots(part, roots, target, several(only), several(exclude))
+    if change.output.live and not change.output.dry_run and plan.skipped and not plan.tensors:
+        kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)
+        count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
+        raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     result = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
     losses = _losses(plan, change.output)

@@ -20,7 +20,7 @@ from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import DCP, SHARDED, Format, for_output, members, named
 from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
-from ckptool.formats.opening import Opened, PathLike, open_whole, split
+from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.rank_files.flat_parameters import rebuilt
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
@@ -51,7 +51,7 @@ MANY_LOST = 6  # tensors, up to which a command names each
 
 
 def convert(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
@@ -64,14 +64,14 @@ def convert(
     shard_size: int | str | None = None,
     part: bool = False,
     optimizer_as: str | None = None,
-    against: PathLike | None = None,
+    against: CheckpointLike | None = None,
     like: PathLike | None = None,
     variant: str = "",
     rules_file: PathLike | None = None,
     ranks: int | None = None,
     shard_dim: int | None = None,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
 
     To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
@@ -89,12 +89,16 @@ def convert(
     rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
     ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
     does; any number of ranks can load it.
+    What is in memory is given back without an output, with the choice of `only`, `exclude`, `at`, `weights_only` and
+    `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    _refuse_usage(ties, out, against is not None and optimizer_as is None and not os.path.isdir(split(file)[0]))
+    folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
+    against_nothing = against is not None and optimizer_as is None and not folder
+    _refuse_usage(ties, out is None and not in_memory(file), against_nothing)
     if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
-    output = output_of("convert", out, options)
+    output = output_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     taken, named = opened.taken, opened.at is not None
@@ -139,15 +143,20 @@ def convert(
     result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
     if against is not None and optimizer_as is None:
-        described = f"flat parameters are divided by the order and shapes in {printable(os.fspath(against))}"
+        described = f"flat parameters are divided by the order and shapes in {printable(shown(against))}"
         made_plain += (f"{described}; the files tell only how many elements there are",)
     details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 
 def _opened(
-    file: PathLike, at: str | None, part: bool, rules_file: PathLike | None, against: PathLike | None
+    file: CheckpointLike, at: str | None, part: bool, rules_file: PathLike | None, against: CheckpointLike | None
 ) -> Opened:
+    if not isinstance(file, (str, os.PathLike)):
+        if rules_file is not None:
+            what = f"--rules joins the files of ranks, and was given {shown(file)}"
+            raise UsageError(what, "They are in a folder.", "Name the folder.")
+        return open_whole(file, at, part=part)
     if against is None:
         return open_whole(file, at, part=part) if rules_file is None else open_by_rules(file, rules_file, at, part=part)
     if rules_file is not None:
@@ -170,13 +179,13 @@ def _refuse_only_weights(container: Format, all: bool) -> None:
         raise UsageError(what, "Nothing of the optimizer would be written.", "For example: -o checkpoint.pt; or --all")
 
 
-def _refuse_usage(ties: str, out: PathLike | None, against_nothing: bool) -> None:
+def _refuse_usage(ties: str, no_output: bool, against_nothing: bool) -> None:
     if against_nothing:
         what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
         raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
     if ties not in TIES:
         raise UsageError(f"unknown --ties {printable(ties)!r}", f"Available: {', '.join(TIES)}.")
-    if out is None:
+    if no_output:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 
 
@@ -217,7 +226,7 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], li
     plain = plain_values(part)
     if plain.checkpoint.tree is None and part.tree is not None:
         raise Unsupported(
-            f"nothing of {part.source} can be written with plain values: {plain.dropped[0][1]}",
+            f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}",
             "It is an object that only its own code can make. Nothing was written.",
         )
     lost = lost_tensors(part.tree, plain.checkpoint.tree)

@@ -14,15 +14,15 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import listed, printable
 from ckptool.formats import members
-from ckptool.formats.opening import Opened, PathLike, open_file
+from ckptool.formats.opening import CheckpointLike, Opened, open_file
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
 from ckptool.transforms.rename import strip
 
 
 def diff(
-    left: PathLike,
-    right: PathLike,
+    left: CheckpointLike,
+    right: CheckpointLike,
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
@@ -81,23 +81,27 @@ def _whole_module(tree: Any) -> bool:
     return module_attributes(tree) is not None
 
 
+def _named(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.source or "what is in memory")
+
+
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     """The one set of weights in a file; says in `remarks` which, where there was more."""
     root, remark = one_state_dict(checkpoint)
     remarks += [remark] if remark else []
-    remarks += [f"compared {printable(root.address)} of {checkpoint.source}"] if root.path else []
-    remarks += [f"compared the state dict of the {root.detail} in {checkpoint.source}"] if root.module else []
+    remarks += [f"compared {printable(root.address)} of {_named(checkpoint)}"] if root.path else []
+    remarks += [f"compared the state dict of the {root.detail} in {_named(checkpoint)}"] if root.module else []
     tree = root.node if root.arrays is None else root.arrays
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
         names = [printable(str(key)) for key, value in tree.items() if not isinstance(value, (TensorEntry, Composite))]
-        remarks.append(f"compared the weights of {checkpoint.source}, not {listed(names, 6)} beside them")
+        remarks.append(f"compared the weights of {_named(checkpoint)}, not {listed(names, 6)} beside them")
         tree = {key: value for key, value in tree.items() if isinstance(value, (TensorEntry, Composite))}
     return replace(checkpoint, tree=tree)
 
 
 def _not_joined(opened: Opened) -> str:
     names = [printable(name) for name in members.beside(opened.checkpoint)]
-    return f"compared the weights of {printable(opened.path)}, not {listed(names, 6)} beside them"
+    return f"compared the weights of {printable(opened.name)}, not {listed(names, 6)} beside them"
 
 
 def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:

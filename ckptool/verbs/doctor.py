@@ -7,7 +7,7 @@ import os
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
-from ckptool.formats.opening import PathLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.inspect import Listing, listing
 from ckptool.training import is_run
@@ -18,21 +18,24 @@ from ckptool.verbs.scan import scan
 from ckptool.verbs.spec import find_target
 
 
-def doctor(file: PathLike | None = None, *, against: PathLike | None = None, error: str | None = None) -> Diagnosis:
+def doctor(
+    file: CheckpointLike | None = None, *, against: CheckpointLike | None = None, error: str | None = None
+) -> Diagnosis:
     """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 
-    against: the model that it is to be loaded into: a checkpoint of it, a spec, or `file.py:factory`, your own code.
+    against: the model that it is to be loaded into: itself, a checkpoint of it, a spec, or `file.py:factory`, your own
+    code.
     error: the text of an error; without a file it is answered from that alone.
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
-    path = os.fspath(file) if file is not None else ""
+    path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         return of_error_text(error, path)
-    if not path:
+    if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
     target = find_target(against).as_it_loads if against is not None else None
     try:
-        opened = open_file(path)
+        opened = open_file(file)
         checkpoint, path = opened.taken, opened.path
         found = listing(checkpoint)
         return of_checkpoint(checkpoint, found, path, _values(checkpoint, found), target, translation_to)

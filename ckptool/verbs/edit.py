@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError, listed, printable
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import edit as edits
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions
+from ckptool.verbs.save import checkpoint_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def edit(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     drop: str | Sequence[str] = (),
@@ -25,11 +29,11 @@ def edit(
     tensor: Mapping[str, Any] | None = None,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Drops entries, sets plain values, replaces the values of tensors.
 
-    drop: patterns for addresses, or for keys of model weights.  set: address -> plain value (JSON's kinds).
-    tensor: address -> numpy array or the path of a .npy file; shape and type must be the tensor's.
+    drop: patterns for addresses, or for keys of model weights.  set: address -> plain value or tensor.
+    tensor: address -> array, tensor, entry or the path of a .npy file; shape and type must be the tensor's.
     at: only there, and everything else is relative to it.
     """
     if not (drop or set or tensor):
@@ -38,11 +42,10 @@ def edit(
             "",
             "For example: --drop 'optimizer*', --set epoch:=3, --tensor state_dict/fc.bias=bias.npy",
         )
-    arrays = {
-        place: edits.read_array(array) if isinstance(array, str) else array for place, array in (tensor or {}).items()
-    }
+    arrays = {place: _array(place, given) for place, given in (tensor or {}).items()}
+    values = checkpoint_of({place: _number(value) for place, value in (set or {}).items()}).tree
     change = begin_change("edit", file, out, at, options)
-    done = edits.edit(change.part, several(drop), set, arrays)
+    done = edits.edit(change.part, several(drop), values, arrays)
     result = change.save(done.checkpoint)
     facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
     parts = [
@@ -54,3 +57,21 @@ def edit(
     details = tuple(f"{word} {listed([printable(name) for name in names], 8)}" for word, names in words if names)
     summary = f"entries: {', '.join(parts)}"
     return change.written(result, summary, facts=facts, details=details)
+
+
+def _array(place: str, given: Any) -> Any:
+    """The array of new values for a tensor."""
+    if isinstance(given, (str, os.PathLike)):
+        return edits.read_array(os.fspath(given))
+    if hasattr(getattr(given, "dtype", None), "newbyteorder"):
+        return given  # numpy's own
+    entry = checkpoint_of(given).tree
+    if not isinstance(entry, TensorEntry):
+        what = f"the values for {printable(place)} are of type {type(given).__name__}, and no array"
+        raise UsageError(what, "", "Give an array of the tensor's type: numpy.asarray(VALUES, 'float32')")
+    return entry.numpy()
+
+
+def _number(value: Any) -> Any:
+    """The value, with a scalar of numpy as Python's number."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value

@@ -8,14 +8,14 @@ from dataclasses import replace
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.find_rules import FoundRules
 
 
 def find_rules(
-    old: PathLike,
-    new: PathLike,
+    old: CheckpointLike,
+    new: CheckpointLike,
     out: PathLike | None = None,
     *,
     part: bool = False,
@@ -37,7 +37,7 @@ def find_rules(
     opened = [open_whole(file, part=part) for file in (old, new)]
     ours, theirs = (one_state_dict(each.checkpoint, each.at)[0] for each in opened)
     report = proved_rules(ours.node, theirs.node)
-    report = replace(report, old=os.fspath(old), new=os.fspath(new), dry_run=dry_run)
+    report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
         replace_file(Plan({"": [InlineBytes(find_rules_file(report).encode())]}), report.output, overwrite=overwrite)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.files import unchanged
 from ckptool.errors import counted, form, listed, printable
-from ckptool.formats.opening import PathLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.fixes import runnable
 from ckptool.reports.inspect import Inspection, Listing, listing
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
 
 
-def inspect(file: PathLike, *, at: str | None = None, stats: bool = False) -> Inspection:
+def inspect(file: CheckpointLike, *, at: str | None = None, stats: bool = False) -> Inspection:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
     Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor.

@@ -12,7 +12,7 @@ from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
 from ckptool.formats.opening import PathLike
 from ckptool.reports.train import GOOD, RunCheckpoint, RunReport
 from ckptool.training import CONFIG, HISTORY, is_run
-from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config
+from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config, size_of
 
 MAX_CONFIG = 1 << 20
 
@@ -52,6 +52,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         newest,
         rows,
         _count(_section(config, "train"), "epochs") or None,
+        _seconds(history),
     )
 
 
@@ -67,6 +68,12 @@ def _config(path: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(found, dict):
         raise Corrupt(f"{printable(path)} is not the configuration of a run", "It was changed, or damaged.")
     return text.partition("\n")[0].removeprefix("# ckptool run ").strip(), found
+
+
+def _seconds(history: list[dict[str, Any]]) -> float | None:
+    """The time that a run was trained for, by the last event that has one."""
+    found = (fact.get("total_seconds") for fact in reversed(history))
+    return next((value for value in found if type(value) is float and 0 < value < 1e10), None)
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -88,8 +95,8 @@ def _row(saved: SavedState, full: bool, kept: Iterable[str]) -> RunCheckpoint:
     facts = saved.sidecar or {}
     epoch, loss = facts.get("epoch"), facts.get("loss")
     try:
-        size = os.path.getsize(saved.path)
-    except OSError:
+        size = size_of(saved.path)
+    except CkptoolError:
         size = 0
     return RunCheckpoint(
         saved.step,

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.checkpoint.graph import no_collection
+from ckptool.errors import Corrupt, UsageError, listed, printable
+from ckptool.formats.opening import CheckpointLike, open_whole
 
 
-def load(path: PathLike, map_location: Any = "cpu", *, mmap: bool = True, part: bool = False) -> Any:
+def load(
+    f: CheckpointLike,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    part: bool = False,
+    **pickle_load_args: Any,
+) -> Any:
     """The values of a checkpoint: what `torch.load` gives, and safely also what `weights_only=True` refuses.
 
-    path: a file of any container, or `FILE#ADDRESS` for a part of one.
-    map_location: as `torch.load` takes it; None for where the tensors were saved.
-    mmap: map the file instead of reading it, as `torch.load(mmap=True)` does: loading takes no time or memory of its
-    own, and changes to the tensors stay in memory; checksums are not checked, and the file must not be cut short
-    meanwhile. part: also what is only a part of a checkpoint: a rank's share, one shard of several. Raises `OnlyAPart`
-    for such a part, `UnsafeObject` naming every object of an unknown class, and what reading raises.
+    f: a file of any container, `FILE#ADDRESS` for a part of one, a file that is open for reading in binary (it is read
+    from its position on), or a checkpoint that is open.
+    map_location: as `torch.load` takes it. None: where the tensors were saved, and on the CPU where this machine has no
+    such devices at all.
+    pickle_module: None, as nothing is unpickled.  weights_only: whatever it is, nothing of the file is executed.
+    mmap: map the file, as `torch.load(mmap=True)` does, which is the default; False reads it and checks its checksums.
+    Mapped, nothing is read before it is used, and changes to the tensors stay in memory; but a file that is cut short
+    meanwhile ends the process (`torch.save` to the same path does it; `ckptool.save` puts another in its place).
+    part: also what is only a part of a checkpoint: a rank's share, one shard of several.
+    pickle_load_args: `encoding`, for strings of Python 2 that are not UTF-8 (else they stay bytes), and `errors`.
+
+    Raises `OnlyAPart` for such a part, `UnsafeObject` naming every object of an unknown class, `UsageError` for
+    arguments that cannot be followed, and what reading raises.
     """
+    if pickle_module is not None and getattr(pickle_module, "__name__", "") != "pickle":
+        what = f"pickle_module={printable(getattr(pickle_module, '__name__', repr(pickle_module)))[:80]} is not used"
+        raise UsageError(what, "ckptool reads pickles itself, and runs nothing of them.", "Leave it out.")
+    text = _python_2_text(**pickle_load_args)
     from ckptool import bridge
 
-    return bridge.build(open_whole(path, part=part).taken, map_location, mmap=mmap)
+    with no_collection():
+        return bridge.build(open_whole(f, part=part).taken, map_location, mmap=mmap is not False, text=text)
+
+
+def _python_2_text(
+    encoding: str | None = None, errors: str = "strict", fix_imports: bool = True, **others: Any
+) -> Callable[[bytes], Any]:
+    """What makes text of strings of Python 2 that are not UTF-8. fix_imports: always; it is pickle's, and so known."""
+    if others:
+        raise UsageError(f"load has no argument {listed(sorted(others))}", "", "Those of torch.load are known.")
+    if encoding is None:
+        return bytes
+    try:
+        "-".encode(encoding, errors)
+    except LookupError as error:  # for `bytes` as well, which torch takes: what is UTF-8 is text here
+        why = printable(str(error))
+        fix = "Leave it out, and strings that are not UTF-8 are bytes; or name a codec: encoding='latin1'"
+        raise UsageError(f"encoding={encoding!r} is not supported", why, fix) from None
+
+    def text(raw: bytes) -> str:
+        try:
+            return raw.decode(encoding, errors)
+        except (UnicodeError, LookupError) as error:
+            what, why = f"a string of Python 2 is not {printable(encoding)}", printable(str(error))[:200]
+            raise Corrupt(what, why, "Say what it is: encoding='latin1'") from None
+
+    return text

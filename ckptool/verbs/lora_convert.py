@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, printable
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
-from ckptool.verbs._adapters import open_adapter, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
 from ckptool.verbs._save import SaveOptions
 
 if TYPE_CHECKING:
@@ -19,29 +18,30 @@ if TYPE_CHECKING:
 
 
 def lora_convert(
-    adapter: PathLike,
+    adapter: CheckpointLike,
     out: PathLike | None = None,
     *,
     to: str,
-    base: PathLike | Sequence[PathLike] = (),
+    base: CheckpointLike | Sequence[CheckpointLike] = (),
     component: str | None = None,
     fold: bool = False,
-    config: PathLike | None = None,
+    config: AdapterConfig | None = None,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
 
     base: the models that it is for, which tell where kohya's underscores are dots.  component: the model that it is
     for, where its names do not say: `unet`, `te`, `te1`, `te2`, `transformer`, ….  fold: multiply the scales into B,
-    for readers that know none.  config: its adapter_config.json, if that is not beside it.
+    for readers that know none.  config: its adapter_config.json, if that is not beside it: a file,
+    its content, or peft's `LoraConfig`.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `UsageError`
     where a base or a component has to be named.
     """
-    output = output_of_adapter("lora convert", out, options)
+    output = output_of_adapter("lora convert", out, options, adapter)
     if to not in SCHEMES:
         raise UsageError(f"unknown naming scheme {printable(to)!r}", f"Available: {', '.join(SCHEMES)}.")
     checkpoint, found = open_adapter(adapter, config)
-    given = [base] if isinstance(base, (str, os.PathLike)) else list(base)
+    given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
     made = convert(found, SCHEMES[to], component=component, bases=bases, fold=fold)
     return write_adapter(output, checkpoint, made, notes=found.notes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import printable
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def lora_extract(
-    tuned: PathLike,
-    base: PathLike,
+    tuned: CheckpointLike,
+    base: CheckpointLike,
     out: PathLike | None = None,
     *,
     rank: int,
     energy: float = 1.0,
-    dtype: str = "f32",
+    dtype: object = "f32",
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
 
     Each changed matrix as a product of rank `rank`, no further from it than 1.02 times the exact SVD is; changed norms,
@@ -40,14 +40,14 @@ def lora_extract(
     Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """
-    output = output_of_adapter("lora extract", out, options)
+    output = output_of_adapter("lora extract", out, options, tuned, base)
     target = parse_dtype(dtype)
     opened = open_whole(tuned), open_whole(base)
     nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]
     for each, node in zip(opened, nodes, strict=True):
         refuse_quantized(each.checkpoint, [node], "Compared")
     first, second = map(_bare, nodes)
-    names = printable(opened[0].path), printable(opened[1].path)
+    names = printable(opened[0].name), printable(opened[1].name)
     made = extract(
         first,
         second,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.memory import together
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around, weights_alone
 from ckptool.transforms.lora.merge import merge
-from ckptool.verbs._adapters import is_tied, open_adapter
+from ckptool.verbs._adapters import AdapterConfig, is_tied, open_adapter
 from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
@@ -20,25 +21,26 @@ if TYPE_CHECKING:
 
 
 def lora_merge(
-    base: PathLike,
-    adapter: PathLike,
+    base: CheckpointLike,
+    adapter: CheckpointLike,
     out: PathLike | None = None,
     *,
-    config: PathLike | None = None,
+    config: AdapterConfig | None = None,
     scale: float = 1.0,
     at: str | None = None,
     part: bool = False,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.
 
     adapter: a folder of PEFT's, or a file with the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit.
-    config: its adapter_config.json, if that is not beside it.  scale: a factor for all of its changes.  at: the part
-    of the base.  part: take also a base that is only a part of a checkpoint.
+    config: its adapter_config.json, if that is not beside it: a file, its content, or peft's `LoraConfig`.
+    scale: a factor for all of its changes.  at: the part of the base.  part: take also a base that is only a part of
+    a checkpoint.
     Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
-    output = output_of("lora merge", out, options)
+    output = output_of("lora merge", out, options, base, adapter)
     if output.in_place:
         raise UsageError("lora merge writes a new file", "It has two inputs.", "For example: -o merged.safetensors")
     if not math.isfinite(scale):
@@ -48,9 +50,9 @@ def lora_merge(
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
     added, found = open_adapter(adapter, config)
-    merged = merge(root.node, found, base_name=printable(opened.path), multiplier=scale, tied=is_tied(checkpoint))
+    merged = merge(root.node, found, base_name=printable(opened.name), multiplier=scale, tied=is_tied(checkpoint))
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
-    saved = save(output, checkpoint, changed, inputs=[added.source] if added.source is not None else [])
+    saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])
     behind = [printable(name) for name in around(checkpoint, root)]
     facts = {"adapter": found.name, "scheme": found.scheme, "base_model": printable(found.base_model)}
     facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | {

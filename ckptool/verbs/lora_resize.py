@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.resize_rank import resize
-from ckptool.verbs._adapters import open_adapter, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
 from ckptool.verbs._save import SaveOptions
 
 if TYPE_CHECKING:
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def lora_resize(
-    adapter: PathLike,
+    adapter: CheckpointLike,
     out: PathLike | None = None,
     *,
     rank: int,
-    config: PathLike | None = None,
+    config: AdapterConfig | None = None,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.
 
     Smaller: the best approximation of each product; the report has the error of each. Larger: zeros are added, and the
     product stays as it is, bit for bit. DoRA's magnitudes stay as they are.  config: its adapter_config.json, if that
-    is not beside it.
+    is not beside it: a file, its content, or peft's `LoraConfig`.
     Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none.
     """
-    output = output_of_adapter("lora resize", out, options)
+    output = output_of_adapter("lora resize", out, options, adapter)
     checkpoint, found = open_adapter(adapter, config)
     return write_adapter(output, checkpoint, resize(found, rank), notes=found.notes)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats.opening import PathLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file
 
 
-def open(file: PathLike) -> Checkpoint:
+def open(file: CheckpointLike) -> Checkpoint:
     """Opens `FILE`, or `FILE#address`, whose part is the tree. Reads tables, no tensor data; runs nothing of the file.
+
+    Of a dictionary or a module in memory, its tensors as entries, none of them copied.
 
         >>> ckptool.open("model.pt")["state_dict"]["fc.weight"].numpy()
 

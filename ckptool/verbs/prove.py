@@ -1,38 +1,62 @@
-"""`prove`: that a run killed anywhere ends with the same bytes."""
+"""`prove`: that a run killed anywhere ends with the same bytes; and a command of yours, with the same checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.commands import several
+from ckptool.errors import UsageError
 from ckptool.verbs._training import PathLike, Say, configuration
 
 if TYPE_CHECKING:
+    from ckptool.reports.prove import CommandProof
     from ckptool.reports.train import Proof
     from ckptool.training.config import Config
 
 
 def prove(
-    config: PathLike | dict[str, Any] | Config,
+    config: PathLike | dict[str, Any] | Config | None = None,
     set: str | Sequence[str] = (),
     *,
+    command: Sequence[str] = (),
     steps: int = 300,
     kills: int = 5,
     seed: int = 0,
     exhaustive: bool = False,
     processes: int | None = None,
+    timeout: float = 600.0,
     say: Say | None = None,
-) -> Proof:
+) -> Proof | CommandProof:
     """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
 
+    command: a program of your own in place of the configuration, `["python", "train.py", "--out", "{run}"]`, where
+    `{run}` stands for a fresh folder; it is killed, started again as it is, and its checkpoints are compared.
     steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: kill a short run at every
-    file-system event, too.  processes: how many train together under ddp, 2 by default.  Raises `RunFailed` where a
-    training process fails by itself.
+    file-system event, too.  processes: how many train together, 2 by default.  timeout: seconds that one
+    process of a command may take.  Raises `RunFailed` where a training process fails by itself, or a command unbroken.
     """
-    set = several(set)
-    made = configuration(config, set)
+    told = say or (lambda text: None)
+    if command:
+        if config is not None or set or exhaustive or processes is not None or steps != 300:
+            raise UsageError(
+                "a command has no configuration and no length",
+                "Of the options, it takes --kills, --seed and --timeout.",
+            )
+        return _of_command(command, kills, seed, timeout, told)
+    if config is None:
+        raise UsageError("prove was given neither a configuration nor a command")
+    made = configuration(config, several(set))
     from ckptool.training.prove.proof import prove as proved
 
-    told = say or (lambda text: None)
     return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, processes=processes, say=told)
+
+
+def _of_command(command: Sequence[str], kills: int, seed: int, timeout: float, say: Say) -> CommandProof:
+    from ckptool.training.prove.command import prove_command
+    from ckptool.verbs.diff import diff
+    from ckptool.verbs.scan import scan
+
+    compare = partial(diff, ignore=("order",), stat=False)
+    return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=say)

@@ -18,9 +18,9 @@ def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False
     """
     check_harness()
     refuse_address("prune", run)
-    from ckptool.training.runs import reopen_changed
+    from ckptool.training.runs import reopen_to_prune
 
-    opened = reopen_changed(os.fspath(run), several(set), write=not dry_run)
+    opened = reopen_to_prune(os.fspath(run), several(set), write=not dry_run)
     try:
         kept, gone = opened.retention.divide(opened.store.all())
         deleted = tuple((saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in gone)

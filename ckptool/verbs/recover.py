@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
-from ckptool.checkpoint.files import Input, Source, open_input
+from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.formats.damaged import Salvaged, salvage
-from ckptool.formats.opening import PathLike, counting_whole, open_file, refuse_address
+from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.output import Progress, check_target, replace_file
 from ckptool.reports.recover import LostTensorRow, Recovery
@@ -21,10 +21,10 @@ from ckptool.transforms.recover import LostTensor, Restored, restored
 
 
 def recover(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
-    fill_from: PathLike | None = None,
+    fill_from: CheckpointLike | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     keep_unknown: bool = False,
@@ -39,7 +39,7 @@ def recover(
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
     refuse_address("recover", file)
-    source = open_input(file)
+    source, _ = open_source(file)
     target = _target(source, out, overwrite)
     damage = _damage(source)
     done = salvage(source, damage)
@@ -54,7 +54,7 @@ def recover(
     report = _report(damage.what if damage is not None else "", done, found, "" if there is None else there.path)
     return replace(
         report,
-        file=os.fspath(file),
+        file=source.path,
         output=target,
         container=container,
         file_bytes=plan.nbytes,
@@ -127,7 +127,7 @@ def _damage(source: Input) -> CkptoolError | None:
     return None
 
 
-def _other(fill_from: PathLike | None) -> Checkpoint | None:
+def _other(fill_from: CheckpointLike | None) -> Checkpoint | None:
     """The checkpoint to fill from, or the part of it that was named."""
     if fill_from is None:
         return None

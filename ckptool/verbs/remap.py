@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import UsageError, counted, printable
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import locations
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions, out_first
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def remap(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
+    to: object = None,
     *,
-    to: str | None = None,
-    moves: Mapping[str, str] | None = None,
+    moves: Mapping[Any, Any] | None = None,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Tags every storage with the device `to`, as `torch.load(map_location=…)` would, or by `moves`, old to new.
 
-    at: only those of this part. The result loads without `map_location` on a machine that has the new device.
+    Devices are names, or torch's own.  at: only those of this part. The result loads without `map_location` on a
+    machine that has the new device. Tensors in memory are moved there.
     Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.
     """
+    out, to = out_first(out, to)
     if to is None and not moves:
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
     change = begin_change("remap", file, out, at, options)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions
 from ckptool.verbs.strip_module import renamed_file
 
 if TYPE_CHECKING:
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
 
 
 def rename(
-    file: PathLike,
-    rules: str | Sequence[str] = (),
+    file: CheckpointLike,
+    rules: str | Sequence[str] | Mapping[str, str] = (),
     out: PathLike | None = None,
     *,
     rules_file: str | None = None,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 
+    rules: texts, or `{OLD: NEW}`.
     rules_file: a YAML file of more rules, tried after `rules`. Raises `UsageError` for a rule that cannot work (with
     its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
-    parsed = [parse_rule(rule) for rule in several(rules)]
+    parsed = [parse_rule(rule) for rule in several(rules, " => ")]
     parsed += read_rules(rules_file) if rules_file is not None else []
     if not parsed:
         raise UsageError(

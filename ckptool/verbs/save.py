@@ -13,7 +13,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
 from ckptool.pickles.reduce import from_live
-from ckptool.verbs._save import put_in_place
+from ckptool.verbs._save import path_of, put_in_place
 
 
 def save(
@@ -24,7 +24,7 @@ def save(
     overwrite: bool = False,
     keep_unknown: bool = False,
 ) -> None:
-    """Writes `tree` to `path`: what `torch.save` takes, and entries and checkpoints that ckptool opened.
+    """Writes `tree` to `path`: what `torch.save` takes, of a module its state dict, entries and checkpoints.
 
     container: `torch-zip`, `safetensors`, `sharded`, `npz`, …; by default that of the suffix, else `torch-zip`.
     overwrite: replace what is there; it stays whole under its name until the new file is.
@@ -32,6 +32,7 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
+    path = path_of("save", path)
     target = formats.by_name(container) if container else formats.for_output(path, formats.DEFAULT)
     if not container:
         formats.refuse_suffix(path, target)

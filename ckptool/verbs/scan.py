@@ -35,8 +35,8 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
     at at a time, each in a process of its own.
     Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
     """
+    refuse_address("scan", path)
     name = os.fspath(path)
-    refuse_address("scan", name)
     if not os.path.isdir(name):
         with counting_whole():
             row = _row(full, name)

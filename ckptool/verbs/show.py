@@ -11,7 +11,7 @@ from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.strided import slice_view, to_numpy
 from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError, printable
-from ckptool.formats.opening import PathLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.show import Shown
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3
 
 
-def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
+def show(file: CheckpointLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
     """The entry at an address of `file`: a tensor with its values (or a slice, `'0:4,:'`), a plain value, a dictionary.
 
     Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an
@@ -36,12 +36,12 @@ def show(file: PathLike, *, at: str | None = None, slice: str | None = None, all
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{printable(address(path)) or 'the whole file'} cannot be sliced: it is {kind}")
-        return Shown(opened.path, address(path), node, None, None, False)
+        return Shown(opened.name, address(path), node, None, None, False)
     view = slice_view(node, slice) if slice is not None else node
     edges = not all and view.numel > WHOLE
     with unchanged(opened.checkpoint.source):
         values = _corners(view) if edges else to_numpy(view)
-    return Shown(opened.path, address(path), node, slice, values, edges)
+    return Shown(opened.name, address(path), node, slice, values, edges)
 
 
 def _holder(checkpoint: Checkpoint, at: str) -> Any:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats import named
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import slim as slimming
-from ckptool.verbs._save import ChangeOptions, begin_change
+from ckptool.verbs._change import begin_change
+from ckptool.verbs._save import ChangeOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def slim(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     dedup: bool = False,
     keep_optimizer: bool = False,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
 
     dedup: store storages with equal bytes once; `ckptool.load` gives each its own memory again, stock `torch.load` ties

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import LimitExceeded, UsageError, printable
-from ckptool.formats.opening import PathLike, open_whole, split
+from ckptool.formats.opening import CheckpointLike, PathLike, in_memory, open_whole, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import Spec, is_spec, parse_spec
 from ckptool.reports.targets import Target, names_code, of_checkpoint
@@ -19,7 +20,7 @@ MAX_SPEC = 64 << 20  # bytes
 
 
 def spec(
-    target: PathLike,
+    target: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
@@ -29,8 +30,8 @@ def spec(
 ) -> Spec:
     """Names, shapes, types, ties and kinds of a model's tensors, written to `out` as JSON (`ckptool.spec/1`).
 
-    target: a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or another spec.
-    at: the part of a checkpoint.  part: take also one that is only a rank's share or one shard.
+    target: a module, a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or
+    another spec.  at: the part of a checkpoint.  part: take also one that is only a rank's share or one shard.
     overwrite: replace an existing `out`.  dry_run: write nothing.
     Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
     """
@@ -46,8 +47,10 @@ def spec(
     return found
 
 
-def find_target(target: PathLike, at: str | None = None, *, part: bool = False) -> Target:
+def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = False) -> Target:
     """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
+    if not isinstance(target, (str, os.PathLike)):
+        return _of_objects(target, at, part)
     name = os.fspath(target)
     path, _ = split(name)
     if elsewhere := refused_place(path):
@@ -71,6 +74,16 @@ def find_target(target: PathLike, at: str | None = None, *, part: bool = False) 
         return parse_spec(read, name)
     opened = open_whole(target, at, part=part)
     return of_checkpoint(opened.checkpoint, name, opened.at)
+
+
+def _of_objects(given: CheckpointLike, at: str | None, part: bool) -> Target:
+    """The target that is a module, a state dict in memory, an open checkpoint or file."""
+    if in_memory(given) and not isinstance(given, (Mapping, Checkpoint)):
+        from ckptool.verbs._live import target_of
+
+        return target_of(given, shown(given))
+    opened = open_whole(given, at, part=part)
+    return of_checkpoint(opened.checkpoint, opened.name, opened.at)
 
 
 def _spec_in(path: str) -> bytes | None:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, listed, printable
-from ckptool.formats.opening import PathLike
+from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import Renamed, strip
-from ckptool.verbs._save import ChangeOptions, FileChange, begin_change
+from ckptool.verbs._change import FileChange, begin_change
+from ckptool.verbs._save import ChangeOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def strip_module(
-    file: PathLike,
+    file: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
     prefix: str | Sequence[str] = (),
     partial: bool = False,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights.
 
     at: only there.  prefix: take these off instead.  partial: also where only some keys have `module.`.
@@ -40,7 +41,7 @@ def strip_module(
     return renamed_file(change, renamed, clean="already clean: no wrapper prefix on any key")
 
 
-def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written:
+def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | Any:
     """Saves a renaming and reports it: what all verbs on keys do last."""
     result = change.save(renamed.checkpoint, changes=renamed.changed > 0)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]

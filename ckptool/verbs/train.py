@@ -46,7 +46,7 @@ def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str]
 def example() -> str:
     """A configuration with every key explained, for `ckptool train --init`."""
     check_harness()
-    from ckptool.training.config import example as page
+    from ckptool.training.example import example as page
 
     return page()
 
@@ -54,6 +54,6 @@ def example() -> str:
 def schema() -> str:
     """The JSON Schema of a configuration, for editors."""
     check_harness()
-    from ckptool.training.config import schema_text
+    from ckptool.training.example import schema_text
 
     return schema_text()

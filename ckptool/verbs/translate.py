@@ -13,9 +13,10 @@ from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
-from ckptool.formats.opening import Opened, PathLike, open_to_change
+from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult, Written
+from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
@@ -23,7 +24,8 @@ from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._save import ChangeOptions, FileChange, Output, begin_change, save
+from ckptool.verbs._change import FileChange, begin_change
+from ckptool.verbs._save import ChangeOptions, Output, save
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,7 +34,7 @@ MANY = 12  # steps that are all shown without -n
 
 
 def translate(
-    file: PathLike,
+    file: CheckpointLike,
     rules: str | Sequence[str] = (),
     out: PathLike | None = None,
     *,
@@ -44,7 +46,7 @@ def translate(
     shard_size: int | str | None = None,
     at: str | None = None,
     **options: Unpack[ChangeOptions],
-) -> Written:
+) -> Written | Any:
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
 
     rules_file: a YAML file of more rules, or the name of a layout that ships; it may say how ranks are joined first.
@@ -57,7 +59,10 @@ def translate(
     """
     if rest not in REST:
         raise UsageError(f"unknown --rest {printable(rest)!r}", f"Available: {', '.join(REST)}.")
-    own = [rule for text in several(rules) for rule in parse_translation_rule(text)]
+    texts = several(rules)
+    if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
+        rules_file = texts.pop()  # as the option of the command is called
+    own = [rule for text in texts for rule in parse_translation_rule(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
     translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
@@ -69,11 +74,12 @@ def translate(
         )
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
-    def opening(file: PathLike, at: str | None) -> Opened:
-        joins = translation.join is not None and not reverse
-        if not joins or translation.join is None:
+    def opening(file: CheckpointLike, at: str | None) -> Opened:
+        def numbers(config: dict[str, Any]) -> Lookup:
+            return Scope(given, translation.variables, config, {}).lookup
+
+        if translation.join is None or reverse or not isinstance(file, (str, os.PathLike)):
             return open_to_change(file, at)
-        numbers = lambda config: Scope(given, translation.variables, config, {}).lookup  # noqa: E731
         return open_joined(file, translation.join, at, numbers=numbers)
 
     change = begin_change("translate", file, out, at, options, opening)
@@ -232,7 +238,7 @@ def _details(
 
 
 def _first_of_rules(root: TranslatedRoot) -> list[Step]:
-    return list({(step.rule.place, step.rule.text): step for step in reversed(root.steps)}.values())[::-1]
+    return list({step.rule.origin: step for step in reversed(root.steps)}.values())[::-1]
 
 
 def _line(step: Step, root: TranslatedRoot) -> str:

@@ -16,12 +16,12 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
 from ckptool.formats import Format, bundle_json, marks
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
 from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
-from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, verifier, written
+from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 
 if TYPE_CHECKING:
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 
 
 def unbundle(
-    file: PathLike,
+    file: CheckpointLike,
     folder: PathLike | None = None,
     *,
     only: str | Sequence[str] = (),
     part: bool = False,
     **options: Unpack[SaveOptions],
-) -> Written:
+) -> Written | Any:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, which `bundle` reads.
 
     A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, texts, short lists) go into
     `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one member
-    shared with another are written for each.  only: these members.  part: take also a file that is only a part.
+    shared with another are written for each. In memory, and without
+    a folder, the members are given back.  only: these members.  part: take also a file that is only a part.
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
-    if folder is None or options.get("in_place"):
+    output = output_of("unbundle", folder, options, file)
+    if output.in_place or (folder is None and not output.live):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
-    output = output_of("unbundle", folder, options)
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
@@ -65,7 +66,11 @@ def unbundle(
         isinstance(checkpoint.tree, OrderedDict),
     )
     parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
-    result = _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, output)
+    result = (
+        save(output, opened.checkpoint, replace(checkpoint, tree=tree))
+        if folder is None
+        else _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, output)
+    )
     summary = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
     if values := len(tree) - len(files):
         summary += f", with {counted(values, 'plain value')}"

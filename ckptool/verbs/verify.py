@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, PartKind
 from ckptool.checkpoint.commands import FILE, OUT, command
-from ckptool.checkpoint.files import Folder, Input, Source, open_input
+from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.checkpoint.tree import address, storages, tensors
@@ -27,7 +27,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
-from ckptool.formats.opening import PathLike, counting_whole, part_of, split
+from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_file, open_source, part_of
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
@@ -63,7 +63,7 @@ _SAID = (
 
 
 def verify(
-    file: PathLike,
+    file: CheckpointLike,
     *,
     at: str | None = None,
     finite: bool = False,
@@ -83,15 +83,17 @@ def verify(
     more jobs not those of members. Raises what opening raises for a file that is no checkpoint or cannot be read, and
     `UsageError` where several sets of weights could be meant.
     """
-    path, place = split(file)
+    opened = open_file(file) if in_memory(file) else None
+    source: Any
+    source, place = (opened.checkpoint.source, None) if opened else open_source(file)
+    path = source.path if source is not None else ""
     named = at if at is not None else place
-    source = open_input(path)
     kept = _kept(against) if against is not None else None
     if write_digest is not None:
         check_target(write_digest, overwrite=overwrite)
     try:
         with counting_whole():
-            checkpoint = formats.read_source(source)
+            checkpoint = opened.checkpoint if opened else formats.read_source(source)
     except _DAMAGE as error:
         if isinstance(source, Folder) and len(sharded.checkpoints_in(source)) > 1:
             raise  # none of them was looked at, so none is called damaged
@@ -109,7 +111,7 @@ def verify(
     found = _with_digests(found, *_root(checkpoint, named))
     if write_digest is not None and found.digests is not None:
         plan = Plan({"": [InlineBytes(digests_file(found.digests))]})
-        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source])
+        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=[source] if source else [])
         found = replace(found, notes=found.notes + notes, written=os.fspath(write_digest))
     if kept is not None and against is not None and found.digests is not None:
         found = replace(found, compared=compare_digests(kept, found.digests), against=os.fspath(against))
@@ -140,7 +142,7 @@ def _root(checkpoint: Checkpoint, at: str | None) -> tuple[StateDict, str]:
 # What is checked ------------------------------------------------------------------------------------------------------
 
 
-def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
+def _checked(path: str, source: Input | None, checkpoint: Checkpoint, progress: Progress | None) -> Verification:
     """A file, or a folder without its members, which are read as files of their own."""
     problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
     archive = archive_of(checkpoint)
@@ -163,7 +165,7 @@ def _checked(path: str, source: Input, checkpoint: Checkpoint, progress: Progres
     return Verification(
         f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         checkpoint.container,
-        source.size,
+        source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
         sum(1 for _ in tensors(checkpoint.tree)),
         sum(1 for _ in storages(checkpoint.tree)),
         extent,
@@ -190,12 +192,12 @@ def _archives_in(checkpoint: Checkpoint, elsewhere: list[Source]) -> Iterator[Ar
             yield archive
 
 
-def _members(source: Input, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _members(source: Input | None, checkpoint: Checkpoint) -> tuple[str, ...]:
     layout = members.members_of(checkpoint, source) if isinstance(source, Folder) and not checkpoint.base else None
     return layout.names if layout is not None else ()
 
 
-def _files_of_members(source: Input, checkpoint: Checkpoint) -> list[Source]:
+def _files_of_members(source: Input | None, checkpoint: Checkpoint) -> list[Source]:
     """The files in the tree that are read as members, each by itself."""
     folders = {name.partition("/")[0] for name in _members(source, checkpoint)}
     files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
@@ -275,7 +277,7 @@ def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(note.code, note.message, "It is not the file that was written.", tensors=tuple(names))
 
 
-def _fixes(path: str, source: Input, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:
+def _fixes(path: str, source: Input | None, problems: list[Problem]) -> tuple[tuple[str, ...], ...]:
     if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
         return ()
     return (Chain(path).fill(command("recover", FILE, out=OUT)),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,19 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
+from ckptool.formats.memory import together
 from ckptool.formats.model_folder import model_folder
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.reports.fixes import Chain
 from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import PARAMETER, Target
-from ckptool.reports.warm_start import LoadReport, Suggestion
+from ckptool.reports.warm_start import LoadReport, Suggestion, refusal
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.translate import translated_items, translation_in
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
-from ckptool.verbs._save import Output, SaveOptions, output_of, save
+from ckptool.verbs._save import InMemory, Output, SaveOptions, output_of, save
 from ckptool.verbs.layouts import translation_to
 from ckptool.verbs.spec import find_target
 
@@ -37,29 +38,29 @@ WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 
 def warm_start(
-    file: PathLike,
-    against: PathLike,
+    file: CheckpointLike,
+    against: CheckpointLike,
     out: PathLike | None = None,
     *,
     at: str | None = None,
-    rename: str | Sequence[str] = (),
+    rename: str | Sequence[str] | Mapping[str, str] = (),
     rules_file: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     on_mismatch: str = "error",
-    resize: str | Sequence[str] = (),
+    resize: str | Sequence[str] | Mapping[str, str] = (),
     min_loaded: float | None = None,
     strict: bool = False,
     optimizer: bool = False,
     suggest: PathLike | None = None,
     part: bool = False,
     **options: Unpack[SaveOptions],
-) -> LoadReport:
+) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
-    against: another checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs
-    torch), or a spec.  at: the weights in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also
-    with operations, as `translate` has them.
+    For weights in memory, and without `out`, gives back such a state dict. against: a module, another checkpoint (or
+    `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs torch), or a spec.  at: the weights
+    in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also with operations, as `translate` has them.
     only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
     shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
     min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
@@ -67,7 +68,7 @@ def warm_start(
     part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
-    changing = translation_in(several(rename), rules_file)
+    changing = translation_in(several(rename, " => "), rules_file)
     wanted = match_options(
         () if changing else rename,
         None if changing else rules_file,
@@ -78,7 +79,7 @@ def warm_start(
         min_loaded=min_loaded,
         strict=strict,
     )
-    output = output_of("warm-start", out, options)
+    output = output_of("warm-start", out, options, file)
     if optimizer and changing is not None:
         fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
         raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
@@ -87,7 +88,7 @@ def warm_start(
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     if changing is not None:
         root = replace(root, node=same_kind(root.node, translated_items(opened.checkpoint, changing, root.node)))
-    plan = plan_warm_start(root, opened.path, target, wanted, remark)
+    plan = plan_warm_start(root, opened.name, target, wanted, remark)
     refuse_codes(opened.checkpoint, root.node, plan.report)
     if plan.report.missing or plan.report.mismatched:
         plan = replace(plan, report=_with_translation(plan.report, root, target))
@@ -96,9 +97,12 @@ def warm_start(
     names = _parameters(target)
     moved = carried(opened.checkpoint, root, target, plan.chosen, names) if optimizer else None
     report = replace(plan.report, optimizer=moved.report) if moved is not None else plan.report
-    if out is not None and report.accepted:
+    if output.live and not output.dry_run and not report.accepted:
+        raise refusal(report)
+    if (out is not None or (output.live and not output.dry_run)) and report.accepted:
         report = _write(opened.checkpoint, root, target, plan, report, moved, output)
-    return report if suggest is None else _with_rules_file(report, suggest, output)
+    report = report if suggest is None else _with_rules_file(report, suggest, output)
+    return report.output.made if isinstance(report.output, InMemory) else report
 
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
@@ -143,7 +147,8 @@ def _write(
     made = Checkpoint(tree, kind, mark, checkpoint.source)
     _refuse_target(target, output)
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
-    saved = save(output, checkpoint, made, beside=beside if beside is not None and beside.files else None)
+    original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
+    saved = save(output, original, made, beside=beside if beside is not None and beside.files else None)
     notes = (*report.normalised, *saved.notes)
     return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not output.dry_run)
 

@@ -21,7 +21,13 @@ from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
 
 EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
-TRAINING = ("train", "resume", "prove", "prune")  # tests/training runs them; here only their options are looked at
+TRAINING = (
+    "train",
+    "resume",
+    "eval",
+    "prove",
+    "prune",
+)  # tests/training runs them; here only their options are looked at
 MODEL = """
 from safetensors.torch import save_file
 from torch import nn

@@ -32,7 +32,7 @@ class TorchvisionOperators(importlib.abc.MetaPathFinder):
             import torch
 
             sys.meta_path.remove(self)
-            self.library = torch.library.Library("torchvision", "DEF")
+            self.library = torch.library.Library("torchvision", "FRAGMENT")
             for schema in TORCHVISION:
                 with suppress(RuntimeError):  # where the C code could be loaded, it has them
                     self.library.define(schema)

@@ -251,3 +251,16 @@ def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
     else:
         durable._remove(str(left))
     assert (mine / "a.bin").read_bytes() == b"x"
+
+
+def test_a_folder_that_another_writer_makes_meanwhile_is_one_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = tmp_path / "out", folders.check_target
+
+    def meanwhile(path: str, *, overwrite: bool) -> str:
+        target.mkdir(exist_ok=True)
+        return real(path, overwrite=overwrite)
+
+    monkeypatch.setattr(folders, "check_target", meanwhile)
+    assert folders.check_folder(target, overwrite=True) == str(target)

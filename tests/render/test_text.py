@@ -193,7 +193,7 @@ def test_differences_in_groups() -> None:
         "b.weight",
         "shape [2] → [3]",
         "device cpu → cuda:0",
-        "only in torch-zip (1)",
+        "only in the left one (1)",
         "1 → 2",
         "2 of 2",
         "tied only in",

@@ -30,7 +30,7 @@ LONG = 40  # lines of a function
 WIDE = 120  # columns
 HARNESS = {
     "cli": ("training",),
-    "render": ("train",),
+    "render": ("prove", "train"),
     "verbs": ("_training", "inspect_run", "prove", "prune", "resume", "train", "training"),
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckptool.cli import main
 from tests.support.small_runs import MLP
 
-HARNESS = ("train", "resume", "prove", "prune")
+HARNESS = ("train", "resume", "eval", "prove", "prune")
 
 # A command line of each command that ends well, with the output that it writes.
 PLAIN = {
@@ -47,6 +47,7 @@ PLAIN = {
     "spec": "m.pt -o out.json",
     "train": "run.yaml",
     "resume": "run",
+    "eval": "run",
     "prove": "run.yaml --steps 2 --kills 1",
     "prune": "run",
 }

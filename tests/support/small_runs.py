@@ -114,6 +114,13 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def killed_after(run: Path, step: int) -> None:
+    """Leaves a run as a kill after this step would have."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.stem[5:]) > step:
+            path.unlink()
+
+
 def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

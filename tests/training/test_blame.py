@@ -27,7 +27,7 @@ OWN = """
 import torch
 from torch import nn
 from ckptool.training.tasks import Task, Phase, classify
-from ckptool.training.data import BUILT_IN
+from ckptool.training.datasets import BUILT_IN
 
 def fault(place, value=None):
     if place == PLACE:

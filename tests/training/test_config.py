@@ -15,7 +15,8 @@ import pytest
 from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
 from ckptool.training import config as keys_module
 from ckptool.training import configfile
-from ckptool.training.config import Config, example
+from ckptool.training.config import Config
+from ckptool.training.example import example, schema_text
 from tests.support.small_runs import config
 
 BASE = "run: r\ntrain: {steps: 5}\n"
@@ -52,7 +53,13 @@ def configuration_error(text: str, *changes: str) -> str:
         ),
         ("models:\n  main: {freeze: [{match: a}]}", "run.yaml:4: models.main.freeze.0.until is missing"),
         ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
-        ("optim: {other: {}}", "run.yaml: models are ['main'], optimizers for ['other']; each model needs one"),
+        (
+            "optim: {other: {}}",
+            (
+                "run.yaml: models are ['main'], optimizers for ['other']; each model needs one, and each optimizer a "
+                "model (its own name, or `model`)"
+            ),
+        ),
         ("strategy: split", "run.yaml: strategy: split needs the section split, and the section needs the strategy"),
         ("train: {steps: 6}", "run.yaml:3: not valid YAML: train is given twice"),
         ("a: [1", "run.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'"),
@@ -355,7 +362,7 @@ def test_the_example_shows_every_key() -> None:
 
 
 def test_the_schema_is_one_that_editors_take() -> None:
-    schema = json.loads(keys_module.schema_text())
+    schema = json.loads(schema_text())
     assert schema["additionalProperties"] is False
     assert {"run", "train"} <= set(schema["required"])
     assert schema["$defs"]["Model"]["properties"]["from"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptool.errors import UsageError, UserCodeFailed
-from ckptool.training import data
+from ckptool.training import datasets
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
 from tests.support.small_runs import last, run_to_end, take, trainer
@@ -250,10 +250,19 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
 # In the box ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(data.BUILT_IN) - {"digits"}))
+@pytest.mark.parametrize("name", sorted(set(datasets.BUILT_IN) - {"digits"}))
 def test_data_in_the_box_is_the_same_every_time(name: str) -> None:
-    one, other = data.BUILT_IN[name](), data.BUILT_IN[name]()
+    one, other = datasets.BUILT_IN[name](), datasets.BUILT_IN[name]()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
-    if isinstance(one, data.Arrays):
-        assert str(one.__getitems__([3, 1, 3])) == str([one[3], one[1], one[3]])
+    if isinstance(one, datasets.Arrays):
+        assert str(list(one.__getitems__([3, 1, 3]))) == str([one[3], one[1], one[3]])
+
+
+def test_rows_of_tensors_are_collated_as_single_samples_are() -> None:
+    for name in ("blobs", "ring"):
+        rows = getattr(datasets, name)().__getitems__([3, 1, 2])
+        one, other = default(rows), torch.utils.data.default_collate([rows[0], rows[1], rows[2]])
+        assert type(one) is type(other)
+        assert all(map(torch.equal, *[each if isinstance(each, list) else [each] for each in (one, other)]))
+        assert len(list(rows)) == len(rows) == 3

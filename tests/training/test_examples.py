@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckptool
 from ckptool.training import configfile
 from ckptool.training.start import rehearse, start
 
@@ -33,7 +34,8 @@ def test_an_example_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     config = configfile.read(f"{name}.yaml", [*changes, f"run=runs/test-{name}", *INSTEAD.get(name, [])])
     done = start(config)
     assert (done.status, done.step) == ("done", 6)
-    state = torch.load(f"runs/test-{name}/checkpoints/step-00000006.pt", weights_only=True)
+    path = Path(f"runs/test-{name}/checkpoints/step-00000006.{'dcp' if name == 'fsdp' else 'pt'}")
+    state = ckptool.load(path) if path.is_dir() else torch.load(path, weights_only=True)
     assert state["step"] == 6
     prefixes = ("module.", "_orig_mod.", "0.module")
     weights = [key for part in state if part.startswith("model") for key in state[part]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -11,9 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import MissingExtra, UsageError, UserCodeFailed
+from ckptool.errors import Conflict, MissingExtra, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from tests.support.small_runs import CONV, GAN, IMAGES, assert_same_trainers, config, last, run_to_end, take, trainer
+from ckptool.training.start import resume, start
+from tests.support.small_runs import (
+    CONV,
+    GAN,
+    IMAGES,
+    assert_same_trainers,
+    config,
+    killed_after,
+    last,
+    run_to_end,
+    take,
+    trainer,
+)
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -96,23 +110,92 @@ def test_a_hook_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_profiler_writes_its_trace_into_the_run(tmp_path: Path) -> None:
-    run_to_end(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
+    done = run_to_end(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
     trace = json.loads((tmp_path / "run/trace.json").read_text())
     steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
     assert any("addmm" in event.get("name", "") for event in trace["traceEvents"])
+    assert done.profile == str(tmp_path / "run/trace.txt")
+    rows = Path(done.profile).read_text().splitlines()
+    assert "Self CPU" in rows[1]
+    assert any("addmm" in row for row in rows)
+    assert 20 <= len(rows) <= 28  # the most expensive 20, the heading and the sums
 
 
 def test_a_run_that_is_shorter_than_the_profile_ends_well(tmp_path: Path) -> None:
     run_to_end(tmp_path, "train.steps=2", profile={"wait": 1, "warmup": 0, "active": 9})
     assert (tmp_path / "run/profile.json").exists()
-    run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5})
+    assert run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5}).profile == ""
 
 
 @pytest.mark.parametrize("name", ["../trace.json", "/tmp/trace.json", "run.yaml", "lock", ".json"])
 def test_a_trace_has_a_name_of_its_own_in_the_run(name: str) -> None:
     with pytest.raises(UsageError, match=r"profile\.trace"):
         config(f"profile.trace={name}")
+
+
+# metrics.csv ----------------------------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with (path / "run/metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+NAN = """
+class Hook:
+    def __init__(self):
+        self.step = 0
+    def after_step(self, trainer):
+        self.step = trainer.step
+    def facts(self):
+        return {"a, b": float("nan")} | ({"late": 1e-7} if self.step >= 8 else {})
+"""
+
+
+@pytest.mark.parametrize("step", [1, 5, 8, 12])
+def test_metrics_as_csv(tmp_path: Path, step: int) -> None:
+    """The numbers of metrics.jsonl, a column for every name; the same bytes, wherever the run was killed."""
+    (tmp_path / "own.py").write_text(NAN)
+    changes = (
+        "log.csv=true",
+        "log.every=2",
+        "save.every=1",
+        "save.keep_last=99",
+        f"hooks=[{tmp_path / 'own.py'}:Hook]",
+    )
+    run_to_end(tmp_path / "a", *changes)
+    names = list(dict.fromkeys(name for fact in logged(tmp_path / "a") for name in fact))
+    assert names[-1] == "late"  # which makes the table anew
+    rows = table(tmp_path / "a")
+    assert list(rows[0]) == names
+    assert rows == [{name: str(fact.get(name, "")) for name in names} for fact in logged(tmp_path / "a")]
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    killed_after(tmp_path / "b/run", step)
+    with (tmp_path / "b/run/metrics.csv").open("a") as file:
+        file.write("21,3,0.")  # as a kill leaves it
+    resume(str(tmp_path / "b/run"))
+    for name in ("metrics.csv", "metrics.jsonl"):
+        assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+
+
+def test_a_csv_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.csv").write_text("mine")
+    for _ in range(2):
+        with pytest.raises(Conflict, match=r"holds metrics\.csv, which this run did not write"):
+            run_to_end(tmp_path, "log.csv=true")
+    assert (tmp_path / "run/metrics.csv").read_text() == "mine"
+
+
+def test_a_run_that_never_saved_begins_again_over_its_csv(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Hook:\n    def after_backward(self, *given):\n        raise LookupError\n")
+    with pytest.raises(UserCodeFailed):
+        run_to_end(tmp_path, "log.csv=true", hooks=[f"{tmp_path / 'own.py'}:Hook"])
+    assert (tmp_path / "run/metrics.csv").read_text() == ""
+    start(config("log.csv=true", run=tmp_path / "run"))
+    assert len(table(tmp_path)) == len(logged(tmp_path))
 
 
 # TensorBoard ---------------------------------------------------------------------------------------------------------

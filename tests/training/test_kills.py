@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,11 +17,11 @@ import torch
 
 from ckptool.training import configfile
 from ckptool.training.prove.fork_server import ForkServer
-from ckptool.training.prove.proof import ProofRun, configured, resumes
+from ckptool.training.prove.proof import configured, resumes
 from ckptool.training.store import Lines
+from tests.support.killed_runs import STEPS, ends_the_same, lab
 from tests.support.small_runs import CONV, GAN, IMAGES, config
 
-STEPS = 40
 TEXT: dict[str, Any] = {
     "task": "lm",
     "data": {"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8},
@@ -54,24 +53,6 @@ SEVERAL: dict[str, dict[str, Any]] = {
     },
 }
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
-
-
-def lab(path: Path, server: ForkServer, seed: int = 0, every: int = 0, **sections: Any) -> ProofRun:
-    return ProofRun(configured(config(**sections), STEPS, every), STEPS, str(path), random.Random(seed), server, str)
-
-
-def ends_the_same(made: ProofRun, kills: list[tuple[int, str, tuple[str, ...]]]) -> None:
-    """Kills a run at steps and resumes it, with changes of its configuration for each process; compares the ends."""
-    made.train("reference")
-    done = [made.killed(at, how, *changes) for at, how, changes in kills]
-    made.train("killed")
-    assert None not in done, "it ended before it was killed"
-    steps, lost = resumes(made.run_of("killed"))
-    assert len(steps) == len(kills)
-    assert not lost
-    assert Path(made.last("killed")).read_bytes() == Path(made.last("reference")).read_bytes()
-    history = [fact["event"] for fact in Lines(os.path.join(made.run_of("killed"), "history.jsonl")).read()]
-    assert "skip-damaged" not in history
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ckptool.errors import DiskFull, NotFinite, UsageError, UserCodeFailed
-from ckptool.training import loop
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
+from ckptool.training.saving import Saver
 from ckptool.training.start import start
 from ckptool.training.store import Store
 from ckptool.training.trainer import Trainer
@@ -239,20 +239,20 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
 def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is held back until the run has gone on: what it writes is still what was."""
     run_to_end(tmp_path / "a")
-    gone_on, commit, step = threading.Event(), Store.commit, loop.Saver.wait
+    gone_on, commit, save = threading.Event(), Store.commit, Saver.save
 
     def late(self: Store, number: int, *args: Any) -> Any:
         if number == 5:
             assert gone_on.wait(60)
         return commit(self, number, *args)
 
-    def waits(self: loop.Saver) -> None:
-        if self.trainer.step > 5:
+    def saves(self: Saver, number: int, *args: Any) -> None:
+        if number > 5:
             gone_on.set()
-        step(self)
+        save(self, number, *args)
 
     monkeypatch.setattr(Store, "commit", late)
-    monkeypatch.setattr(loop.Saver, "wait", waits)
+    monkeypatch.setattr(Saver, "save", saves)
     run_to_end(tmp_path / "b", "save.async=true", "save.keep_last=9")
     name = Path("run/checkpoints/step-00000020.pt")
     assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()

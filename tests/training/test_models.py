@@ -153,6 +153,21 @@ def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -
     assert done.step == 8
 
 
+def test_what_a_checkpoint_that_need_not_fit_lacks_is_told(tmp_path: Path) -> None:
+    whole = trainer(data=IMAGES, models={"main": CONV}).models["main"].state_dict()
+    extra = {"head.weight": torch.ones(9, 4), "old": torch.ones(2)}
+    torch.save({**{k: v + 1 for k, v in whole.items() if k != "head.bias"}, **extra}, tmp_path / "old.pt")
+    settings = Model.model_validate({**CONV, "from": str(tmp_path / "old.pt"), "strict": False})
+    said: list[str] = []
+    made = build_model(settings, load_data(Data.model_validate(IMAGES), 3), say=said.append).state_dict()
+    assert torch.equal(made["blocks.0.0.weight"], whole["blocks.0.0.weight"] + 1)
+    assert made["head.weight"].shape == (4, 4)
+    (told,) = said
+    assert "1 skipped, of another shape: head.weight (f32 [9, 4] for f32 [4, 4])" in told
+    assert "1 not in it: head.bias" in told
+    assert "1 not in the model: old" in told
+
+
 WEIGHTS = {
     "other names": {"a.weight": torch.ones(3, 3)},
     "another shape": {"1.weight": torch.ones(3, 3), "1.bias": torch.ones(6)},
@@ -169,7 +184,7 @@ def test_weights_that_do_not_fit_are_told_with_what_a_configuration_can_say(
     """The options of `warm-start`, which has more of them, are not those of `train`."""
     torch.save(WEIGHTS[kind], tmp_path / "old.pt")
     model = {"name": "mlp", "args": {"hidden": [6]}, "from": str(tmp_path / "old.pt"), "strict": strict}
-    if kind == "some" and not strict:
+    if kind in ("some", "another shape") and not strict:
         trainer(models={"main": model})
         return
     with pytest.raises((PlanRefused, UsageError)) as raised:

@@ -14,10 +14,11 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckptool.errors import Conflict, UsageError
-from ckptool.training import optim
+from ckptool.training import schedules
 from ckptool.training.config import Group, Optim, Schedule
-from ckptool.training.optim import build_optimizer, build_schedule, load_optimizer
+from ckptool.training.optim import build_optimizer, load_optimizer
 from ckptool.training.parallel import World
+from ckptool.training.schedules import build_schedule
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
 from tests.support.small_runs import (
@@ -183,12 +184,12 @@ def test_what_a_schedule_does_not_take() -> None:
 @pytest.mark.parametrize(
     ("made", "values"),
     [
-        (optim.warmup_cosine(2, 6), {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
-        (optim.warmup_cosine(2, 6, 0.2), {4: 0.6, 6: 0.2}),
-        (optim.warmup_cosine(0, 4), {0: 1.0, 2: 0.5}),
-        (optim.warmup_linear(2, 6), {0: 0.5, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
-        (optim.warmup_linear(2, 6, 0.2), {4: 0.6, 6: 0.2, 99: 0.2}),
-        (optim.inverse_sqrt(4), {0: 0.25, 3: 1.0, 15: 0.5}),
+        (schedules.warmup_cosine(2, 6), {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
+        (schedules.warmup_cosine(2, 6, 0.2), {4: 0.6, 6: 0.2}),
+        (schedules.warmup_cosine(0, 4), {0: 1.0, 2: 0.5}),
+        (schedules.warmup_linear(2, 6), {0: 0.5, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
+        (schedules.warmup_linear(2, 6, 0.2), {4: 0.6, 6: 0.2, 99: 0.2}),
+        (schedules.inverse_sqrt(4), {0: 0.25, 3: 1.0, 15: 0.5}),
     ],
 )
 def test_lambdas(made: Callable[[int], float], values: dict[int, float]) -> None:

@@ -25,6 +25,8 @@ NAMES = (
     "metrics.jsonl",
     "lock",
     "profile.json",
+    "profile.txt",
+    "metrics.csv",
     "checkpoints/step-00000010.pt",
     "checkpoints/step-00000010.json",
 )
@@ -37,7 +39,7 @@ CONTENTS = {
     "bytes": bytes(range(256)) * 10,
     "lines": b'{"iteration": 1}\n{"iteration": 2}\n',
 }
-PROFILE = {"profile": {"wait": 1, "active": 1}}
+PROFILE: dict[str, Any] = {"profile": {"wait": 1, "active": 1}, "log": {"csv": True}}
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -88,7 +90,7 @@ def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(CONTENTS[content])
     attempt(lambda: resume(str(tmp_path / "run"), ["train.steps=20"]), lambda: start(made))
-    if name != "profile.json":  # of which the history says that the run writes it
+    if name not in ("profile.json", "profile.txt", "metrics.csv"):  # of which the history says that the run writes it
         assert path.read_bytes() == CONTENTS[content]
 
 
@@ -216,7 +218,7 @@ def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
         "from ckptool.training.models import MLP\ndef model(inputs, classes):\n    return MLP(inputs,"
         " classes=classes)\n"
     )
-    data = "from ckptool.training.data import BUILT_IN\ndef data():\n    return BUILT_IN['blobs'](samples=60)\n"
+    data = "from ckptool.training.datasets import BUILT_IN\ndef data():\n    return BUILT_IN['blobs'](samples=60)\n"
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "set.py").write_text(data)
     sections = {

@@ -4,10 +4,6 @@ everywhere."""
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import socket
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,45 +13,14 @@ import torch
 from torch import nn
 
 from ckptool.errors import UsageError
+from ckptool.training import saving
+from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import World, world_of, wrapped
 from ckptool.training.start import first_difference, start
+from tests.support.several_processes import processes
 from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
-
-
-def processes(count: int, *works: Callable[[int], Any]) -> None:
-    """Runs each `work(rank)` in so many processes of its own, as torchrun starts them; fails with what any of them
-    raised."""
-    for work in works:
-        together(count, work)
-
-
-def together(count: int, work: Callable[[int], Any]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
-
-    def one(rank: int) -> None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
-        try:
-            work(rank)
-            told.put("")
-        except BaseException:  # noqa: BLE001 (told to the test)
-            told.put(traceback.format_exc())
-            os._exit(1)  # the others would wait for it
-
-    children = [context.Process(target=one, args=(rank,)) for rank in range(count)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(90)
-        if child.is_alive():
-            child.kill()
-    assert [told.get() for _ in range(count) if not told.empty()] == [""] * count
 
 
 def tree_of(path: Path, step: int = 20) -> dict[str, Any]:
@@ -160,6 +125,25 @@ def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
 
     processes(2, trained("whole", 10), trained("parts", 5), trained("parts", 10))
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, strategy: str) -> None:
+    """Also where the clock of one of them alone says that it is time."""
+    changes = ("optim.main.lr=1e-30", "eval.every=2", "stop.patience=2", "save.every=100", "save.keep_last=9")
+
+    def trained(rank: int) -> None:
+        now = [0]
+        saving.time.monotonic = lambda: now[0]  # type: ignore[assignment,attr-defined]
+        Hooks.after_step = lambda *given: now.__setitem__(0, now[0] + rank)  # type: ignore[method-assign]
+        done = run_to_end(tmp_path, *changes, "save.seconds=3", f"strategy={strategy}")
+        assert (done.status, done.step, done.exit_code) == ("stopped-early", 6, 0)
+
+    processes(2, trained, trained)
+    assert [path.stem for path in sorted((tmp_path / "run/checkpoints").glob("*.json"))] == [
+        "step-00000003",
+        "step-00000006",
+    ]
 
 
 def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import signal
 
 import pytest
 
-from ckptool.training.config import Stop
-from ckptool.training.start import stopping
+from ckptool.training.stopping import stopping
 
 
 def test_the_first_signal_is_the_one_that_is_answered() -> None:
     """A scheduler signals all processes of a job, and torchrun passes on the one that it got: that is no second
     wish."""
-    with stopping(Stop()) as stop:
+    with stopping() as stop:
         assert (stop.asked, stop.exit_code) == (False, 0)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -25,7 +24,7 @@ def test_the_first_signal_is_the_one_that_is_answered() -> None:
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_person_who_asks_twice_is_obeyed_at_once(first: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), stopping(Stop()):
+    with pytest.raises(KeyboardInterrupt), stopping():
         os.kill(os.getpid(), first)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -33,14 +32,14 @@ def test_a_person_who_asks_twice_is_obeyed_at_once(first: signal.Signals) -> Non
 
 def test_only_the_signals_that_are_named_are_caught() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with stopping(Stop(signals=["TERM"])):
+    with stopping(["TERM"]):
         assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_a_hang_up_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stopping(Stop(signals=["HUP"])) as stop:
+        with stopping(["HUP"]) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop.asked
     finally:

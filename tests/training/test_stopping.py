@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import NotFinite, UserCodeFailed
+from ckptool.errors import NotFinite, UsageError, UserCodeFailed
+from ckptool.training.hooks import Hooks
+from ckptool.training.loop import _remember
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
-from tests.support.small_runs import config, last, scheduled
+from tests.support.small_runs import config, events, killed_after, last, scheduled, trainer
 
 # A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is
 # told.
@@ -58,7 +60,7 @@ TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, evaluate: str) -> None:
     """The batch that is being computed is the last one; the state is saved, and the evaluation is done again."""
     changes = [f"train.steps={steps}", f"eval.every={every}", "data.val_fraction=0.5", "save.every=13", "log.every=1"]
-    changes += [evaluated(tmp_path, TERM, evaluate), "save.keep_last=9"]
+    changes += [evaluated(tmp_path, TERM, evaluate), "save.keep_last=9", f"data.workers={2 if steps == 13 else 0}"]
     optim = scheduled("ReduceLROnPlateau")
     start(config(*changes, run=tmp_path / "whole" / "run", optim=optim))
     (tmp_path / "log").unlink()
@@ -104,7 +106,7 @@ class Hook:
 """
 DATA = """
 import os
-from ckptool.training.data import BUILT_IN
+from ckptool.training.datasets import BUILT_IN
 def data():
     made = BUILT_IN["blobs"](samples=60, inputs=4)
     class Own:
@@ -120,15 +122,15 @@ def data():
 """
 
 
-@pytest.mark.parametrize("where", ["after_step", "facts", "logged", "data", "evaluation"])
+@pytest.mark.parametrize("where", ["after_step", "facts", "logged", "data", "data in a worker", "evaluation"])
 def test_an_error_between_two_steps_costs_no_step(tmp_path: Path, where: str) -> None:
     """The last whole step is saved; with the fault mended, the run ends with the same bytes."""
     changes = ["save.every=1000", "log.every=7", "eval.every=7", "data.val_fraction=0.5"]
     sections: dict[str, Any] = {}
-    if where == "data":
+    if where.startswith("data"):
         (tmp_path / "own.py").write_text(DATA.replace("DO", repr(str(tmp_path / "do"))))
         sections["data"] = {"name": f"{tmp_path / 'own.py'}:data", "batch": 8}
-        changes.remove("data.val_fraction=0.5")
+        changes[-1] = f"data.workers={int(where != 'data')}"
     elif where == "evaluation":
         changes.append(evaluated(tmp_path, "raise LookupError('lost')"))
     else:
@@ -140,7 +142,7 @@ def test_an_error_between_two_steps_costs_no_step(tmp_path: Path, where: str) ->
         start(config(*changes, run=tmp_path / "parts" / "run", **sections))
     run = str(tmp_path / "parts" / "run")
     step = int(max((tmp_path / "parts/run/checkpoints").glob("*.pt")).stem[5:])
-    assert step == 7 or (where == "data" and 5 < step < 10)
+    assert step == 7 or (where.startswith("data") and 5 < step < 10)
     assert f"Step {step} is saved; resume: ckptool resume {run}" in raised.value.fix
     failed = [fact for fact in Lines(f"{run}/history.jsonl").read() if fact["event"] == "failed"]
     assert [(fact["step"], "LookupError: lost" in fact["error"]) for fact in failed] == [(step, True)]
@@ -160,3 +162,98 @@ def test_an_error_within_a_step_saves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotFinite):
         start(config(f"task={tmp_path / 'own.py'}:task", run=tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == [name_of(5)]
+
+
+# No more progress, and time -------------------------------------------------------------------------------------------
+
+LEARNS_NOTHING = ("optim.main.lr=1e-30", "eval.every=2", "save.every=2", "save.keep_last=99", "log.every=1")
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 6, 8])
+def test_a_run_that_gets_no_better_is_stopped_early(tmp_path: Path, step: int) -> None:
+    """At the same step, with the same bytes, wherever it was killed before."""
+    changes = (*LEARNS_NOTHING, "stop.patience=3", "save.at_start=true")
+    done = start(config(*changes, run=tmp_path / "a/run"))
+    assert (done.status, done.step, done.exit_code) == ("stopped-early", 8, 0)
+    assert done.why == "val_loss has not improved in 3 evaluations, best at step 2"
+    assert events(tmp_path / "a/run")[-1]["event"] == "early-stop"
+    lines = (tmp_path / "a/run/metrics.jsonl").read_bytes()
+    killed = start(config(*changes, run=tmp_path / "b/run"))
+    killed_after(tmp_path / "b/run", step)
+    again = resume(str(tmp_path / "b/run"))
+    assert (again.status, again.step, again.why) == (killed.status, killed.step, killed.why)
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    assert (tmp_path / "b/run/metrics.jsonl").read_bytes() == lines
+
+
+def test_more_patience_goes_on_as_if_it_had_always_been_so(tmp_path: Path) -> None:
+    assert start(config(*LEARNS_NOTHING, "stop.patience=2", run=tmp_path / "a/run")).step == 6
+    assert resume(str(tmp_path / "a/run")).step == 6  # what a scheduler does that does not look
+    assert resume(str(tmp_path / "a/run"), ["stop.patience=5"]).step == 12
+    start(config(*LEARNS_NOTHING, "stop.patience=5", run=tmp_path / "b/run"))
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    assert resume(str(tmp_path / "a/run"), ["stop.patience=null"]).status == "done"
+    start(config(*LEARNS_NOTHING, run=tmp_path / "c/run"))
+    assert last(tmp_path / "a") == last(tmp_path / "c")
+
+
+def test_what_counts_as_better(tmp_path: Path) -> None:
+    made = trainer("stop.patience=2", "stop.min_delta=0.1", "eval.metric=m", "eval.mode=max", "eval.every=1")
+    counts = []
+    for value in (float("nan"), 0.5, 0.55, 0.61, 0.61, 0.7, float("nan")):
+        made.step, made.metrics = made.step + 1, {"m": value}
+        _remember(made)
+        assert made.stale is not None
+        counts.append((made.stale["value"], made.stale["count"], made.is_stale))
+    assert counts == [
+        (None, 1, False),
+        (0.5, 0, False),
+        (0.5, 1, False),
+        (0.61, 0, False),
+        (0.61, 1, False),
+        (0.61, 2, True),
+        (0.61, 3, True),
+    ]
+    assert made.best == {"metric": "m", "value": 0.7, "step": 6}
+
+
+def test_patience_without_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"stop\.patience counts evaluations"):
+        config("stop.patience=2", "eval.every=0")
+    with pytest.raises(UsageError, match=r"(?s)eval\.metric is val_loss, which.*Nothing is held out"):
+        start(config("stop.patience=2", "data.val_fraction=0", run=tmp_path / "run"))
+
+
+def test_saving_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 3 of the seconds of this clock, which advances one with every step; the last file is as it was."""
+    now = [0.0]
+    monkeypatch.setattr("ckptool.training.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Hooks, "after_step", lambda *given: now.__setitem__(0, now[0] + 1))
+    changes = ("save.every=8", "save.keep_last=99", "save.keep_best=0")
+    start(config(*changes, "save.seconds=3", run=tmp_path / "a/run"))
+    saved = [int(path.stem[5:]) for path in sorted((tmp_path / "a/run/checkpoints").glob("*.pt"))]
+    assert saved == [3, 6, 8, 11, 14, 16, 19, 20]
+    start(config(*changes, run=tmp_path / "b/run"))
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    assert config("save.seconds=10m").save.seconds == 600
+
+
+def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that was killed counts up to the last event that it noted."""
+    now = [100.0]
+    monkeypatch.setattr("ckptool.training.run_folder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Hooks, "after_step", lambda *given: now.__setitem__(0, now[0] + 1))
+    start(config("train.steps=7", run=tmp_path / "run"))
+    (tmp_path / "run/checkpoints/step-00000007.pt").unlink()
+    resume(str(tmp_path / "run"), ["train.steps=10"])
+    times = [(fact["event"], fact.get("seconds"), fact.get("total_seconds")) for fact in events(tmp_path / "run")]
+    assert times == [
+        ("start", 0, 0),
+        ("save", 5, 5),
+        ("save", 7, 7),
+        ("done", 7, 7),
+        ("changed", None, None),
+        ("resume", 0, 7),
+        ("save", 5, 12),
+        ("done", 5, 12),
+    ]

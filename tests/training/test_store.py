@@ -19,7 +19,7 @@ from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
 from ckptool.output import StreamingSha256, durable
 from ckptool.output import hashing as running_module
 from ckptool.training import store as store_module
-from ckptool.training.runs import Lock
+from ckptool.training.lock import Lock
 from ckptool.training.store import Lines, SavedState, Store, check, name_of, read_json, sidecar_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
@@ -271,7 +271,7 @@ def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> N
 
 HOLD = """
 import sys, time
-from ckptool.training.runs import Lock
+from ckptool.training.lock import Lock
 Lock(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -280,7 +280,7 @@ time.sleep(60)
 
 def test_two_writers_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is that of a process: it goes with it, however it ends."""
-    monkeypatch.setattr("ckptool.training.runs.PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.lock.PATIENCE", 0.05)
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"

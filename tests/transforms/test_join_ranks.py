@@ -251,7 +251,7 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
 
 def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, run: Run) -> None:
     folder = ranks(tmp_path / "f", {"w": torch.ones(2)}, {"w": torch.ones(2)})
-    with pytest.raises(OnlyAPart, match=r"--rules RULES.yaml"):
+    with pytest.raises(OnlyAPart, match=r"rules_file='RULES\.yaml'"):
         ckptool.convert(folder, tmp_path / "out.pt")
     assert run("verify", str(folder)).code == 0
     with pytest.raises(UsageError, match="no files of model-parallel ranks"):

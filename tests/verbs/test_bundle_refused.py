@@ -147,7 +147,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CkptoolError], str]] = {
     "there-already": (lambda: ckptool.bundle(GAN, "b.tar"), OutputExists, "b.tar"),
     "both": (lambda: ckptool.bundle(out="out.pt", file="b.tar", from_folder="."), UsageError, "both"),
     "no-folder": (lambda: ckptool.bundle(out="out.pt", from_folder="."), Unsupported, "has no bundle.json"),
-    "a-function": (lambda: ckptool.bundle(GAN, "out.pt", values={"x": len}), Unsupported, "cannot be written"),
+    "a-function": (
+        lambda: ckptool.bundle(GAN, "out.pt", values={"x": lambda: 0}),
+        Unsupported,
+        "cannot be imported by name",
+    ),
 }
 
 

@@ -108,3 +108,10 @@ def test_what_cannot_be_cast_is_not_called_clean(tmp_path: Path) -> None:
         saved({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "in.pt"), tmp_path / "c.pt", dtype="bf16"
     )
     assert done.summary.startswith("already clean")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"])
+def test_the_dtype_is_torchs_own_or_any_name_of_it(dtype: object, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    ckptool.cast(tmp_path / "a.pt", tmp_path / "b.pt", dtype=dtype)
+    assert torch.load(tmp_path / "b.pt")["w"].dtype is torch.bfloat16

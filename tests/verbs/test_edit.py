@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -61,3 +63,28 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="shape"):
         ckptool.edit(file, out, tensor={"loss": numpy.zeros(2, "f4")})
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.as_tensor, numpy.asarray, str, Path, lambda tensor: ckptool.open("new.pt")["w"]]
+)
+def test_new_values_are_whatever_holds_them(
+    kind: Callable[[torch.Tensor], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    new = torch.randn(2, 3)
+    torch.save({"w": torch.zeros(2, 3), "epoch": 1}, "a.pt")
+    torch.save({"w": new}, "new.pt")
+    numpy.save("new.npy", new)
+    given = kind("new.npy") if kind in (str, Path) else kind(new)  # type: ignore[arg-type]
+    ckptool.edit("a.pt", "b.pt", tensor={"w": given}, set={"epoch": numpy.int64(4), "more": new})
+    assert torch.equal(torch.load("b.pt")["w"], new) and torch.load("b.pt")["epoch"] == 4
+    assert torch.equal(torch.load("b.pt")["more"], new)
+
+
+def test_bfloat16_is_given_as_torch_has_it(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3).bfloat16()}, tmp_path / "a.pt")
+    ckptool.edit(tmp_path / "a.pt", tmp_path / "b.pt", tensor={"w": torch.ones(3).bfloat16()})
+    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], torch.ones(3).bfloat16())
+    with pytest.raises(UsageError, match=r"numpy\.asarray"):
+        ckptool.edit(tmp_path / "a.pt", tmp_path / "c.pt", tensor={"w": [1, 2, 3]})

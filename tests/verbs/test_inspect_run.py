@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -192,3 +193,12 @@ def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Pa
     (tmp_path / "x" / "run.yaml").write_text("[1, 2\n")
     assert typed("inspect", "x")[0] == 2
     assert "is not the configuration of a run" in typed("scan", "x")[2]
+
+
+@pytest.mark.parametrize(("value", "words"), [("7260.5", ", 2 h of training"), ("1e999", ""), ("NaN", ""), ("[]", "")])
+def test_the_time_of_training(tmp_path: Path, value: str, words: str) -> None:
+    start(config(run=tmp_path / "run"))
+    lines = (tmp_path / "run/history.jsonl").read_text()
+    (tmp_path / "run/history.jsonl").write_text(re.sub('"total_seconds": [0-9.]+', f'"total_seconds": {value}', lines))
+    head = inspect_run_text(ckptool.inspect_run(tmp_path / "run")).splitlines()[0]
+    assert re.fullmatch(f".*: a run, 3 checkpoints, [0-9.]+ kB{words}", head)

@@ -122,13 +122,14 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
 # Several processes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
+def test_a_run_of_several_processes_is_proved(tmp_path: Path, strategy: str) -> None:
     """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end
     too."""
     with ForkServer(str(tmp_path / "stderr"), 2) as server:
         proof = Proof(24, 2)
         made = ProofRun(
-            configured(config(strategy="ddp"), 24), 24, str(tmp_path / "runs"), random.Random(2), server, str
+            configured(config(strategy=strategy), 24), 24, str(tmp_path / "runs"), random.Random(2), server, str
         )
         (tmp_path / "runs").mkdir()
         made.fill(proof, 3, exhaustive=False)
@@ -137,7 +138,7 @@ def test_a_run_of_several_processes_is_proved(tmp_path: Path) -> None:
     assert proof.without["optimizer"] is True
     worlds = [fact["world"] for fact in Lines(str(tmp_path / "runs/killed/history.jsonl")).read() if "world" in fact]
     assert worlds == [2] * 4
-    assert prove_text(proof).splitlines()[0] == "processes             2, which train together (ddp)"
+    assert prove_text(proof).splitlines()[0] == "processes             2, which train together"
 
 
 def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"(?s)2 processes cannot train together, since strategy is dp.*strategy=ddp"):
         processes_of(config(strategy="dp"), 2)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError, match=r"(?s)prove was started in several processes by torchrun.*--processes 3"):
+    with pytest.raises(UsageError, match=r"(?s)prove was started in several processes by torchrun.*processes=3"):
         processes_of(ddp, None)
 
 

@@ -84,10 +84,13 @@ def test_unknown_objects_are_saved_when_asked_for(name: str, tmp_path: Path) -> 
     assert pickle_of(path) == canonical(saved(TRAPS[name](), tmp_path / "x.pt"))
 
 
-def test_a_module_is_not_saved_and_the_error_says_what_is(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="Linear at the top") as error:
-        ckptool.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+def test_of_a_module_its_state_is_saved_and_never_the_object(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match="Linear at model") as error:
+        ckptool.save({"model": model}, tmp_path / "x.pt")
     assert "state_dict()" in error.value.fix
+    ckptool.save(model, tmp_path / "x.pt")
+    assert_same_objects(model.state_dict(), load(tmp_path / "x.pt"))
 
 
 def test_one_storage_under_two_types_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ckptool import cli
+from ckptool.cli.output import _pace
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
 from tests.support.small_runs import Typed, contents_but_lock, flip_a_bit, train_typed
@@ -33,7 +35,8 @@ def test_train_and_resume(typed: Typed) -> None:
     assert [line.split()[1] for line in err.splitlines()] == ["5", "10", "15", "20"]
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=22") == (0, "done: 22 steps → runs/x\n", "")
     code, out, _ = typed("resume", "runs/x", "-q", "--json")
-    told = {"schema": "ckptool.train/1", "status": "done", "step": 22, "exit_code": 0, "path": "runs/x"}
+    told = {"schema": "ckptool.train/1", "status": "done", "step": 22, "exit_code": 0, "path": "runs/x", "why": ""}
+    told["profile"] = ""
     assert json.loads(out) == told
 
 
@@ -139,14 +142,41 @@ class Closed(io.StringIO):
 def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("COLUMNS", "60")
     train_typed(typed)
     drawn = stderr.getvalue().split("\r\x1b[K")[1:]
     assert len(drawn) == 4
-    assert drawn[1].startswith("████████         step 10  loss ")
-    assert drawn[3].startswith("████████████████ step 20  loss ")
+    assert re.match("████████         step 10  [0-9.]+ steps/s(, 0:00:[0-9]{2} left)?  loss ", drawn[1])
+    assert re.match("████████████████ step 20  [0-9.]+ steps/s  loss ", drawn[3])
     assert drawn[3].endswith("…\n")  # what comes next begins a line
-    assert {len(line.rstrip("\n")) for line in drawn} == {50}
+    assert {len(line.rstrip("\n")) for line in drawn} == {60}
+
+
+def test_early_stopping(typed: Typed) -> None:
+    code, out, _ = train_typed(typed, "stop.patience=1", "optim.main.lr=1e-30")
+    assert code == 0
+    assert out.splitlines() == [
+        "stopped early: 10 steps → runs/x",
+        (
+            "  val_loss has not improved in 1 evaluation, best at step 5; go on all the same: "
+            "ckptool resume runs/x --set stop.patience=null"
+        ),
+    ]
+    assert "stopped early at step 10; go on all the same: ckptool resume runs/x" in typed("inspect", "runs/x")[1]
+    assert typed("resume", "runs/x", "--set", "stop.patience=null", "-q")[1] == "done: 20 steps → runs/x\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "rate", "words"),
+    [
+        (1_000, 12.34, "  12.3 steps/s, 1:43:34 left"),
+        (0, 0.05, "  20.0 s/step, 17 days, 23:33:20 left"),
+        (77_680, 3.0, "  3.0 steps/s"),
+        (10, 0.0, ""),  # an evaluation that is done again when a run is resumed
+    ],
+)
+def test_the_rate_and_the_time_left(step: int, rate: float, words: str) -> None:
+    assert _pace({"step": step, "steps": 77_680}, rate) == words
 
 
 def test_nobody_reads_the_progress(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +265,7 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
 def test_two_trainers_on_one_run(
     typed: Typed, tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptool.training.runs.PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.lock.PATIENCE", 0.05)
     path = str(tmp_path / "run.yaml")
     process = server.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
     while not list((tmp_path / "runs").rglob("*.pt")):

@@ -129,7 +129,7 @@ def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             ckptool.translate(file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")
     rules.write_text("rules: ['half => x']\n")
-    with pytest.raises(UsageError, match="ckptool translate"):
+    with pytest.raises(UsageError, match=r"ckptool\.translate"):
         ckptool.convert(file, tmp_path / "out.pt", rules_file=rules)
     assert not (tmp_path / "out.pt").exists()
 

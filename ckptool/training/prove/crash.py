@@ -123,23 +123,27 @@ class Crash(FolderCalls):
         """Counts only while a checkpoint of `step` or later is written, or while older ones are deleted after it."""
         from ckptool.training.store import Store
 
-        commit, remove = Store.commit, Store.remove
+        remove = Store.remove
         newest = 0
 
-        def committed(store: Store, step: int, *args: Any, **kwargs: Any) -> Any:
-            nonlocal newest
-            newest = step
-            self.armed = self.part == "save" and step >= self.step
-            saved = commit(store, step, *args, **kwargs)
-            if self.armed:  # it had fewer events
-                self.at = 0
-                self._count()
-            return saved
+        def counted(commit: Call) -> Call:
+            def committed(store: Store, step: int, *args: Any, **kwargs: Any) -> Any:
+                nonlocal newest
+                newest = step
+                self.armed = self.part == "save" and step >= self.step
+                saved = commit(store, step, *args, **kwargs)
+                if self.armed:  # it had fewer events
+                    self.at = 0
+                    self._count()
+                return saved
+
+            return committed
 
         def removed(store: Store, *args: Any, **kwargs: Any) -> None:
             self.armed = self.part == "prune" and newest >= self.step
             remove(store, *args, **kwargs)
             self.armed = False
 
-        for name, function in (("commit", committed), ("remove", removed)):
-            setattr(Store, name, function)
+        for name in ("commit", "commit_together"):
+            setattr(Store, name, counted(getattr(Store, name)))
+        setattr(Store, "remove", removed)  # noqa: B010

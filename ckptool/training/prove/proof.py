@@ -24,7 +24,7 @@ from ckptool.reports.train import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.prove.fork_server import ForkServer
-from ckptool.training.store import Lines, Store, file_digest, name_of
+from ckptool.training.store import Lines, Store, digest_of_files, name_of
 
 ABLATIONS = ("optimizer", "scheduler", "scaler", "ema")  # parts of the state, by the beginning of their keys
 SAVES = 20  # in a run, so that there is something to resume from wherever it is killed
@@ -49,7 +49,7 @@ def prove(
     """Proves a configuration in a folder of its own, which is deleted unless the proof fails.
 
     steps: the length of the run.  kills: how many times it is killed.  seed: where.  exhaustive: kill a short run at
-    every file-system event, too.  processes: how many train together under `ddp` (default: 2, or one for each GPU).
+    every file-system event, too.  processes: how many train together (default: 2, or one for each GPU).
     say: called with what is being done.  Raises `RunFailed` where a training process fails by itself.
     """
     proof = Proof(steps, processes_of(config, processes))
@@ -74,7 +74,7 @@ def processes_of(config: Config, wanted: int | None) -> int:
             "prove starts its training processes itself.",
             f"Without torchrun: ckptool prove run.yaml --processes {printable(os.environ['WORLD_SIZE'])}",
         )
-    if config.strategy != "ddp":
+    if config.strategy not in ("ddp", "fsdp"):
         if wanted not in (None, 1):
             raise UsageError(
                 f"{wanted} processes cannot train together, since strategy is {config.strategy}",
@@ -95,9 +95,9 @@ def configured(config: Config, steps: int, every: int = 0) -> Config:
     """The configuration as it is proved: so many steps, with saves in between, and a line for every step."""
     values = config.dumped()
     values["train"] |= {"steps": steps, "epochs": None}
-    values["save"] |= {"every": every or max(1, steps // SAVES), "keep_last": 2, "keep_every": 0}
+    values["save"] |= {"every": every or max(1, steps // SAVES), "seconds": None, "keep_last": 2, "keep_every": 0}
     values["log"] |= {"every": 1}
-    values["stop"] |= {"after": None, "signals": ["TERM"]}
+    values["stop"] |= {"after": None, "patience": None, "signals": ["TERM"]}
     return configfile.checked(values, "the configuration")
 
 
@@ -153,10 +153,11 @@ class ProofRun:
 
     def end(self, name: str) -> str:
         """The sha256 of a run's last checkpoint."""
-        return file_digest(self.last(name))
+        return digest_of_files(self.last(name))
 
     def last(self, name: str) -> str:
-        path = os.path.join(self.run_of(name), CHECKPOINTS, name_of(self.steps))
+        folder = os.path.join(self.run_of(name), CHECKPOINTS)
+        path = os.path.join(folder, name_of(self.steps, ".dcp" if self.config.strategy == "fsdp" else ".pt"))
         if not os.path.exists(path):
             raise FileProblem(f"the run {name} has no {name_of(self.steps)}", "It did not finish.")
         return path
@@ -221,8 +222,7 @@ class ProofRun:
 
     def first_difference(self) -> str:
         """The first step whose line differs, and the first tensor of the last files that does."""
-        import torch
-
+        from ckptool.training.saving import loaded
         from ckptool.training.start import first_different_tensor
 
         one, other = (
@@ -230,7 +230,7 @@ class ProofRun:
             for name in ("reference", "killed")
         )
         step = next((step for step in sorted(one) if one[step] != other.get(step)), None)
-        ends = (torch.load(self.last(name), map_location="cpu", weights_only=True) for name in ("reference", "killed"))
+        ends = (loaded(self.last(name)) for name in ("reference", "killed"))
         tensor = first_different_tensor(*ends)
         where = f"the first step that differs is {step}" if step is not None else "no logged step differs"
         return f"{where}; the first tensor, at the end, is {printable(tensor)}" if tensor else where
@@ -291,25 +291,27 @@ def reset_part(folder: str, part: str) -> bool:
     part: `optimizer`, `scheduler`, `scaler` or `ema`; an average starts again from the weights. False if the run has no
     such part, or it is empty.
     """
-    import torch
-
     from ckptool.training.parallel import world_of
     from ckptool.training.runs import read_config
+    from ckptool.training.saving import loaded
     from ckptool.training.start import first_difference
     from ckptool.training.trainer import build, gathered
 
     number, config = read_config(folder)
     store = Store(folder, number)
     newest = store.all()[-1]
-    tree: dict[str, Any] = torch.load(newest.path, map_location="cpu", weights_only=True)
+    tree: dict[str, Any] = loaded(newest.path)
     keys = [key for key in tree if key.startswith(f"{part}_")]
     if not keys:
         return False
-    with world_of(config) as world:
-        new = gathered(build(config, world))
+    alone = configfile.changed(config.dumped(), ["strategy=single"])  # whose tensors are whole
+    with world_of(alone) as world:
+        new = gathered(build(alone, world))
     fresh = {key: tree[key.replace(part, "model", 1)] if part == "ema" else new[key] for key in keys}
     if not first_difference({key: tree[key] for key in keys}, fresh):
         return False  # plain SGD remembers nothing
-    facts = {k: value for k, value in (newest.sidecar or {}).items() if k not in ("run", "step", "bytes", "sha256")}
+    facts = {
+        k: value for k, value in (newest.sidecar or {}).items() if k not in ("run", "step", "bytes", "sha256", "files")
+    }
     store.commit(newest.step, tree | fresh, facts)
     return True

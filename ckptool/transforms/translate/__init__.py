@@ -20,7 +20,7 @@ from ckptool.errors import CkptoolError
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.transforms.rename import module_names
 from ckptool.transforms.rules import MAX_RULES
-from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, unused_rules
+from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, refuse_unused
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 from ckptool.transforms.translate.operations import KINDS
@@ -62,7 +62,7 @@ def translate_roots(
     """
     scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
     plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
-    unused_rules(translation, {name for plan in plans for name in plan.used})
+    refuse_unused(translation, {name for plan in plans for name in plan.used})
     for root, plan in zip(roots, plans, strict=True):
         _refuse_changed_codes(checkpoint, root.node, plan)
     for plan in plans if translation.complete else ():
@@ -112,7 +112,7 @@ def translated_items(checkpoint: Checkpoint, translation: Translation, node: Map
     `translate_roots`."""
     scope = Scope({}, translation.variables, {}, node)
     plan = plan_steps(translation, node, scope)
-    unused_rules(translation, plan.used)
+    refuse_unused(translation, plan.used)
     _refuse_changed_codes(checkpoint, node, plan)
     return carry_out(translation, plan, node, scope, KEEP).items
 

@@ -13,7 +13,7 @@ from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
-from ckptool.transforms.rules import WHOLE_KEY
+from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, refuse_idle
 from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, refuse_growth
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, TranslationRule
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRoot:
-    """A set of weights after the rules. names: the new keys of each old one.  dropped, kept: keys that no rule took.
+    """A set of weights after the rules. dropped, kept: keys that no rule took.
 
     tied: those of the dropped that are second names of tensors.  filled, unfilled: tensors of zeros that were made, or
     left out.
@@ -65,14 +65,14 @@ class TranslatedRoot:
 
 @dataclass(slots=True)
 class RootPlan:
-    """The steps for one set of weights. rest: keys that no rule takes."""
+    """The steps for one set of weights. rest: keys that no rule takes.  used: the rules that take any, by `origin`."""
 
     steps: list[Step]
     rest: list[str]
     tied: list[str]
     dropped: list[str]
     unfilled: list[str]
-    used: set[str]
+    used: set[tuple[str, str]]
 
 
 def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> RootPlan:
@@ -87,10 +87,8 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     left_out = {*plan.unfilled, *plan.dropped}
     candidates = _candidates(translation)
     for key in (key for key in node if type(key) is str and key not in left_out):
-        dropping = next((each for each in translation.drop if each.matches(key)), None)
-        if dropping is not None:
+        if any(each.matches(key) for each in translation.drop):
             plan.dropped.append(key)
-            plan.used.add(dropping.place + dropping.pattern)
         elif not _place(candidates, key, node, scope, ranges, found, plan):
             plan.rest.append(key)
     for step in plan.steps:
@@ -137,7 +135,7 @@ def _place(
             except UsageError as error:
                 raise rule.within(error) from None
             _add(key, rule, number, groups, found, plan)
-        plan.used.add(rule.place + rule.text)
+        plan.used.add(rule.origin)
         return True
     return False
 
@@ -167,7 +165,7 @@ def _refuse_incomplete(step: Step) -> None:
             groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
             lacking = rule.old[keys.index("")].fill(groups)
             here = listed([printable(key) for key in keys if key], 3)
-            raise Conflict(f"{rule.error(f'there is {here}, but no {printable(lacking)}').what}", _TOGETHER)
+            raise rule.error(f"there is {here}, but no {printable(lacking)}", _TOGETHER, kind=Conflict)
     names = sorted(rule.over)
     counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
     expected = prod(counts)
@@ -176,19 +174,16 @@ def _refuse_incomplete(step: Step) -> None:
         each = (tuple(zip(names, values, strict=True)) for values in product(*few))
         first = next(overs for overs in each if overs not in step.inputs)
         missing = ", ".join(f"{name} = {number}" for name, number in first)
-        raise Conflict(rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}").what, _TOGETHER)
+        raise rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}", _TOGETHER, kind=Conflict)
 
 
 _TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
 
 
-def unused_rules(translation: Translation, used: Collection[str]) -> None:
-    """Raises `NoMatch` for a rule that matches no key of any set of weights."""
-    for rule in translation.rules:
-        if not rule.group and rule.place + rule.text not in used:
-            where = f" ({rule.place})" if rule.place else ""
-            what = f"the rule {printable(rule.text)!r}{where} matches no key, or only keys that an earlier rule takes"
-            raise NoMatch(what, WHOLE_KEY, "See the keys: ckptool inspect FILE --all")
+def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -> None:
+    """Raises `NoMatch` for a rule that matches no key of any set of weights, unless it is optional."""
+    idle = (rule for rule in translation.rules if not rule.group and rule.origin not in used)
+    refuse_idle(idle, TAKEN_BEFORE, WHOLE_KEY)
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
@@ -254,8 +249,7 @@ def results_of(
     values = {overs: [node[key] for key in keys] for overs, keys in sorted(step.inputs.items())}
     if not rule.chain:
         (olds,) = values.values()
-        names = [step.outputs[0]] if rule.expression else [name.fill(step.groups, scope.lookup) for name in rule.new]
-        yield from zip(names, olds, strict=True)
+        yield from zip(_new_names(step, step.groups, scope), olds, strict=True)
         return
     for key in step.keys:
         if not isinstance(node[key], TensorEntry):
@@ -272,11 +266,15 @@ def results_of(
     tensors, step.lost = after_chain(rule.chain, values, numbers)
     for overs, entries in tensors.items():
         groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-        names = [step.outputs[0]] if rule.expression else [name.fill(groups, scope.lookup) for name in rule.new]
-        for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        for place, (name, entry) in enumerate(zip(_new_names(step, groups, scope), entries, strict=True)):
             if (overs, place) not in same:
                 same[overs, place] = finished(entry, inputs)
             yield name, same[overs, place]
+
+
+def _new_names(step: Step, groups: Groups, scope: Scope) -> list[str]:
+    """The names on the new side; that of an expression was found with its key."""
+    return step.outputs[:1] if step.rule.expression else [name.fill(groups, scope.lookup) for name in step.rule.new]
 
 
 def after_chain(

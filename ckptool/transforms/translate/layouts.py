@@ -26,6 +26,7 @@ from typing import Any
 
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed, printable
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
@@ -221,8 +222,8 @@ def _side(node: Any, path: str) -> LayoutSide:
         raise UsageError(f"{where}: a side has name, has, lacks, refuse and base", "", LOOK) from None
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutList:
+@dataclass(frozen=True, slots=True, repr=False)
+class LayoutList(Report):
     """The layouts that ship, by name."""
 
     layouts: tuple[LayoutRules, ...]

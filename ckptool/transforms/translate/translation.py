@@ -75,9 +75,14 @@ class TranslationRule:
         turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
         return checked(replace(turned, reverses=not self.reverses))
 
-    def error(self, what: str, why: str = "", fix: str = "") -> UsageError:
+    def error(self, what: str, why: str = "", fix: str = "", *, kind: type[CkptoolError] = UsageError) -> CkptoolError:
         """An error that points at the rule."""
-        return UsageError(f"{self._where}: {what}", why, fix)
+        return kind(f"{self._where}: {what}", why, fix)
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The same for the rules that one text stands for."""
+        return self.place, self.text
 
     @property
     def _where(self) -> str:

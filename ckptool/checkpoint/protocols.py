@@ -1,0 +1,193 @@
+"""The protocols of Python and numpy that the nouns speak: a checkpoint is a mapping, a tensor is array-like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint.dtypes import dtype_of
+from ckptool.checkpoint.graph import read_only
+from ckptool.checkpoint.registry import provide
+from ckptool.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint import Tensor
+
+
+class ArrayLike:
+    """A tensor whose values are in a file: `np.asarray(entry)` reads them all, `entry[3:7]` those rows alone."""
+
+    __slots__ = ()
+
+    @property
+    def ndim(self: Any) -> int:
+        return len(self.shape)
+
+    @property
+    def device(self: Any) -> str:
+        """The device that it was saved from."""
+        return str(self.location)
+
+    @property
+    def T(self: Any) -> Any:  # noqa: N802 (as numpy and torch call it)
+        """The view with its dimensions in reverse order."""
+        return self.transpose()
+
+    def size(self: Any, dim: int | None = None) -> Any:
+        """The shape, or its length along a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self: Any) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
+        return int(self.shape[0])
+
+    def __bool__(self) -> bool:
+        """True whatever its values are: an entry is there. The value of a single element is `entry.item()`."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        """`entry.numpy()[key]`, of which only the bytes of that part are read for numbers, slices, `...` and None.
+
+        The checksum, which is of all bytes, is not looked at then. For any other key all values are read.
+        """
+        from ckptool.checkpoint.strided import indexed
+
+        return indexed(self, key)
+
+    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("an array of values that are in a file is a copy of them: copy=False cannot be")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self: Any, **options: Any) -> Any:
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU
+
+    def to(self, dtype: Any) -> Any:
+        """The tensor in another type, cast when it is read, with the bits of torch's `tensor.to(dtype)`.
+
+        dtype: a name, or torch's or numpy's own. Raises `UsageError` for types between which it does not cast.
+        """
+        try:
+            target = dtype_of(dtype)
+        except UsageError as error:
+            raise error if error.why else UsageError(error.what, "", "On a device: entry.torch().to(DEVICE)") from None
+        return provide("cast", self, target)
+
+    def tolist(self) -> Any:
+        """The values as nested lists of Python's numbers; the number itself where there are no dimensions."""
+        return self._plain().tolist()
+
+    def item(self: Any) -> Any:
+        """The value of a tensor of one element as Python's number; raises `UsageError` for any other."""
+        if self.numel != 1:
+            count = counted(self.numel, "element")
+            raise UsageError(f"{self!r} has {count}: item() is for one", "", "All of them: entry.tolist()")
+        return self._plain().item()
+
+    def _plain(self: Any) -> Any:
+        """An array of a type that numpy has itself: those of ml_dtypes as f32."""
+        array = self.numpy()
+        return array.astype("f4") if array.dtype.isbuiltin == 2 else array
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                what += f": its values are in the file. Read them first: entry.numpy().{name} or entry.torch().{name}"
+            raise AttributeError(what, name=name, obj=self)
+
+
+def _of_arrays(operator: str) -> Callable[[Any, Any], Any]:
+    return lambda self, other: getattr(self.numpy(), operator)(other)
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul".split():
+    setattr(ArrayLike, f"__{_name}__", _of_arrays(f"__{_name}__"))
+
+
+class TreeMapping:
+    """A tree by the names at its top, and by addresses: `ckpt["epoch"]`, `ckpt["state_dict/fc.weight"]`."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        """The entry of that name, else at that address; containers are read-only.
+
+        Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
+        """
+        top = self._top()
+        return provide("entry", self, top, key) if type(key) is str else top[key]
+
+    def _top(self: Any) -> Any:
+        """What has names at the top of the tree, read-only."""
+        if "read-only" not in self.kept:
+            self.kept["read-only"] = read_only(provide("names", self))
+        return self.kept["read-only"]
+
+    def _names(self) -> dict[Any, Any]:
+        top = self._top()
+        if not isinstance(top, dict):
+            what = f"{self!r} has no names at its top: it is of type {type(top).__name__}"
+            raise UsageError(what, "", "Its parts: list(ckpt); all tensors with their addresses: ckpt.tensors()")
+        return top
+
+    def keys(self) -> KeysView[Any]:
+        """The names at the top. Raises `UsageError` for a list or a tensor, as `values` and `items` do."""
+        return self._names().keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._names().values()
+
+    def items(self) -> ItemsView[Any, Any]:
+        return self._names().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry of that name or at that address, else the default."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._top() or (type(key) is str and self.get(key, self) is not self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._top())
+
+    def __len__(self) -> int:
+        return len(self._top())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
+        found: dict[str, Tensor] = provide("tensors", self, self._top())
+        return found
+
+    def close(self: Any) -> None:
+        """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name
+        meanwhile, or never had one, stays open for as long as anything refers to it."""
+        if self.source is not None:
+            self.source.close()
+
+    def __enter__(self: Any) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Mapping.register(TreeMapping)

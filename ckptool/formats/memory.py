@@ -1,0 +1,178 @@
+"""Objects in memory in the place of files: dictionaries of tensors and arrays, modules; and the way back to them.
+
+They are read as a file would be, so that every verb takes them, and no tensor is copied. On the way back an object
+about which nothing changed is itself again, and a tensor that is another view of the same memory is a view of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, alike, visit
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.strided import to_numpy
+from ckptool.checkpoint.tree import tensors
+from ckptool.errors import Unsupported, UsageError
+from ckptool.pickles.reduce import LiveReader
+
+LIVE = "live"  # the container of what was read from memory
+
+
+class Memory(LiveReader):
+    """Reads objects in memory as nodes, and remembers which is which. What no file could hold is no error here.
+
+    pairs: by the id of a node, that node and the object.  nodes: by the id of an object, its node.
+    memories: torch's storages, by the id of ours.  of_torch: there were tensors of torch.
+    """
+
+    of_torch = False
+
+    def __init__(self, arrays_as_tensors: bool = False) -> None:
+        super().__init__(arrays_as_tensors, keep_unknown=True)
+        self.pairs: dict[int, tuple[Any, Any]] = {}
+        self.nodes: dict[int, Any] = {}
+        self.memories: dict[int, Any] = {}
+        self.refusal: Unsupported | None = None
+
+    def contents(self, given: Any) -> Any:
+        """The dictionary that is meant by an argument. Raises `UsageError` where none is."""
+        if isinstance(given, Mapping):
+            if type(given) in _DICTIONARIES or isinstance(given, OrderedDict):
+                return given
+            made = (collections.OrderedDict if isinstance(given, collections.OrderedDict) else dict)(given)
+            if isinstance(made, collections.OrderedDict):  # with `_metadata`
+                vars(made).update(vars(given))
+            return made
+        fix = "For example: 'model.pt', model.state_dict(), model"
+        if callable(getattr(given, "state_dict", None)):
+            fix = "Take its state: .state_dict()"
+        elif isinstance(given, (bytes, bytearray, memoryview)):
+            fix = "Open the bytes of a file: io.BytesIO(data)"
+        short = (
+            repr(given) if isinstance(given, (bool, int, float)) else f"an object of the type {type(given).__name__}"
+        )
+        raise UsageError(f"{short} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
+
+    def read(self, tree: Any) -> Any:
+        try:
+            made = self.mapper.map(tree)
+        finally:
+            del self.mapper  # which holds this object, and all that was read
+        self.refusal = self._refusal(made) if self.refused else None
+        return made
+
+    def special(self, value: Any) -> Any:
+        try:
+            made = super().special(value)
+        except Unsupported:  # an array that is no tensor
+            made = self.reduced(value)
+        if type(made) is FromParts:
+            return FromParts(made.parts, lambda parts: self._remember(value, made.make(parts)))
+        self._remember(value, made.result if type(made) is FillLater else made)
+        return made
+
+    def _remember(self, value: Any, node: Any) -> Any:
+        self.pairs[id(node)] = node, value
+        self.nodes[id(value)] = node
+        call = _call(node)
+        if call is not None:
+            call.live = value
+        return node
+
+    def known(self, node: Any) -> Any:
+        """The object that a node stands for, if nothing about it changed; else `MISSING`."""
+        call = _call(node)
+        if call is not None:
+            before = self.nodes.get(id(call.live))
+            return call.live if before is not None and alike(node, before) else MISSING
+        return self.pairs[id(node)][1] if id(node) in self.pairs else MISSING
+
+    def refuse_unsaved(self, tree: Any) -> None:
+        """Raises `Unsupported`, naming them, where objects are in the tree that no file can hold."""
+        refused = {id(node.live) for node, _, _ in self.refused}
+        if self.refusal and any(isinstance(node, Object) and id(node.live) in refused for node in visit(tree)):
+            raise self.refusal
+
+    def objects(self, tree: Any) -> Any:
+        """The tree as objects in memory: those that it was read from, new arrays, entries."""
+        return GraphMapper({**COPY, **dict.fromkeys(_LEAVES, self._object), **_CONTAINERS}).map(tree)
+
+    def _object(self, node: Any) -> Any:
+        found = self.known(node)
+        if found is MISSING:
+            return to_numpy(node) if self.arrays_as_tensors and isinstance(node, TensorEntry) else node
+        return found
+
+
+def _call(node: Any) -> Object | None:
+    """What a node says of how its object is made, where it does."""
+    made = node.made if isinstance(node, Composite) else node
+    return made if isinstance(made, Object) else None
+
+
+def holds_containers(node: Any) -> bool:
+    """True for an object with dictionaries or lists in it: the caller's own are not to be in the result, too."""
+    return isinstance(node, Object) and any(isinstance(part, (dict, list, Set)) for part in visit(node))
+
+
+_LEAVES = (TensorEntry, Composite, StorageRef, Object, Global)
+_DICTIONARIES = (dict, collections.OrderedDict)
+
+
+def _ordered(node: OrderedDict) -> FillLater:
+    made: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+
+    def fill(of: Of) -> None:
+        made.update((of(key), of(value)) for key, value in node.items())
+        vars(made).update((key, of(value)) for key, value in (node.attributes or {}).items())
+
+    return FillLater(made, fill)
+
+
+_CONTAINERS: dict[type, Any] = {
+    OrderedDict: _ordered,
+    Set: lambda node: FromParts(node.items, frozenset if node.frozen else set),
+    ByteString: bytes,
+}
+
+
+def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
+    """A dictionary or module as a checkpoint over its own memory. Numpy's arrays are tensors where there are no others.
+
+    members: a dictionary of such, read together, so that what they share stays shared.
+    Raises `UsageError` for anything else, `Conflict` for one storage under two types.
+    """
+    memory = Memory()
+    if sys.modules.get("torch") is not None:  # else there can be no tensor of torch
+        memory = provide("torch", memory)
+    contents = {name: memory.contents(each) for name, each in given.items()} if members else memory.contents(given)
+    tree = memory.read(contents)
+    if not memory.of_torch:
+        memory = Memory(arrays_as_tensors=next(tensors(tree), None) is None)
+        tree = memory.read(contents)
+    return Checkpoint(tree, LIVE, origin=memory)
+
+
+def together(checkpoint: Checkpoint, others: Iterable[Checkpoint]) -> Checkpoint:
+    """The checkpoint with the memories of others too, whose tensors are in what is made of them all."""
+    every = [each.origin for each in (checkpoint, *others) if isinstance(each.origin, Memory)]
+    if not every:
+        return checkpoint
+    made = copy(max(every, key=lambda memory: (memory.of_torch, memory.refusal is not None)))
+    for name in ("pairs", "nodes", "memories"):
+        setattr(made, name, {key: value for memory in every for key, value in getattr(memory, name).items()})
+    return replace(checkpoint, origin=made)
+
+
+def in_objects(original: Checkpoint, changed: Checkpoint) -> Any:
+    """A changed checkpoint as its original was given: as objects in memory, or as it is."""
+    if isinstance(original.origin, Memory):
+        return original.origin.objects(changed.tree)
+    return replace(changed, base=(), source=None)  # no file is this one: none is copied in its place

@@ -1,0 +1,167 @@
+"""transformers' `Trainer` with atomic checkpoints, resumed from the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput, sort_checkpoints
+
+from ckptool.errors import Conflict, UsageError, printable
+from ckptool.integrations import checkpoint_folders as folders
+from ckptool.output import make_folder
+from ckptool.training.lock import Lock
+
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
+_STATE = "trainer_state.json"
+
+
+def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], Any] = folders.stderr) -> str | None:
+    """The newest whole `checkpoint-N` of a folder, for `resume_from_checkpoint`; None before the first.
+
+    Checkpoints that are damaged, incomplete, or without a sidecar of digests are skipped, and `say` is called with
+    which, and why. Raises `NoneValid` where there are some and none is whole.
+    """
+    newest = folders.newest_folder(os.fspath(output_dir), _NAME, say)
+    return newest.path if newest else None
+
+
+def _state_of(checkpoint: str) -> TrainerState:
+    return TrainerState.load_from_json(os.path.join(checkpoint, _STATE))
+
+
+class DurableCheckpoints:
+    """A mixin for `Trainer` and its subclasses: `class MyTrainer(DurableCheckpoints, Trainer)`.
+
+    A checkpoint is written under a hidden name, synced, described by a sidecar of digests, and renamed; only then are
+    older ones deleted. `train(resume_from_checkpoint=True)` resumes from the newest whole one, or starts from the
+    beginning if there is none. Only one process at a time trains into an `output_dir`.
+    """
+
+    _staged: str | None = None
+    _epoch_iterator: Any = None
+    _warned = False
+
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Trains, as `Trainer.train` does. Raises `Conflict` over checkpoints that would be overwritten."""
+        folder, main = self.args.output_dir, self.args.should_save
+        if main:
+            make_folder(folder)
+        lock = Lock(folder, "another output_dir") if main else None
+        try:
+            resume = self._checked(folder, resume_from_checkpoint)
+            if resume and 0 < self.args.max_steps <= (state := _state_of(resume)).global_step:
+                return self._finished(resume, state)
+            return super().train(resume, *args, **options)  # type: ignore[misc]
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _checked(self: Any, folder: str, resume: str | bool | None) -> str | None:
+        say = folders.stderr if self.args.should_save else lambda text: None
+        if resume is True:
+            resume = newest_checkpoint(folder, say)
+        elif resume:
+            name = os.path.basename(os.path.normpath(resume))
+            for saved in folders.saved_folders(os.path.dirname(os.path.normpath(resume)) or ".", _NAME):
+                if os.path.basename(saved.path) == name and saved.sidecar is not None:
+                    folders.check_folder(saved)
+        elif self.args.should_save and folders.saved_folders(folder, _NAME):
+            raise Conflict(
+                f"{printable(folder)} holds checkpoints already",
+                "A new run would overwrite some and mix with the others.",
+                "Resume: trainer.train(resume_from_checkpoint=True); or name another output_dir",
+            )
+        if resume and self.args.save_only_model:
+            raise UsageError(
+                "save_only_model=True leaves out the optimizer and the random state",
+                "A run cannot resume from such checkpoints exactly.",
+                "Leave it out of TrainingArguments",
+            )
+        return resume or None
+
+    def _finished(self: Any, resume: str, state: TrainerState) -> TrainOutput:
+        """Loads the end of a complete run that is started again: Trainer itself would train another step."""
+        self._load_from_checkpoint(resume)
+        self.state = state
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        return TrainOutput(state.global_step, 0.0, {})
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        return self._staged or str(super()._get_output_dir(trial))  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
+        target = os.path.join(run, f"checkpoint-{step}")
+        temporary = folders.staging(target)
+        if main:
+            folders.prepare(temporary)
+        self.accelerator.wait_for_everyone()
+        self._staged = os.path.dirname(temporary)
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self._staged = None
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == temporary:
+            self.state.best_model_checkpoint = target
+            if main:
+                self.state.save_to_json(os.path.join(temporary, _STATE))
+        if main:
+            folders.commit_folder(temporary, target, step)
+            self._rotate(run, target)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(target)
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        if self._staged is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _rotate(self: Any, run: str, newest: str) -> None:
+        limit, kept = self.args.save_total_limit, {newest, self.state.best_model_checkpoint} - {None}
+        others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
+        for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))] if limit else ():
+            folders.remove_checkpoint(path)
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **options: Any) -> Any:
+        """Fetches batches; warns once if the data set draws random numbers, which Trainer does not restore."""
+        before = (torch.get_rng_state(), random.getstate())
+        batches = super().get_batch_samples(epoch_iterator, *args, **options)  # type: ignore[misc]
+        began, self._epoch_iterator = self._epoch_iterator is not epoch_iterator, epoch_iterator
+        drew = random.getstate() != before[1] or not torch.get_rng_state().equal(before[0])
+        if drew and not began and not self._warned:
+            self._warned = True
+            folders.stderr(
+                "the data set draws random numbers in this process. Resumed in the middle of an epoch, Trainer draws "
+                "different ones, and the weights differ: draw from a generator seeded by the index instead"
+            )
+        return batches
+
+
+class CommitMark(TrainerCallback):
+    """Describes each checkpoint of a stock `Trainer` by a sidecar of digests, once all of it is on the disk.
+
+    For a Trainer that cannot use the mixin. A checkpoint that a kill left incomplete has no sidecar, so that
+    `newest_checkpoint` skips it; of two checkpoints one is always whole.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Refuses a limit of one checkpoint."""
+        if args.save_total_limit == 1:
+            raise UsageError(
+                "save_total_limit=1 deletes the older checkpoint before CommitMark has described the new one",
+                "A kill in between would leave no checkpoint that is known to be whole.",
+                "Set save_total_limit=2; or use the mixin: class MyTrainer(DurableCheckpoints, Trainer)",
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Writes the sidecar."""
+        if state.is_world_process_zero:
+            folders.describe(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"), state.global_step)

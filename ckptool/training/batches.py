@@ -1,0 +1,258 @@
+"""A place in any data: which epoch, how many batches into it, and how to get back there with the same random draws.
+
+`iter(DataLoader)` draws from the global generator, and so does the first batch of a shuffled one. So the random state
+at the beginning of an epoch is saved too: a resumed run begins the epoch again with it, fetches the batches that were
+trained on without training on them, and only then takes the random state of the checkpoint. So the data set draws the
+same numbers in the same order, in this process and in workers. A loader with a `state_dict` (torchdata's
+StatefulDataLoader) resumes from that instead, and fetches nothing again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from ckptool.errors import Conflict, UsageError, counted, printable
+from ckptool.training import rng
+from ckptool.training.data import ignore_in_worker, signals_blocked
+from ckptool.training.seeds import seed_all
+
+Seeding = Callable[..., None]
+_EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`
+_END = object()
+
+
+class Position:
+    """The place of the next batch. epoch: from 0.  batch: how many of this epoch were yielded.
+
+    over: the epoch has no more.  began: the steps done before it.
+    start: the random state with which the epoch began.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = self.began = 0
+        self.over = False
+        self.start: rng.State | None = None
+        self.loader_state: Any = None
+        self.loader: Any = None
+
+    def shared_state(self) -> dict[str, Any]:
+        """The place, the same in every process."""
+        return {"epoch": self.epoch, "batch": self.batch, "began": self.began, "over": self.over}
+
+    def rank_state(self) -> dict[str, Any]:
+        """The part of the place that each process has for itself."""
+        state = self.loader.state_dict() if has_state(self.loader) else None
+        return {"epoch_start": self.start, "loader": state}
+
+    def keep_loader_state(self) -> None:
+        """Keeps the state of a stateful loader, for another loop in the middle of the epoch."""
+        if self.batch and has_state(self.loader):
+            self.loader_state = self.loader.state_dict()
+
+    def restore(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
+        """Takes a place that was saved."""
+        self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
+        self.over = saved["over"]
+        self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
+
+
+def has_state(loader: Any) -> bool:
+    """True for a loader that saves its own place."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def generators_of(loader: Any) -> dict[str, Any]:
+    """The generators that a loader and its samplers draw from, by name."""
+    found: dict[str, Any] = {}
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    places = {"loader": loader, "sampler": getattr(loader, "sampler", None), "batch_sampler": batch_sampler}
+    places["batch_sampler.sampler"] = getattr(batch_sampler, "sampler", None)
+    for name, owner in places.items():
+        generator = getattr(owner, "generator", None)
+        if rng.is_generator(generator) and all(generator is not known for known in found.values()):
+            found[f"{name}.generator"] = generator
+    return found
+
+
+def epochs_of(loader: Any) -> list[str]:
+    """The names of the attribute `epoch` in everything with `set_epoch`."""
+    parts = {"loader": loader, **{f"loader.{name}": getattr(loader, name, None) for name in _EPOCH_AWARE}}
+    parts |= {"loader.batch_sampler.sampler": getattr(parts["loader.batch_sampler"], "sampler", None)}
+    return [f"{name}.epoch" for name, part in parts.items() if callable(getattr(part, "set_epoch", None))]
+
+
+class Batches:
+    """The batches of a loader, epoch after epoch, from a place on.
+
+    loader: anything that can be iterated again for each epoch, or a function that gives an iterator for one.
+    seeding: called with a place before the draws there, where randomness follows from a seed; else None, and random
+    states are captured.  generators: those that belong to the run, beside the global ones.
+    capture: gives the random state to save with generators.  completed: gives the steps done so far.
+    epochs: how many, None for ever.  restore: gives a captured state back.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        position: Position,
+        generators: dict[str, Any],
+        seeding: Seeding | None,
+        capture: Callable[[dict[str, Any]], rng.State],
+        completed: Callable[[], int],
+        epochs: int | None = None,
+        restore: Callable[[rng.State, dict[str, Any]], None] = rng.restore,
+    ) -> None:
+        self.loader, self.position, self.generators, self.seeding = loader, position, generators, seeding
+        self.capture, self.restore, self.completed, self.epochs = capture, restore, completed, epochs
+        position.loader = loader
+        if is_iterator(loader):
+            raise UsageError(
+                f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
+                "It cannot start again, neither for the next epoch nor to resume.",
+                "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
+            )
+
+    def resumed(self, saved: rng.State | None) -> Generator[Any]:
+        """The batches from the position on. saved: the random state to go on with, once its place is reached."""
+        position = self.position
+        if position.batch and position.over:
+            position.loader_state = None
+            self._next_epoch()
+        if not position.batch and saved is not None:
+            self.restore(saved, self.generators)
+        while self.epochs is None or position.epoch < self.epochs:
+            yield from self._epoch(saved if position.batch else None)
+            self._next_epoch()
+            saved = None
+
+    def _next_epoch(self) -> None:
+        position = self.position
+        if not position.batch:
+            raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
+        position.epoch, position.batch, position.began = position.epoch + 1, 0, self.completed()
+        position.over = False
+
+    def _epoch(self, saved: rng.State | None) -> Iterator[Any]:
+        """The batches of an epoch from the position on."""
+        position, skipped = self.position, self.position.batch
+        if skipped and position.start is not None:
+            self.restore(position.start, self.generators)
+        position.start = self.capture(self.generators)
+        if self.seeding is not None:
+            self.seeding("epoch", position.epoch)
+        batches = self._begin(position.epoch)
+        if not has_state(self.loader):
+            for number in range(skipped):
+                self._seed_step(position.began + number)
+                if next(batches, _END) is _END:
+                    raise self._shorter(number, skipped)
+        if saved is not None:
+            self.restore(saved, self.generators)
+        last = self._length()
+        try:
+            batch = self._next(batches)
+            while batch is not _END:
+                position.batch += 1
+                # Samplers draw once more at their end. That comes before the last batch is trained on, so that a run
+                # that is resumed after it need not fetch the whole epoch again.
+                ahead = next(batches, _END) if position.batch == last else None
+                position.over = ahead is _END
+                yield batch
+                batch = ahead if position.batch == last else self._next(batches)
+        finally:
+            if getattr(self.loader, "num_workers", 0):
+                end_workers(batches)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        self._seed_step(self.completed())
+        return next(batches, _END)
+
+    def _seed_step(self, step: int) -> None:
+        if self.seeding is not None:
+            self.seeding("step", step)
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
+        loader, position = self.loader, self.position
+        for owner in (loader, *(getattr(loader, name, None) for name in _EPOCH_AWARE)):
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+        if getattr(loader, "persistent_workers", False):
+            loader._iterator = None  # else they would go on with random states that cannot be restored
+        if position.loader_state is not None and has_state(loader):
+            try:
+                loader.load_state_dict(position.loader_state)
+            except (AssertionError, KeyError, ValueError) as error:
+                raise Conflict(
+                    f"the loader does not load its saved state: {printable(str(error)) or type(error).__name__}",
+                    "StatefulDataLoader resumes only with the number of workers that it was saved with.",
+                    "Use the same num_workers",
+                ) from error
+        position.loader_state = None
+        if not getattr(loader, "num_workers", 0):
+            return iter(loader() if _is_function(loader) else loader)
+        given = loader.worker_init_fn
+        loader.worker_init_fn = _WorkerInit(given)
+        try:
+            with signals_blocked():  # workers begin with what their parent lets through
+                begun: Iterator[Any] = iter(loader)
+            _WORKING.add(begun)
+            return begun
+        finally:
+            loader.worker_init_fn = given
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _shorter(self, number: int, skipped: int) -> Conflict:
+        return Conflict(
+            f"the loader gave {counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on",
+            "This is not the data that the run was trained on.",
+        )
+
+
+class _WorkerInit:
+    """Starts a worker that ignores the signals which stop the run, as its last step needs it."""
+
+    def __init__(self, given: Callable[[int], Any] | None) -> None:
+        self.given = given
+
+    def __call__(self, number: int) -> None:
+        ignore_in_worker()
+        if self.given is not None:
+            self.given(number)
+
+
+_WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def end_workers(*which: Any) -> None:
+    """Ends the workers of these iterators of loaders, or of all."""
+    for batches in which or list(_WORKING):
+        batches._shutdown_workers()
+
+
+# Before the interpreter does: it would send them a signal that they ignore, and wait.
+atexit.register(end_workers)
+
+
+def is_iterator(loader: Any) -> bool:
+    """True for an iterator, which cannot be iterated again."""
+    return hasattr(loader, "__next__")
+
+
+def _is_function(loader: Any) -> bool:
+    return callable(loader) and not hasattr(loader, "__iter__")
+
+
+def by_place(seed: int, rank: int, device: torch.device) -> Seeding:
+    """Seeds all generators from a seed and a place, as the harness does."""
+    return lambda *place: seed_all(device, seed, *place, rank)

@@ -1,0 +1,320 @@
+"""Finds what moves while a model trains, so that what of it no state dict has can be named: generators, buffers,
+counters, the order of a sampler.
+
+`snapshot` goes from named objects through attributes, containers, closures and suspended generators, and names what it
+meets by its owner: `dataset.rng`. It runs none of their code: no property, no `__getattr__`, no `__repr__` of theirs.
+This module imports nothing of ckptool, and torch only where the program has: `prove` loads it into any interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+MAX_OBJECTS = 20_000  # that a snapshot visits
+WHOLE = 1 << 18  # bytes of a tensor, array or text; of a larger one so many samples are taken
+SAMPLES = 4096
+SHOWN = 40  # characters of a value that stands in a digest as it is
+DEPTH = 4  # of containers in containers that are one value
+
+GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
+MODULE_ATTRIBUTE, ATTRIBUTE, VALUE = "module attribute", "attribute", "value"
+
+_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_ITEMS = frozenset((list, tuple, set, frozenset, deque, range))
+_MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_OPAQUE = frozenset((types.ModuleType, types.CodeType, type))
+# C types whose parts have no names: what they refer to goes under the name of the whole.
+_UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
+
+Parts = Iterable[tuple[str, Any, str]]
+"""Parts of an object: their names, and what they are if they are values."""
+
+
+class Moved(NamedTuple):
+    """Something that changed, by its owner: `model.counter`. kind: one of the constants above."""
+
+    name: str
+    kind: str
+
+
+def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> `KIND: DIGEST` of all that can move and is reachable from the objects; short values stand as they are.
+
+    Parameters, the generators that a library keeps for all (`random_states` has them), `SystemRandom`, activations and
+    the state of optimizers are left out. Bounded; what cannot be read is left out, too: it never raises.
+    """
+    walk = _Walk()
+    with suppress(Exception):
+        walk.run((name, value, VALUE) for name, value in objects.items())
+    return walk.found
+
+
+def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> list[Moved]:
+    """What changed from one snapshot to another and is not saved, by itself or as a part of something that is."""
+    moved = [name for name, entry in after.items() if before.get(name, entry) != entry]
+    return [Moved(name, kind_of(after[name])) for name in moved if not any(own in saved_names for own in _owners(name))]
+
+
+def saved_names(objects: Mapping[str, Any], states: Mapping[str, Any]) -> set[str]:
+    """The names that state dicts have, as `unsaved` takes them. states: name -> what that object's `state_dict()` gave.
+
+    What a module's state dict has not is not saved; another object knows best what belongs to its state.
+    """
+    names: set[str] = set()
+    for name, state in states.items():
+        if _module(objects.get(name)) and isinstance(state, Mapping):
+            names.update(f"{name}.{key}".removesuffix("._extra_state") for key in state)
+        else:
+            names.add(name)
+    return names
+
+
+def _owners(name: str) -> list[str]:
+    """A name, and those of which it is a part: `model`, `model.bn` and `model.bn.count` for the last."""
+    return [name[:place] for place, letter in enumerate(name) if letter in ".[#"] + [name]
+
+
+def random_states() -> dict[str, str]:
+    """Library -> digest of the generator that it keeps for all: torch, cuda:0, numpy, python."""
+    found = {"python": digest(repr(random.getstate()).encode())}
+    with suppress(Exception):
+        numpy = sys.modules["numpy"].random
+        found["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))
+    with suppress(Exception):
+        torch = sys.modules["torch"]
+        found["torch"] = digest(torch.default_generator.get_state().numpy())
+        for number, generator in enumerate(torch.cuda.default_generators if torch.cuda.is_initialized() else ()):
+            found[f"cuda:{number}"] = digest(generator.get_state().numpy())
+    return found
+
+
+def kind_of(entry: str) -> str:
+    """The kind in an entry of a snapshot."""
+    return entry.partition(": ")[0]
+
+
+def digest(data: Any) -> str:
+    """16 hexadecimal digits of anything with bytes."""
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+def tensor_digest(tensor: Any) -> str:
+    """The digest of a strided `torch.Tensor`, of samples where it is large; of one element its value."""
+    torch = sys.modules["torch"]
+    value = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor what this rank has
+    if value.numel() == 1 and value.dtype.itemsize <= 8:
+        return repr(value.item())
+    if value.numel() * value.dtype.itemsize > WHOLE:
+        value = torch.take(value, torch.arange(0, value.numel(), value.numel() // SAMPLES, device=value.device))
+    data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{list(tensor.shape)} {digest(data)}"
+
+
+# The walk ------------------------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    """Breadth first, so that a thing is named by its nearest owner."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self.seen: dict[int, Any] = {}  # the objects too: another could get the number of one that is gone
+
+    def run(self, roots: Parts) -> None:
+        queue = deque(roots)
+        while queue and len(self.seen) < MAX_OBJECTS:
+            with suppress(Exception):
+                queue.extend(self.visit(*queue.popleft()))
+
+    def visit(self, name: str, value: Any, kind: str) -> Parts:
+        """Notes a value, or gives the parts of an object."""
+        if (text := plain_text(value)) is not None:
+            self.note(name, kind, text)
+            return ()
+        if id(value) in self.seen or type(value) in _OPAQUE or issubclass(type(value), type):
+            return ()
+        self.seen[id(value)] = value
+        if (state := _generator_state(value)) is not None:
+            if state:
+                self.note(name, GENERATOR, digest(state))
+            return ()
+        if _is(value, "torch", "Tensor"):
+            if type(value) is sys.modules["torch"].Tensor and value.is_leaf and value.layout is _strided():
+                self.note(name, kind, tensor_digest(value))
+            return ()
+        if _is(value, "numpy", "ndarray"):
+            if value.dtype != object and value.flags.writeable:
+                self.note(name, kind, _array_digest(value))
+            return ()
+        return list(_parts(name, value, kind))
+
+    def note(self, name: str, kind: str, text: str) -> None:
+        same = 1
+        unique = name
+        while unique in self.found:
+            same += 1
+            unique = f"{name}#{same}"
+        self.found[unique] = f"{kind}: {text}"
+
+
+def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
+    """The parts of an object; of a container they are what it is itself."""
+    kind: Any = type(value)
+    if _module(value):
+        yield from _of_module(name, value)
+    elif kind is types.FunctionType:
+        for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            with suppress(ValueError):  # nothing was assigned to it yet
+                yield f"{name}.{free}", cell.cell_contents, ATTRIBUTE
+        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield name, default, ATTRIBUTE
+    elif kind in (types.MethodType, types.BuiltinMethodType):
+        yield name, value.__self__, ATTRIBUTE
+    elif kind is functools.partial:
+        yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
+    elif kind is types.GeneratorType:
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in (_locals_of(value.gi_frame)).items())
+    elif kind in _MAPPINGS:
+        keyed = ((key, part) for key, part in _sampled(value.items(), len(value)))
+        yield from ((f"{name}[{plain_text(key) or type(key).__name__}]", part, place) for key, part in keyed)
+    elif kind in _ITEMS:
+        items = enumerate(_sampled(value, len(value)))
+        yield from ((f"{name}[{number}]", part, place) for number, part in items)
+    else:
+        yield from _of_object(name, value)
+
+
+def _of_module(name: str, module: Any) -> Iterator[tuple[str, Any, str]]:
+    own, hidden = vars(module), _is_of_library(type(module))
+    passing = own.get("_non_persistent_buffers_set", ())
+    for key, buffer in own.get("_buffers", {}).items():
+        yield f"{name}.{key}", buffer, NOT_PERSISTENT if key in passing else BUFFER
+    for key, part in own.get("_modules", {}).items():
+        yield f"{name}.{key}", part, ATTRIBUTE
+    for key, part in own.items():
+        if key not in _of_every_module() and not (hidden and key.startswith("_")):
+            yield f"{name}.{key}", part, MODULE_ATTRIBUTE
+
+
+def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+    """Attributes and slots; of a library's class those that it shows. Of the state of an optimizer nothing."""
+    kind = type(value)
+    hidden = _is_of_library(kind)
+    skipped = ("state", "param_groups", "defaults") if _is(value, "torch.optim", "Optimizer") else ()
+    own: dict[Any, Any] = {}
+    with suppress(TypeError):
+        own.update(vars(value))
+    for slot, place in _slots(kind):
+        with suppress(AttributeError):
+            own[slot] = place.__get__(value)
+    for key, part in own.items():
+        if isinstance(key, str) and key not in skipped and not (hidden and key.startswith("_")):
+            yield f"{name}.{key}", part, ATTRIBUTE
+    if not own and kind.__module__ in _UNNAMED:
+        yield from ((name, part, ATTRIBUTE) for part in islice(gc.get_referents(value), SAMPLES))
+
+
+def _is_of_library(kind: type) -> bool:
+    """True for a class whose private attributes are nobody else's: buckets, iterators, locks."""
+    library = str(kind.__module__).partition(".")[0]
+    return library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
+
+
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    """The slots of a class, as they are declared in Python."""
+    members = ((key, part) for base in kind.__mro__ if "__slots__" in vars(base) for key, part in vars(base).items())
+    return [(key, part) for key, part in members if type(part) is types.MemberDescriptorType]
+
+
+def _locals_of(frame: Any) -> dict[str, Any]:
+    return dict(frame.f_locals) if frame is not None else {}
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+def plain_text(value: Any, depth: int = 0) -> str | None:
+    """A plain value, or a container of nothing else, in words or as a digest; None for all other objects."""
+    kind = type(value)
+    if kind in _SCALARS or _is(value, "numpy", "generic"):
+        return _short(repr(value[:: max(1, len(value) // WHOLE)] if kind in (str, bytes) else value))
+    if depth == DEPTH or not (kind in _ITEMS or kind in _MAPPINGS):
+        return None
+    items = value.items() if kind in _MAPPINGS else value
+    texts = []
+    for item in _sampled(items, len(value)):
+        if (text := plain_text(item, depth + 1)) is None:
+            return None
+        texts.append(text)
+    unordered = kind in (set, frozenset)
+    return _short(f"{kind.__name__} of {len(value)}: {', '.join(sorted(texts) if unordered else texts)}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}… {digest(text.encode(errors='backslashreplace'))}"
+
+
+def _sampled(items: Iterable[Any], count: int) -> Iterator[Any]:
+    """All of them, or so many that lie evenly among them."""
+    return islice(items, 0, None, max(1, count // SAMPLES))
+
+
+def _array_digest(array: Any) -> str:
+    values = array if array.nbytes <= WHOLE else array.flat[:: max(1, array.size // SAMPLES)]
+    return f"{list(array.shape)} {digest(values.tobytes())}"
+
+
+def _generator_state(value: Any) -> bytes | None:
+    """The state of a generator; empty for those that everybody shares, and for the system's. None for other objects."""
+    if random.Random in type(value).__mro__:
+        shared = random.SystemRandom in type(value).__mro__ or value is getattr(random, "_inst", None)
+        return b"" if shared else repr(random.Random.getstate(value)).encode()
+    if _is(value, "torch", "Generator"):
+        torch = sys.modules["torch"]
+        shared = any(value is one for one in (torch.default_generator, *torch.cuda.default_generators))
+        return b"" if shared else bytes(value.get_state().numpy())
+    if _is(value, "numpy.random", "Generator"):
+        return _state_bytes(value.bit_generator.state)
+    if _is(value, "numpy.random", "BitGenerator"):
+        return _state_bytes(value.state)
+    if _is(value, "numpy.random", "RandomState"):
+        shared = value is getattr(sys.modules["numpy"].random.get_state, "__self__", None)
+        return b"" if shared else _state_bytes(value.get_state(legacy=False))
+    return None
+
+
+def _state_bytes(state: Any) -> bytes:
+    if isinstance(state, dict):
+        return b",".join(key.encode() + _state_bytes(part) for key, part in state.items())
+    return bytes(state.tobytes()) if hasattr(state, "tobytes") else repr(state).encode()
+
+
+# Libraries -----------------------------------------------------------------------------------------------------------
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    """True for an instance of a library's class, if the library is imported. Asks the type, not the object."""
+    return (found := getattr(sys.modules.get(module), name, None)) is not None and found in type(value).__mro__
+
+
+def _module(value: Any) -> bool:
+    return _is(value, "torch.nn", "Module")
+
+
+def _strided() -> Any:
+    return sys.modules["torch"].strided
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    return frozenset(vars(sys.modules["torch"].nn.Module()))

@@ -1,0 +1,129 @@
+"""The states of random generators: all global ones of a process, and generators by name.
+
+States are plain values and tensors, which `torch.load(weights_only=True)` reads. `ckptool.Run` captures them, as a loop
+draws across steps; the harness derives randomness from a seed and a place instead (`data.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+_ACCELERATORS = ("cuda", "xpu", "mps")
+
+
+def capture(generators: Mapping[str, Any], initial: State | None = None) -> State:
+    """The states of generators, and of the global ones of this process.
+
+    initial: global states at the start of the program. One that still has it was not drawn from and is left out, as
+    it may differ in every process. None: takes all.
+    """
+    state = {name: each for name, each in global_states().items() if initial is None or _moved(each, name, initial)}
+    return {**state, "generators": {name: _get_state(each) for name, each in generators.items()}}
+
+
+def _moved(state: Any, name: str, initial: State) -> bool:
+    before = initial.get(name)
+    if isinstance(state, torch.Tensor) and isinstance(before, torch.Tensor):
+        return not torch.equal(state, before)
+    if isinstance(state, list) and isinstance(before, list) and len(state) == len(before):
+        return not all(map(torch.equal, state, before))
+    return bool(state != before)
+
+
+def global_states() -> State:
+    """The states of all global generators of this process: Python's, numpy's, torch's on each device."""
+    state: State = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        import numpy
+
+        state["numpy"] = _get_state(numpy.random.mtrand._rand)
+    for name in _ACCELERATORS:
+        module = getattr(torch, name)
+        if module.is_available() and (name == "mps" or module.is_initialized()):
+            state[name] = module.get_rng_state() if name == "mps" else module.get_rng_state_all()
+    return state
+
+
+def restore(state: State, generators: Mapping[str, Any]) -> None:
+    """Sets generators to states that `capture` returned."""
+    if "python" in state:
+        random.setstate(_as_tuples(state["python"]))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        _set_state(numpy.random.mtrand._rand, state["numpy"])
+    for name in _ACCELERATORS:
+        module = getattr(torch, name)
+        if name in state and module.is_available():
+            (module.set_rng_state if name == "mps" else module.set_rng_state_all)(state[name])
+    for name, saved in state["generators"].items():
+        if name in generators:
+            _set_state(generators[name], saved)
+
+
+@contextmanager
+def forked(generators: Mapping[str, Any]) -> Iterator[None]:
+    """Restores all generators afterwards, so that draws in here do not change later ones."""
+    before = capture(generators)
+    try:
+        yield
+    finally:
+        restore(before, generators)
+
+
+def is_generator(value: Any) -> bool:
+    """True for a generator of torch, numpy or Python with a state of its own."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    legacy = hasattr(generator, "get_state")
+    return _plain(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(_as_tuples(state))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(_arrays(state))
+    else:
+        generator.bit_generator.state = _arrays(state)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists of numbers, numpy's numbers as Python's."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _arrays(value: Any) -> Any:
+    """Lists of numbers as the arrays of a numpy state."""
+    import numpy
+
+    if isinstance(value, dict):
+        kind = numpy.uint32 if value.keys() >= {"key", "pos"} else numpy.uint64
+        return {key: numpy.array(v, kind) if isinstance(v, list) else _arrays(v) for key, v in value.items()}
+    return value
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value

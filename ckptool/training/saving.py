@@ -1,0 +1,246 @@
+"""Saves a run's state: gathers it, copies it where a thread writes it, commits, prunes, and notes it in the history."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ckptool.checkpoint.commands import Advice, command
+from ckptool.errors import DiskFull, RunFailed, UsageError, printable
+from ckptool.training.parallel import World
+from ckptool.training.run_folder import RunFolder
+from ckptool.training.shards import has_divided, is_divided, local, read, with_local
+from ckptool.training.store import Retention, SavedState, Store
+
+Tree = dict[str, Any]
+_VALUES = (int, float, complex, str, bool, bytes, bytearray, type(None), torch.Size, torch.device, torch.dtype)
+
+
+class Saver:
+    """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
+
+    background: a thread writes a copy of the state, at most one at a time; the next `wait` raises what went wrong.
+    resume: what to type to resume, for the error of a full disk; by default the harness's command.
+    """
+
+    def __init__(
+        self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
+    ) -> None:
+        self.run, self.world, self.background, self.step = run, world, background, step
+        self._writers = world  # of sharded tensors; a thread has a process group of its own
+        self.resume = Advice(resume) if resume else Advice("resume: ", command("resume", run.folder))
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
+
+    def save(self, step: int, gather: Callable[[bool], Tree], facts: Tree) -> None:
+        """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
+        all do.
+
+        gather: returns the tree to write, in every process; a copy if called with True.  facts: for the sidecar.
+        """
+        self.wait()
+        facts = {**facts, "parent": self.step}
+        failed: Exception | None = None
+        tree: Tree = {}
+        try:
+            tree = gather(self.background)
+        except Exception as error:  # noqa: BLE001  raised in every process
+            failed = error
+        self._agree(failed)
+        divided = has_divided(tree)
+        if divided and self.background and self._writers is self.world:
+            self._writers = self.world.with_own_group()
+        if self.world.is_first or divided:
+            if self.background:
+                self._thread = threading.Thread(
+                    target=self._commit_in_background, args=(step, tree, facts), name="ckptool-save"
+                )
+                self._thread.start()
+            else:
+                failed = self._try(step, tree, facts)
+        self._agree(failed)
+        self.step, self._saved_at = step, time.monotonic()
+
+    def is_late(self, seconds: float | None) -> bool:
+        """True if so much time has passed since the last save, or since the start; the same in all processes."""
+        return seconds is not None and self.world.any_rank(time.monotonic() - self._saved_at >= seconds)
+
+    def wait(self) -> None:
+        """Waits for the thread that writes, and raises in every process what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._error = self._error, None
+        if failed is not None or self.background:
+            self._agree(failed)
+
+    def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
+        """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
+        if self._thread is not None:
+            self._thread.join()
+        failed, self._error = self._error, None
+        self.run.close()
+        if failed is not None:
+            say(f"the last save failed: {failed}")
+
+    def _agree(self, failed: Exception | None) -> None:
+        """Raises an error in all processes, so that none waits for one that is gone."""
+        if self.world.any_rank(failed is not None):
+            raise failed or RunFailed("another process could not save", "Its own message says why.")
+
+    def _commit_in_background(self, step: int, tree: Tree, facts: Tree) -> None:
+        self._error = self._try(step, tree, facts)
+
+    def _try(self, step: int, tree: Tree, facts: Tree) -> Exception | None:
+        """Commits; returns the error, if any."""
+        try:
+            self._commit(step, tree, facts)
+        except Exception as error:  # noqa: BLE001  raised in every process, or by the thread that waits
+            return error
+        return None
+
+    def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
+        try:
+            saved = committed(self.run.store, step, tree, facts, self._writers)
+        except DiskFull as error:
+            error.why = "Existing checkpoints stay as they are."
+            error.fix = Advice("Make room, then ", *self.resume.parts)
+            raise
+        if self.world.is_first:
+            gone = self.run.prune()
+            self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])
+
+
+def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
+    """The tree of a checkpoint that a run saved, mapped, on the CPU. parts: see `shards.read`."""
+    if os.path.isdir(path):
+        return read(path, parts)
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def committed(store: Store, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
+    """Commits a tree as one file; if its tensors are sharded, as a folder that all processes write."""
+    if has_divided(tree):
+        return store.commit_together(step, tree, facts, world)
+    return store.commit(step, tree, facts)
+
+
+def to_cpu(value: Any, *, copied: bool = False) -> Any:
+    """A tree with its tensors on the CPU, shared ones still shared. copied: copies those too that were there."""
+    return _moved(value, copied, {})
+
+
+def _moved(node: Any, copied: bool, moved: dict[Any, torch.Tensor]) -> Any:
+    """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
+    if isinstance(node, torch.Tensor):
+        place = _place(node)
+        if place not in moved:
+            part = local(node.detach()).to("cpu", copy=copied)
+            moved[place] = with_local(node, part) if is_divided(node) else part
+        return moved[place]
+    if isinstance(node, dict):
+        made: Any = type(node)() if type(node) is not dict else {}
+        for key, item in node.items():
+            made[key] = _moved(item, copied, moved)
+        if hasattr(node, "_metadata"):
+            made._metadata = node._metadata
+        return made
+    return type(node)(_moved(item, copied, moved) for item in node) if type(node) in (list, tuple) else node
+
+
+def _place(node: torch.Tensor) -> Any:
+    """A key of the memory of a tensor: a state dict has a new tensor for each name of a tied weight."""
+    if is_divided(node) or node.layout is not torch.strided or node.is_quantized or not node.numel():
+        return id(node)
+    return node.device, node.data_ptr(), node.dtype, node.shape, node.stride(), node.is_conj(), node.is_neg()
+
+
+def plain_state(state: Tree) -> Tree:
+    """A schedule's state without its functions, which the code that makes the schedule makes again."""
+    if "lr_lambdas" not in state:
+        return state
+    return {**state, "lr_lambdas": [each if each and not not_plain(each) else None for each in state["lr_lambdas"]]}
+
+
+def refuse_not_plain(value: Any, what: str) -> None:
+    """Raises `UsageError` for a value that `torch.load(weights_only=True)` would not read."""
+    if found := not_plain(value):
+        raise UsageError(
+            f"{what} holds {found}",
+            "Only plain values and tensors are saved, so that the file opens anywhere.",
+            "Convert it: float(x), x.tolist(), dict(x)",
+        )
+
+
+def not_plain(value: Any) -> str:
+    """The first class in a value that `torch.load(weights_only=True)` does not load; empty if there is none."""
+    stack, seen = [value], set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.Tensor) or (type(node) in _VALUES and node != b""):
+            continue
+        if type(node) not in (dict, OrderedDict, Counter, list, tuple, set):
+            return f"{type(node).__module__}.{type(node).__qualname__}"
+        if id(node) not in seen:
+            seen.add(id(node))
+            stack += [*node.keys(), *node.values()] if isinstance(node, dict) else node
+    return ""
+
+
+def retention(last: int, best: Any, every: int) -> Retention:
+    """The retention of the arguments of `ckptool.Run`."""
+    metric, mode, count = (*(best or ("", "min", 0)), 1)[:3]
+    if mode not in ("min", "max") or not isinstance(metric, str) or last < 1 or every < 0 or count < 0:
+        raise UsageError(
+            "keep_last must be at least 1, keep_every at least 0, and keep_best a metric with `max` or `min`",
+            "",
+            "For example: keep_last=3, keep_best=('val_acc', 'max')",
+        )
+    return Retention(last, count, every, metric, mode)
+
+
+def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any, stop_after: float | None) -> None:
+    """Raises `UsageError` for an argument of `ckptool.Run` that means nothing."""
+    checks = (
+        ("folder", folder, bool(folder), "the name of a folder"),
+        ("verify", verify, verify in ("full", "size"), "`full` or `size`"),
+        (
+            "signals",
+            signals,
+            all(f"SIG{name}" in signal.Signals.__members__ for name in signals),
+            "like ('TERM', 'INT')",
+        ),
+        ("seed", seed, seed is None or type(seed) is int, "a whole number, or None"),
+        ("stop_after", stop_after, stop_after is None or stop_after > 0, "a number of seconds, or None"),
+    )
+    for name, value, right, rule in checks:
+        if not right:
+            raise UsageError(f"ckptool.Run: {name} is {printable(repr(value))}", f"It should be {rule}.")
+
+
+def number(value: Any, name: str) -> float:
+    """A metric, from a number or a tensor with one element."""
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{printable(name)} is {type(value).__name__}, which is not a number", "", "Give numbers"
+        ) from error

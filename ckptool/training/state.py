@@ -1,0 +1,229 @@
+"""The objects of a loop that `ckptool.Run` saves: anything with a `state_dict`, and random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel
+
+from ckptool.bridge.modules import unwrapped
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.training import moving
+from ckptool.training.optim import load_optimizer
+from ckptool.training.rng import is_generator
+from ckptool.training.saving import plain_state, refuse_not_plain
+from ckptool.training.shards import has_divided, state_like
+
+Optimizer = torch.optim.Optimizer
+Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+SUFFIX = "_state_dict"
+
+
+class Objects:
+    """Objects by name, saved under `NAME_state_dict` as every tutorial has it, without the prefixes of wrappers."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Any] = {}
+        self.generators: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
+        if name in self.named or name in self.generators:
+            raise UsageError(f"there is an object {printable(name)!r} already", "", "Give it another name.")
+        if is_generator(value):
+            self.generators[name] = value
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
+        else:
+            raise UsageError(
+                f"{printable(name)} is {_type_name(value)}, which has no state_dict() and load_state_dict()",
+                "Its state could be neither saved nor restored.",
+                f"Give it both methods; a plain value is saved by run[{printable(name)!r}] = value",
+            )
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return self.of(nn.Module)
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        """The objects of a kind, by name."""
+        return {name: value for name, value in self.named.items() if isinstance(value, kind)}
+
+    @property
+    def is_divided(self) -> bool:
+        """True if a module is sharded among processes, as FSDP2 does."""
+        return has_divided([list(module.parameters()) for module in self.modules.values()])
+
+    def in_parts(self, key: str) -> bool:
+        """True for the key of a state that may be sharded."""
+        return isinstance(self.named.get(key.removesuffix(SUFFIX)), (nn.Module, Optimizer))
+
+    def state(self) -> dict[str, Any]:
+        """The states of all objects, by the keys that they are saved under."""
+        states = {name: self._state_of(value) for name, value in self.named.items()}
+        for name, state in states.items():
+            refuse_not_plain(state, f"the state of {printable(name)}")
+        return {"kinds": self._kinds(), **{name + SUFFIX: state for name, state in states.items()}}
+
+    def _kinds(self) -> dict[str, str]:
+        """The classes of optimizers and schedules, as one may load another's state and train differently."""
+        return {name: type(value).__name__ for name, value in self.of((Optimizer, *Schedule)).items()}
+
+    def _state_of(self, value: Any) -> Any:
+        state = value.state_dict()
+        if isinstance(value, Schedule):
+            return plain_state(state)
+        if isinstance(value, Optimizer):
+            groups = zip(state["param_groups"], self.parameter_names(value), strict=True)
+            # Last, where torch puts them on loading: a resumed run writes the same bytes.
+            found = [({k: v for k, v in group.items() if k != "param_names"}, names) for group, names in groups]
+            return {**state, "param_groups": [{**group, "param_names": names} for group, names in found]}
+        return state
+
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The names of an optimizer's parameters, group by group, in its order: those of the model, where it is known.
+
+        torch matches an optimizer's state by position, and silently accepts swapped parameters.
+        """
+        several = len(self.modules) > 1
+        known = {
+            id(parameter): f"{label}.{name}" if several else name
+            for label, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+        }
+        return [
+            [known.get(id(parameter), f"parameter {number}.{place}") for place, parameter in enumerate(group["params"])]
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+
+    def refuse_others(self, tree: Mapping[str, Any], where: str) -> None:
+        """Raises `Conflict` for a saved state without its object, and an object without its state."""
+        saved = {key.removesuffix(SUFFIX) for key in tree if key.endswith(SUFFIX)}
+        saved |= set(tree.get("generators", ()))
+        given = {*self.named, *self.generators}
+        if lost := sorted(saved - given):
+            raise Conflict(
+                f"{where} holds the state of {listed(list(map(printable, lost)))}, which this script does not give",
+                "Without it this would be a different run.",
+                f"Give it under that name: ckptool.Run(…, {printable(lost[0])}=…)",
+            )
+        if new := sorted(given - saved):
+            raise Conflict(
+                f"{where} holds no state of {listed(list(map(printable, new)))}",
+                "It would start from scratch in the middle of the run.",
+                "Start a new run with it, or leave it out of this one.",
+            )
+        now = self._kinds()
+        if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if now.get(name, kind) != kind]:
+            name, kind = changed[0]
+            raise Conflict(
+                f"{where} holds the state of {printable(name)}, a {printable(kind)}; the script gives {now[name]}",
+                "It might load the state, and then train like neither of them.",
+                f"Give {printable(kind)}, or start a new run",
+            )
+
+    def restore(self, tree: Mapping[str, Any], where: str) -> None:
+        """Loads the objects' states: modules, then optimizers, then all others, as schedules change learning rates.
+
+        Raises `Conflict`, naming the object, if a state does not fit.
+        """
+        order: Iterable[Any] = (nn.Module, Optimizer)
+        first = [name for kind in order for name in self.of(kind)]
+        for name in (*first, *(name for name in self.named if name not in first)):
+            value, state = self.named[name], tree[name + SUFFIX]
+            try:
+                self._load(name, value, state, where)
+            except Conflict:
+                raise
+            except Exception as error:
+                raise Conflict(
+                    f"{where}: the state of {printable(name)} does not fit: {printable(str(error))[:400]}",
+                    f"It was saved from a different {printable(name)}.",
+                ) from error
+
+    def _load(self, name: str, value: Any, state: Any, where: str) -> None:
+        if isinstance(value, Optimizer):
+            load_optimizer(value, state, where, self.parameter_names(value))
+        elif isinstance(value, nn.Module):
+            live = value.state_dict()
+            state = state_like(state, live)
+            _refuse_rounding(state, live, f"{where}: {printable(name)}")
+            value.load_state_dict(state)
+        else:
+            value.load_state_dict(state)
+
+    def averaging_optimizer(self) -> str:
+        """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
+        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
+        return next((name for name, group in groups if group.get("train_mode") is False), "")
+
+    @property
+    def _knows_all_kinds(self) -> bool:
+        """False if something else was given, which may hold a schedule or parameters."""
+        return all(isinstance(each, (nn.Module, Optimizer, *Schedule, GradScaler)) for each in self.named.values())
+
+    def refuse_unowned_parameters(self) -> None:
+        """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
+        held = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        for name, each in self.of(Optimizer).items() if self._knows_all_kinds else ():
+            trained = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
+            if lost := [one for one in trained if id(one) not in held]:
+                raise UsageError(
+                    f"{printable(name)} trains {counted(len(lost), 'parameter')} of no module that was given",
+                    "They would not be saved.",
+                    "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
+                )
+
+    def counters(self) -> dict[str, Any]:
+        """What loops change after an optimizer's step and is cheap to compare: schedules, scales, averages."""
+        found: dict[str, Any] = {name: plain_state(value.state_dict()) for name, value in self.of(Schedule).items()}
+        found |= {name: scaler_updates(value) for name, value in self.of(GradScaler).items()}
+        return found | {name: int(value.n_averaged) for name, value in self.of(AveragedModel).items()}
+
+    def requires_grad(self) -> dict[str, str]:
+        """Which parameters are trained, which no state dict has, in the form of `moving.snapshot`."""
+        named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
+        return {f"requires_grad of {label}.{key}": f"{moving.VALUE}: {one.requires_grad}" for label, key, one in named}
+
+    def optimizer_without_its_schedule(self) -> str:
+        """The name of an optimizer whose schedule was not given; empty for none."""
+        if self.of(Schedule) or not self._knows_all_kinds:
+            return ""
+        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
+        return next((name for name, group in groups if "initial_lr" in group), "")
+
+    def options(self) -> dict[str, list[dict[str, Any]]]:
+        """The plain options of every optimizer's groups, as the script gives them: `lr`, `fused`."""
+        return {
+            name: [
+                {key: value for key, value in group.items() if type(value) in (int, float, bool, tuple, type(None))}
+                for group in optimizer.param_groups
+            ]
+            for name, optimizer in self.of(Optimizer).items()
+        }
+
+
+def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
+    """Raises `Conflict` if loading would round: torch silently casts values to the model's dtype."""
+    tensors = ((key, each, live.get(key)) for key, each in state.items())
+    for key, each, own in tensors:
+        if isinstance(each, torch.Tensor) and isinstance(own, torch.Tensor) and each.dtype != own.dtype:
+            raise Conflict(
+                f"{where} was saved with {printable(key)} as {each.dtype}; the script's is {own.dtype}",
+                "Loading would round its values.",
+                "Give the model in the dtype that it was trained in, or start a new run from its weights",
+            )
+
+
+def scaler_updates(scaler: GradScaler) -> int:
+    """How often a scaler was updated in this process, also after a step that it skipped."""
+    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
+    return 0 if scale is None else scale._version
+
+
+def _type_name(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")

@@ -1,0 +1,63 @@
+"""Reasons to stop a run before its end, checked between steps: a signal, or the time is over."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = ("TERM", "INT", "USR1")
+
+
+class Stopping:
+    """Whether a run is asked to stop. number: the signal that asked for it.  after: seconds that it may take."""
+
+    def __init__(self, after: float | None = None) -> None:
+        self.number = 0
+        self.after = after
+        self.begun: float | None = None
+
+    def begin(self) -> float:
+        """When the first step began: `after` counts from there, not from the start of the program."""
+        if self.begun is None:
+            self.begun = time.monotonic()
+        return self.begun
+
+    @property
+    def late(self) -> bool:
+        """True when the time is over."""
+        return bool(self.after) and self.begun is not None and time.monotonic() >= self.begun + (self.after or 0)
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.number) or self.late
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal, as in shells; 0 if the run's own time was over."""
+        return 128 + self.number if self.number else 0
+
+    def caught(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:  # a person who asks twice means at once
+            raise KeyboardInterrupt
+        self.number = self.number or number  # the job scheduler and torchrun may both forward it
+
+
+@contextmanager
+def stopping(names: Sequence[str] = SIGNALS, after: float | None = None) -> Iterator[Stopping]:
+    """Catches the signals of these names (`TERM`) while a run lasts; only in the main thread, where Python can."""
+    flag = Stopping(after)
+    before: dict[int, Any] = {}
+    for name in names if threading.current_thread() is threading.main_thread() else ():
+        number = int(signal.Signals[f"SIG{name}"])
+        if signal.getsignal(number) is not signal.SIG_IGN or name != "HUP":  # nohup means it
+            before[number] = signal.signal(number, flag.caught)
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

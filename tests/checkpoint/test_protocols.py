@@ -1,0 +1,365 @@
+"""A checkpoint is a mapping, a tensor's entry is array-like: what Python, numpy and torch may ask of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.files import Source
+from ckptool.errors import Ambiguous, CkptoolError, FileChanged, MissingKey, Unsupported, UsageError
+from tests.support.files import saved
+
+WEIGHT = torch.randn(40, 6)
+TREE = {
+    "state_dict": {"fc.weight": WEIGHT, "half": WEIGHT.bfloat16(), "view": WEIGHT.t(), "step": torch.tensor(7)},
+    "epoch": 3,
+    "a/b": 1,
+    "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "list": [torch.zeros(1), torch.zeros(2)]},
+}
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Checkpoint:
+    torch.save(TREE, tmp_path / "a.pt")
+    return ckptool.open(tmp_path / "a.pt")
+
+
+@pytest.fixture
+def entry(ckpt: Checkpoint) -> TensorEntry:
+    found: TensorEntry = ckpt["state_dict"]["fc.weight"]
+    return found
+
+
+# A mapping ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_mapping(ckpt: Checkpoint) -> None:
+    assert isinstance(ckpt, Mapping)
+    assert list(ckpt) == list(ckpt.keys()) == list(TREE) and len(ckpt) == len(TREE)
+    assert dict(ckpt) == {**ckpt} == dict(ckpt.items())
+    assert list(ckpt.values())[1] == ckpt.get("epoch") == 3
+    assert ckpt.get("nothing") is None and ckpt.get("nothing/at/all", 5) == 5
+    assert "epoch" in ckpt and "nothing" not in ckpt
+    assert ckpt == ckpt and ckpt != ckptool.open(ckpt.source.path)  # type: ignore[union-attr]
+
+
+def test_an_address_leads_to_what_keys_lead_to(ckpt: Checkpoint) -> None:
+    assert ckpt["state_dict/fc.weight"] is ckpt["state_dict"]["fc.weight"]
+    assert ckpt["optimizer/state/0/exp_avg"] is ckpt["optimizer"]["state"][0]["exp_avg"]
+    assert ckpt["optimizer/list/1"].shape == (2,)
+    assert "optimizer/state/0" in ckpt and "optimizer/state/1" not in ckpt
+    assert ckpt["a/b"] == ckpt["a~1b"] == 1, "a key of that very name"
+
+
+def test_a_key_and_an_address_that_read_the_same(tmp_path: Path) -> None:
+    ckptool.save({"a": {"b": 1}, "a/b": 2}, tmp_path / "a.pt")
+    ckpt = ckptool.open(tmp_path / "a.pt")
+    with pytest.raises(Ambiguous, match=r"a~1b"):
+        ckpt["a/b"]
+    assert ckpt["a~1b"] == 2 and ckpt["a"]["b"] == 1
+    one: dict[Any, Any] = {"c": 1}
+    ckptool.save({"a": {"b": one}, "a/b": one}, tmp_path / "b.pt")
+    assert ckptool.open(tmp_path / "b.pt")["a/b"] == one, "they are one"
+
+
+@pytest.mark.parametrize(
+    ("look", "words"),
+    [
+        (lambda ckpt: ckpt["epohc"], "Did you mean epoch?"),
+        (lambda ckpt: ckpt["state_dict/fc.wieght"], "Did you mean fc.weight?"),
+        (lambda ckpt: ckpt["fc.weight"], "Did you mean state_dict/fc.weight?"),
+        (lambda ckpt: ckpt["state_dict"]["fc.wieght"], "Did you mean fc.weight?"),
+        (lambda ckpt: ckpt["optimizer"]["state"][1], "Available: 0."),
+    ],
+)
+def test_a_missing_key_is_a_key_error_in_words(look: Callable[[Any], Any], words: str, ckpt: Checkpoint) -> None:
+    with pytest.raises(KeyError) as caught:
+        look(ckpt)
+    assert isinstance(caught.value, MissingKey) and isinstance(caught.value, CkptoolError)
+    assert words in str(caught.value)
+
+
+def test_missing_many_keys_costs_nothing_until_the_error_is_read(tmp_path: Path) -> None:
+    torch.save({"sd": {f"layers.{i}.weight": i for i in range(5_000)}}, tmp_path / "a.pt")
+    names = ckptool.open(tmp_path / "a.pt")["sd"]
+    start = time.process_time()
+    for i in range(2_000):
+        with pytest.raises(KeyError) as caught:
+            names[f"layer.{i}.weight"]
+    assert time.process_time() - start < 2
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert "Did you mean layers.1999.weight?" in str(caught.value) == str(again)
+
+
+def test_every_tensor_by_its_address(ckpt: Checkpoint) -> None:
+    found = ckpt.tensors()
+    assert list(found)[:1] == ["state_dict/fc.weight"] and "optimizer/state/0/exp_avg" in found
+    assert all(ckpt[name] is tensor for name, tensor in found.items())
+    assert sum(tensor.numel for tensor in found.values()) == 40 * 6 * 3 + 1 + 2 + 3
+
+
+def test_addresses_of_two_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({0: torch.ones(1), "0": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(Ambiguous, match="two tensors"):
+        ckptool.open(tmp_path / "a.pt").tensors()
+
+
+def test_a_list_or_a_tensor_at_the_top_has_no_names(tmp_path: Path) -> None:
+    torch.save([torch.ones(2), {"w": torch.ones(3)}], tmp_path / "a.pt")
+    ckpt = ckptool.open(tmp_path / "a.pt")
+    assert ckpt["1/w"] is ckpt[1]["w"] and len(ckpt) == len(list(ckpt)) == 2 and "1/w" in ckpt
+    with pytest.raises(UsageError, match=r"ckpt\.tensors\(\)"):
+        dict(ckpt)
+    torch.save(torch.ones(2, 3), tmp_path / "b.pt")
+    assert list(ckptool.open(tmp_path / "b.pt").tensors()) == [""]
+
+
+def test_a_pickled_module_is_its_state_dict(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    torch.save(module, tmp_path / "a.pt")
+    ckpt = ckptool.open(tmp_path / "a.pt")
+    assert list(ckpt) == list(module.state_dict()) == list(ckpt.tensors())
+    assert numpy.array_equal(ckpt["0.weight"], module[0].weight.detach())
+
+
+# Closing --------------------------------------------------------------------------------------------------------------
+
+
+def opened_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_with_closes_its_file_and_reading_opens_it_again(ckpt: Checkpoint) -> None:
+    path = ckpt.source.path  # type: ignore[union-attr]
+    del ckpt
+    before = opened_files()
+    with ckptool.open(path) as opened:
+        assert opened_files() == before + 1
+        weight = opened["state_dict/fc.weight"]
+    assert opened_files() == before
+    assert numpy.array_equal(weight, WEIGHT)
+    opened.close()
+    assert opened_files() == before
+
+
+def test_a_file_that_another_took_the_place_of_is_not_read(ckpt: Checkpoint) -> None:
+    path = ckpt.source.path  # type: ignore[union-attr]
+    ckpt.close()
+    torch.save({"other": torch.ones(3)}, path + "2")
+    os.replace(path + "2", path)
+    with pytest.raises(FileChanged):
+        ckpt["state_dict/fc.weight"].numpy()
+
+
+def test_a_file_without_a_name_stays_open(ckpt: Checkpoint) -> None:
+    os.unlink(ckpt.source.path)  # type: ignore[union-attr]
+    with ckpt:
+        pass
+    assert ckpt["state_dict/fc.weight"][0, 0] == WEIGHT[0, 0]
+
+
+def test_a_folder_closes_all_its_files(tmp_path: Path) -> None:
+    weights = {f"w{i}": torch.ones(1000) for i in range(4)}
+    ckptool.save(weights, tmp_path / "a.pt")
+    ckptool.convert(tmp_path / "a.pt", f"{tmp_path}/shards/", shard_size="5KB")
+    before = opened_files()
+    with ckptool.open(tmp_path / "shards") as ckpt:
+        assert [numpy.asarray(each).sum() for each in ckpt.values()] == [1000] * 4
+        assert opened_files() > before
+    assert opened_files() == before
+
+
+# Entries --------------------------------------------------------------------------------------------------------------
+
+KEYS = [
+    slice(3, 7),
+    (..., 0),
+    2,
+    -1,
+    (slice(None), None),
+    (slice(None, None, -2), -1),
+    (3, 2),
+    (slice(30, 2, -3), slice(1, None)),
+    (None, ..., numpy.int64(2)),
+    slice(50, 60),
+    (slice(None), slice(0, 0)),
+    ...,
+    (),
+    [1, 5],
+    numpy.arange(40) % 3 == 0,
+    (slice(2), [0, 1]),
+    True,
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize("name", ["fc.weight", "half", "view"])
+def test_a_part_is_the_part_of_the_array(key: Any, name: str, ckpt: Checkpoint) -> None:
+    whole = ckpt["state_dict"][name].numpy()
+    try:
+        expected = whole[key]
+    except IndexError:
+        with pytest.raises(IndexError):
+            ckpt["state_dict"][name][key]
+        return
+    found = ckpt["state_dict"][name][key]
+    assert type(found) is type(expected) and found.dtype == expected.dtype and found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    plain, into = Source.read, Source.read_into
+
+    def read(self: Source, offset: int, length: int) -> bytes:
+        counts.append(length)
+        return plain(self, offset, length)
+
+    def read_into(self: Source, offset: int, buffer: memoryview) -> None:
+        counts.append(len(buffer))
+        into(self, offset, buffer)
+
+    monkeypatch.setattr(Source, "read", read)
+    monkeypatch.setattr(Source, "read_into", read_into)
+    return counts
+
+
+@pytest.mark.parametrize("container", ["a.pt", "a.safetensors", "a.npz"])
+def test_a_part_reads_its_bytes_alone(container: str, tmp_path: Path, bytes_read: list[int]) -> None:
+    weight = torch.randn(2000, 1000)
+    ckptool.save({"w": weight}, tmp_path / container)
+    entry = ckptool.open(tmp_path / container)["w"]
+    for key, most in ((slice(3, 7), 16_000), (5, 4_000), ((0, 0), 4), ((slice(0, 2), slice(0, 10)), 8_100)):
+        entry[0, 0]  # a look at the header in front of the data
+        bytes_read.clear()
+        assert numpy.array_equal(entry[key], weight.numpy()[key])
+        assert sum(bytes_read) <= most, key
+    bytes_read.clear()
+    half = entry.to("bf16")
+    assert not bytes_read
+    assert numpy.array_equal(half[3:7].astype("f4"), weight[3:7].bfloat16().float())
+    assert sum(bytes_read) <= 16_000
+
+
+def test_as_an_array(entry: TensorEntry) -> None:
+    assert numpy.array_equal(numpy.asarray(entry), WEIGHT)
+    assert numpy.asarray(entry, dtype="f8").dtype == numpy.float64 == numpy.array(entry, "f8").dtype
+    assert entry.__array__(copy=True).flags.writeable
+    with pytest.raises(ValueError, match="copy"):
+        entry.__array__(copy=False)
+    assert numpy.allclose(entry, WEIGHT) and (WEIGHT.numpy() - entry == 0).all()
+    assert float(numpy.linalg.norm(entry)) == pytest.approx(float(WEIGHT.norm()))
+
+
+def test_arithmetic_is_that_of_arrays(entry: TensorEntry) -> None:
+    weight: Any = WEIGHT.numpy()
+    this: Any = entry
+    for made, expected in (
+        (this * 2, weight * 2),
+        (1 - this, 1 - weight),
+        (this - this, weight - weight),
+        (weight / this, weight / weight),
+        (this.T @ this, weight.T @ weight),
+    ):
+        assert isinstance(made, numpy.ndarray) and numpy.allclose(made, expected, atol=1e-5)
+    with pytest.raises(TypeError):
+        this + "text"
+
+
+def test_as_a_tensor(ckpt: Checkpoint) -> None:
+    for name, value in TREE["state_dict"].items():  # type: ignore[attr-defined]
+        assert torch.equal(torch.as_tensor(ckpt["state_dict"][name]), value)
+        assert torch.equal(torch.tensor(ckpt["state_dict"][name]), value)
+        assert torch.equal(ckpt["state_dict"][name].torch(), value)
+
+
+def test_its_facts(ckpt: Checkpoint, entry: TensorEntry) -> None:
+    assert (entry.ndim, len(entry), entry.size(), entry.size(0), entry.device) == (2, 40, (40, 6), 40, "cpu")
+    assert entry.T.shape == (6, 40) and numpy.array_equal(entry.T, WEIGHT.T)
+    assert all(entry.dtype == same for same in (torch.float32, numpy.float32, numpy.dtype("f4"), "f32", entry.dtype))
+    assert entry.dtype != torch.float16 and entry.dtype != "nothing" and entry.dtype != None  # noqa: E711
+    assert entry.dtype in (torch.float16, torch.float32)
+    step = ckpt["state_dict/step"]
+    assert (float(step), int(step), step.item(), step.tolist(), bool(step)) == (7.0, 7, 7, 7, True)
+    with pytest.raises(TypeError, match="without dimensions"):
+        len(step)
+    with pytest.raises(TypeError, match="without dimensions"):
+        list(step)
+    assert ckpt["state_dict/half"].tolist() == WEIGHT.bfloat16().tolist()
+    assert copy.deepcopy(entry).shape == entry.shape
+
+
+def test_its_rows_come_one_after_the_other(entry: TensorEntry) -> None:
+    rows: Iterator[Any] = iter(entry)
+    assert numpy.array_equal(next(rows), WEIGHT[0]) and len(list(rows)) == 39
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), (torch.float16, torch.float16)])
+def test_cast_as_torch_does(name: Any, dtype: torch.dtype, ckpt: Checkpoint) -> None:
+    for address in ("fc.weight", "half", "view"):
+        cast = ckpt["state_dict"][address].to(name)
+        assert cast.dtype == dtype
+        assert torch.equal(cast.torch(), TREE["state_dict"][address].to(dtype))  # type: ignore[index]
+    assert torch.equal(ckpt["state_dict/step"].to(torch.float64).torch(), torch.tensor(7.0, dtype=torch.float64))
+
+
+def test_an_expanded_view_is_cast_as_it_is(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(10_000)}, tmp_path / "a.pt")
+    assert ckptool.open(tmp_path / "a.pt")["w"].to("f16").stride == (0,)
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "words"),
+    [
+        (lambda entry: entry.mean(), AttributeError, "entry.torch().mean"),
+        (lambda entry: entry.to("cuda"), UsageError, "entry.torch().to(DEVICE)"),
+        (lambda entry: entry.to(float), UsageError, "torch.float32"),
+        (lambda entry: entry.to(torch.int64), UsageError, "entry.torch().to(torch.int64)"),
+        (lambda entry: entry.item(), UsageError, "entry.tolist()"),
+        (lambda entry: entry[40], IndexError, "size 40"),
+        (lambda entry: entry[1, 2, 3], IndexError, "2 dimensions"),
+        (lambda entry: entry._nothing, AttributeError, "'_nothing'"),
+    ],
+)
+def test_what_it_does_not_do_it_says(ask: Callable[[Any], Any], kind: type, words: str, entry: TensorEntry) -> None:
+    with pytest.raises(kind) as caught:
+        ask(entry)
+    assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_tensors_that_are_made_of_others(tmp_path: Path) -> None:
+    sparse, quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    torch.save({"s": sparse, "q": quantized}, tmp_path / "a.pt")
+    ckpt = ckptool.open(tmp_path / "a.pt")
+    assert ckpt["s"].numel == 9 and ckpt["s"].ndim == 2 and len(ckpt["q"]) == 3 and bool(ckpt["s"])
+    with pytest.raises(Unsupported, match=r"entry\.torch\(\)"):
+        numpy.asarray(ckpt["s"])
+    with pytest.raises(UsageError, match=r"entry\.torch\(\)\.to"):
+        ckpt["s"].to("f16")
+
+
+def test_values_of_a_file_that_was_written_again_are_refused(tmp_path: Path) -> None:
+    """As `torch.save` does to the file that a notebook has open: the place of the old bytes holds others now."""
+    saved({"w": torch.zeros(4, 4)}, tmp_path / "a.pt")
+    with ckptool.open(tmp_path / "a.pt") as inside:
+        entry = inside["w"]
+    assert entry.numpy().sum() == 0
+    saved({"w": torch.ones(4, 4), "more": torch.ones(9)}, tmp_path / "a.pt")
+    reads: list[Any] = [lambda: entry.numpy(), lambda: entry[1:], lambda: entry.torch(), lambda: entry.bytes()]
+    for read in [*reads, lambda: numpy.asarray(entry), lambda: entry.to("bf16")[0], lambda: entry + 1]:
+        with pytest.raises(FileChanged, match="changed"):
+            read()

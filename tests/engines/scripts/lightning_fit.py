@@ -1,0 +1,84 @@
+"""A model under Lightning's Trainer, killed anywhere, resumed by itself: `python lightning_fit.py OUT`."""
+
+import logging
+import sys
+import warnings
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from ckptool.integrations.lightning import DurableCheckpointIO, ExactResume, newest_checkpoint
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, draws=False):
+        self.draws = draws
+        self.inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        row = self.inputs[index]
+        noise = torch.rand(8) if self.draws else 0
+        return row + noise, (row.sum() > 0).long()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from Rows()
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, width=16):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+        )
+
+    def training_step(self, batch, index):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.body(inputs), labels)
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.training_step(batch, index))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+def main(out, steps=40, stateful=True, draws=False, stream=False, workers=0, every=5, keep=2):
+    lightning.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)
+    if stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    else:
+        from torch.utils.data import DataLoader as Loader
+    data = Stream() if stream else Rows(draws)
+    loader = Loader(data, batch_size=8, shuffle=not stream, num_workers=workers)
+    checkpoints = {"every_n_train_steps": every} if every else {"save_on_train_epoch_end": True}
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        default_root_dir=out,
+        plugins=[DurableCheckpointIO()],
+        callbacks=[ExactResume(), ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    validation = torch.utils.data.DataLoader(Rows(), batch_size=16, shuffle=True)
+    trainer.fit(model, loader, validation, ckpt_path=newest_checkpoint(out))
+    torch.save(model.state_dict(), out + "/final.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,117 @@
+"""Every report as a value: text, one line, plain values of JSON, a table for notebooks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.checkpoint.registry import Report
+from ckptool.cli import main
+from ckptool.reports.prove import CommandProof
+from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
+
+NASTY = "<script>alert('x')</script>\x1b[31m"
+REPORTS: dict[str, Callable[[], Any]] = {
+    "inspect": lambda: ckptool.inspect("a.pt", stats=True),
+    "show": lambda: ckptool.show("a.pt", at="w"),
+    "diff": lambda: ckptool.diff("a.pt", "b.pt"),
+    "verify": lambda: ckptool.verify("a.pt"),
+    "doctor": lambda: ckptool.doctor("a.pt"),
+    "scan": lambda: ckptool.scan("."),
+    "scan of a file": lambda: ckptool.scan("a.pt"),
+    "written": lambda: ckptool.strip_module("a.pt", "out.pt"),
+    "dry run": lambda: ckptool.cast("a.pt", "none.pt", dtype="bf16", dry_run=True),
+    "recover": lambda: ckptool.recover("cut.pt", "back.pt", dry_run=True),
+    "spec": lambda: ckptool.spec("a.pt"),
+    "find_rules": lambda: ckptool.find_rules("a.pt", "a.pt"),
+    "layouts": lambda: ckptool.layouts(),
+    "warm_start": lambda: ckptool.warm_start("a.pt", "b.pt", "w.pt", dry_run=True),
+    "outcome": lambda: Outcome("done", 3, 0, "runs/x"),
+    "page": lambda: Page("text\n"),
+    "pruned": lambda: Pruned("runs/x", ((1, 10),), {2: ("newest",)}, False),
+    "run": lambda: RunReport("runs/x", "id", "loss", "min", "done", 3, 3, ()),
+    "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),
+    "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, 10, None, "cpu"),
+    "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
+    "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.randn(3, 4), "b": torch.tensor([float("inf"), float("nan"), 1.0]), NASTY: torch.ones(2)}
+    torch.save(state, "a.pt")
+    torch.save({**state, "w": torch.zeros(3, 4), "extra": 1}, "b.pt")
+    Path("cut.pt").write_bytes(Path("a.pt").read_bytes()[:-300])
+    return tmp_path
+
+
+@pytest.fixture(params=REPORTS)
+def report(request: pytest.FixtureRequest, folder: Path) -> Report:
+    made: Report = REPORTS[request.param]()
+    return made
+
+
+def test_every_kind_of_report_is_among_them(folder: Path) -> None:
+    def below(kind: type) -> set[type]:
+        return {kind, *(found for each in kind.__subclasses__() for found in below(each))}
+
+    made = {type(make()).__name__ for make in REPORTS.values()}
+    assert {kind.__name__ for kind in below(Report) - {Report} if kind.__module__.startswith("ckptool.")} == made
+
+
+def test_its_plain_values_are_those_of_json(report: Report) -> None:
+    facts = report.to_dict()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert re.fullmatch(r"ckptool\.\w+/\d", facts["schema"].replace("-", "_"))
+
+
+def test_it_is_one_line_in_a_list_and_its_text_when_printed(report: Report) -> None:
+    assert "\n" not in repr(report) and "\x1b" not in repr(report) and len(repr(report)) < 200
+    assert repr(report).startswith(f"<{type(report).__name__} ")
+    assert str(report) and not str(report).endswith("\n")
+
+
+def test_a_notebook_shows_it_without_scripts(report: Report) -> None:
+    html = report._repr_html_()
+    assert len(html.encode()) <= 30_000
+    assert "<script" not in html and "\x1b" not in html
+    assert html.count("<div") == html.count("</div>") == 1 and html.count("<pre") == html.count("</pre>")
+
+
+def test_it_is_true_only_where_that_can_mean_one_thing(report: Report) -> None:
+    if report.verdict:
+        assert hasattr(report, report.verdict)
+        with pytest.raises(TypeError, match=rf"\.{report.verdict}"):
+            bool(report)
+    else:
+        assert report
+
+
+def test_the_text_and_values_are_what_the_command_prints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["diff", "a.pt", "b.pt"])
+    assert capsys.readouterr().out.rstrip("\n") == str(ckptool.diff("a.pt", "b.pt"))
+    main(["inspect", "a.pt", "--json"])
+    assert json.loads(capsys.readouterr().out) == ckptool.inspect("a.pt").to_dict()
+
+
+@pytest.mark.parametrize("key", ["layer.{}.weight", "é" * 400 + "{}", "<" * 3000 + "{}"])
+def test_a_notebook_stays_small_however_many_tensors_there_are(key: str, folder: Path) -> None:
+    tensor = torch.zeros(1)
+    torch.save({key.format(i): tensor for i in range(3000)}, "many.pt")
+    torch.save({f"{key.format(i)}x": tensor for i in range(3000)}, "others.pt")
+    for report in (
+        ckptool.inspect("many.pt"),
+        ckptool.open("many.pt"),
+        ckptool.diff("many.pt", "others.pt"),
+        ckptool.warm_start("many.pt", "others.pt", "out.pt", dry_run=True),
+    ):
+        assert len(report._repr_html_().encode()) <= 30_000

@@ -1,0 +1,140 @@
+"""Paths in a configuration are relative to it; what lies beside a file of code can be imported by it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ckptool.errors import Conflict
+from ckptool.training import configfile
+from ckptool.training.start import resume, start
+from tests.support.small_runs import config, last, run_to_end, trainer
+
+CODE = """
+import helper
+import torch
+
+class Own:
+    about = {"inputs": [3], "classes": 2}
+    def __init__(self, root="", count=30):
+        self.root, self.count = root, count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, i):
+        import late
+        return torch.rand(3) * helper.FACTOR + late.FACTOR, torch.tensor(i % 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _paths() -> Iterator[None]:
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+def project(folder: Path, factor: int = 1) -> Path:
+    """A folder with a configuration, code, and what lies beside it."""
+    (folder / "late").mkdir(parents=True)
+    (folder / "own.py").write_text(CODE)
+    (folder / "helper.py").write_text(f"FACTOR = {factor}\n")
+    (folder / "late/__init__.py").write_text("from late.inner import FACTOR\n")
+    (folder / "late/inner.py").write_text(f"FACTOR = {factor}\n")
+    values = config().dumped() | {"run": "run"}
+    values["data"] |= {"name": "own.py:Own", "args": {"root": "./pictures"}, "batch": 8}
+    values["data"] |= {"val_fraction": 0.0, "val": {"name": "./own.py:Own", "args": {"count": 9}}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder
+
+
+def test_paths_are_relative_to_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf, here = project(tmp_path / "conf"), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    changes = ["task=mine.py:task", "data.val.args.root=../x", "models.main.args.name=a.py:b", "hooks=[h.py:hook]"]
+    made = configfile.read("../conf/run.yaml", changes)
+    assert (made.run, made.task) == ("run", f"{here}/mine.py:task")
+    assert (made.data.name, made.data.args) == (f"{conf}/own.py:Own", {"root": f"{conf}/pictures"})
+    assert made.data.val is not None
+    assert (made.data.val.name, made.data.val.args) == (f"{conf}/own.py:Own", {"count": 9, "root": f"{tmp_path}/x"})
+    assert made.models["main"].args["name"] == "a.py:b"  # an argument is the model's own affair
+    assert made.hooks == [f"{here}/h.py:hook"]
+    (conf / "run.yaml").write_text(
+        "run: r\ntrain: {steps: 1}\nmodels: {main: {from: 'w.pt#a//b'}}\nhooks: [pkg:hook]\n"
+    )
+    again = configfile.read("../conf/run.yaml")
+    assert (again.models["main"].from_, again.hooks) == (f"{conf}/w.pt#a//b", ["pkg:hook"])
+    assert configfile.changed(again.dumped(), []) == again
+
+
+def test_a_run_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose project lies elsewhere meanwhile: the code is the same."""
+    conf = project(tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("whole", 12), ("parts", 5)):
+        start(configfile.read("conf/run.yaml", [f"train.steps={steps}", f"run={name}/run"]))
+    assert f"{conf}/own.py:Own" in (tmp_path / "parts/run/run.yaml").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resume(str(tmp_path / "parts/run"), ["train.steps=8"])
+    moved = Path(shutil.move(conf, tmp_path / "moved"))
+    changes = ["train.steps=12", f"run={tmp_path}/parts/run", f"data.args.root={conf}/pictures"]
+    start(configfile.read(str(moved / "run.yaml"), changes), resume="auto")
+    assert last(tmp_path / "whole") == last(tmp_path / "parts")
+    with pytest.raises(Conflict, match=r"data\.name was .*own\.py:Own"):
+        start(configfile.read(str(moved / "run.yaml"), [*changes, "data.name=other.py:Own"]), resume="auto")
+
+
+def test_a_run_of_an_older_version_has_paths_from_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = project(tmp_path / "conf")
+    monkeypatch.chdir(conf)
+    for name, steps in (("whole", 12), ("parts", 5)):
+        start(configfile.read("run.yaml", [f"train.steps={steps}", f"run={name}/run"]))
+    for path in Path("parts/run").rglob("*"):  # as 0.1.0 wrote them
+        if path.suffix in (".yaml", ".json", ".jsonl"):
+            text = path.read_text().replace(f"{conf}/own.py", "own.py").replace(f"{conf}/pictures", "./pictures")
+            path.write_text(text)
+    assert "name: own.py:Own" in Path("parts/run/run.yaml").read_text()
+    resume("parts/run", ["train.steps=8"])
+    start(configfile.read("run.yaml", ["train.steps=12", "run=parts/run"]), resume="auto")
+    assert last(conf / "whole") == last(conf / "parts")
+
+
+# Neighbours ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_code_imports_what_lies_beside_it(tmp_path: Path, workers: int) -> None:
+    """At once and later, in workers too; two runs with neighbours of the same names do not mix."""
+
+    def ended(name: str, again: str = "") -> bytes:
+        data: dict[str, Any] = {"name": f"{tmp_path / name}/own.py:Own", "batch": 8}
+        run_to_end(tmp_path / f"{name}{again}", f"data.workers={workers}", "train.steps=4", data=data)
+        return last(tmp_path / f"{name}{again}")
+
+    project(tmp_path / "one", 1)
+    project(tmp_path / "two", 3)
+    one, two = ended("one"), ended("two")
+    assert ended("one", "again") == one != two == ended("two", "again")
+    assert sys.modules["helper"].FACTOR == 3
+
+
+def test_what_is_installed_comes_before_a_neighbour(tmp_path: Path) -> None:
+    """Later on: only while the code is imported are its neighbours first, as with `python own.py`."""
+    folder = project(tmp_path / "one")
+    (folder / "colorsys.py").write_text("raise SystemError('imported')\n")
+    trainer(data={"name": f"{folder}/own.py:Own"})
+    sys.modules.pop("colorsys", None)
+    import colorsys
+
+    assert sys.path.index(str(folder)) > sys.path.index(sysconfig.get_paths()["stdlib"])
+    assert hasattr(colorsys, "rgb_to_hsv")

@@ -1,0 +1,431 @@
+"""Verbs on objects in memory: the same result as the file that they write, with the caller's own tensors in it."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import io
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from tests.support.files import load, saved
+from tests.support.object_graphs import saved_graph
+from tests.support.same import assert_same_objects
+
+
+class Own:
+    """An object that no file could hold."""
+
+    def __init__(self) -> None:
+        self.function = lambda: 0
+
+
+def wrapped() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    model.append(nn.Linear(4, 4))
+    model[3].weight = model[0].weight
+    return nn.DataParallel(model)
+
+
+def training(model: nn.Module) -> dict[str, Any]:
+    """A checkpoint in memory: a model, its optimizer, and what else stands in one."""
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "state_dict": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "rng": numpy.arange(4, dtype=numpy.uint32),
+        "size": torch.Size([2]),
+        "sparse": torch.eye(3).to_sparse(),
+        "seen": {1, 2},
+        "pair": (torch.arange(3), [torch.arange(2)]),
+    }
+
+
+def weights() -> dict[str, Any]:
+    """A state dict with ties, views and parameters."""
+    state = wrapped().state_dict()
+    state["module.tied"] = state["module.0.weight"]
+    state["module.view"] = state["module.0.weight"].t()
+    state["module.parameter"] = nn.Parameter(torch.ones(2))
+    return state
+
+
+def test_untouched_objects_are_themselves() -> None:
+    given = training(wrapped()) | {"state_dict": weights()}
+    own = given["own"] = Own()
+    state, before = given["state_dict"], list(given["state_dict"])
+    done = ckptool.strip_module(given)
+    assert type(done) is dict and type(done["state_dict"]) is collections.OrderedDict
+    assert list(done["state_dict"]) == [key.removeprefix("module.") for key in before]
+    for key, tensor in state.items():
+        assert done["state_dict"][key.removeprefix("module.")] is tensor, key
+    for name in ("rng", "size", "sparse"):
+        assert done[name] is given[name], name
+    assert done["own"] is own and done["pair"][0] is given["pair"][0] and done["seen"] == {1, 2}
+    assert "0" in done["state_dict"]._metadata and "module.0" in state._metadata
+    assert list(state) == before, "the input stays as it is"
+
+
+def test_a_module_gives_its_state_dict() -> None:
+    model = nn.DataParallel(nn.Linear(2, 2))
+    done = ckptool.strip_module(model)
+    assert done["weight"].data_ptr() == model.module.weight.data_ptr()
+    assert list(done) == ["weight", "bias"] and list(done._metadata) == [""]
+    assert ckptool.diff(model, model.state_dict()).same
+
+
+def test_dtypes_and_devices_in_second_place() -> None:
+    given = weights()
+    done = ckptool.cast(given, torch.bfloat16)
+    assert done["module.0.weight"].dtype is torch.bfloat16
+    assert done["module.tied"].data_ptr() == done["module.0.weight"].data_ptr() == done["module.view"].data_ptr()
+    assert isinstance(done["module.parameter"], nn.Parameter)
+    assert done["module.2.num_batches_tracked"] is given["module.2.num_batches_tracked"]
+    assert ckptool.remap(given, torch.device("cpu"))["module.tied"] is given["module.tied"]
+    assert ckptool.remap(given, torch.device("cuda:1"), dry_run=True).facts["changed"] > 0
+    half = ckptool.cast({"a.weight": numpy.ones(3)}, numpy.float16)
+    assert half["a.weight"].dtype == numpy.float16
+
+
+def test_arrays_stay_arrays_without_torch() -> None:
+    code = """
+import sys, numpy, ckptool
+given = {"module.weight": numpy.ones((2, 3), "f4"), "module.names": numpy.array(["a"]), "module.scale": numpy.ones(2)}
+done = ckptool.strip_module(given)
+assert done["weight"] is given["module.weight"] and done["names"] is given["module.names"], done
+entries = {"module.w": ckptool.open(done)["weight"]}
+assert ckptool.strip_module(entries)["w"] is entries["module.w"]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda given: ckptool.cast(given, "bf16"), "dtype='bf16'"),
+        (lambda given: ckptool.remap(given, "cpu"), "to='cpu'"),
+        (lambda given: ckptool.strip_module(given, "module."), "prefix='module.'"),
+        (lambda given: ckptool.remap(given, "cuda", to="cpu"), "to='cuda'"),
+        (lambda given: ckptool.strip_module(given, in_place=True), "in_place"),
+        (lambda given: ckptool.cast(given, io.BytesIO(), dtype="bf16"), "not a dtype"),
+        (lambda given: ckptool.slim(given, io.BytesIO()), "slim was given BytesIO in the place"),
+        (lambda given: ckptool.save(given, io.BytesIO()), "save was given BytesIO in the place"),
+        (lambda given: ckptool.save("a.pt", given), "save was given OrderedDict in the place"),
+        (lambda given: ckptool.average(given, given), r"average\(\[A, B\]\)"),
+        (lambda given: ckptool.average([given, given], given), r"average\(\[A, B\]\)"),
+        (lambda given: ckptool.bundle(wrapped()), "members by name, and was given DataParallel"),
+        (lambda given: ckptool.warm_start(given, given, resize=True), "True was given where texts are needed"),
+        (lambda given: ckptool.edit(given, set={"module.tied": 1}), r"drop=\['module.tied'\]"),
+        (lambda given: ckptool.load(b"PK"), r"io.BytesIO\(data\)"),
+        (lambda given: ckptool.inspect([1]), r"state_dict\(\), model"),
+        (lambda given: ckptool.inspect(torch.optim.SGD([torch.ones(1)])), r"\.state_dict\(\)"),
+    ],
+)
+def test_refused(call: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ckptool.CkptoolError, match=said) as caught:
+        call(weights())
+    assert caught.value.code == "usage" and not list(tmp_path.iterdir())
+
+
+# Every kind of input through every verb ------------------------------------------------------------------------------
+
+
+def with_gradients() -> dict[str, Any]:
+    """A state dict of parameters, one of them also as a view."""
+    state = dict(wrapped().named_parameters(remove_duplicate=False))
+    return {**state, "module.view": state["module.0.weight"].detach()[1:]}
+
+
+GIVEN: dict[str, Callable[[], Any]] = {
+    "checkpoint": lambda: training(wrapped()),
+    "state dict": lambda: wrapped().state_dict(),
+    "plain dictionary": with_gradients,
+    "module": wrapped,
+}
+Call = Callable[[Any, "Path | None"], Any]
+VERBS: dict[str, Call] = {
+    "strip_module": lambda given, out: ckptool.strip_module(given, out),
+    "add_module": lambda given, out: ckptool.add_module(given, out, prefix="net."),
+    "rename": lambda given, out: ckptool.rename(given, "module.* => *", out),
+    "remap": lambda given, out: ckptool.remap(given, out, to="cpu"),
+    "cast": lambda given, out: ckptool.cast(given, out, dtype=torch.float16),
+    "cast of some": lambda given, out: ckptool.cast(given, out, dtype="bf16", only="*bias"),
+    "edit": lambda given, out: ckptool.edit(given, out, drop="*bias"),
+    "slim": lambda given, out: ckptool.slim(given, out),
+    "bake": lambda given, out: ckptool.bake(given, out),
+    "translate": lambda given, out: ckptool.translate(given, "*.1.bias => *.1.{a,b} : split 0", out, rest="keep"),
+    "convert": lambda given, out: ckptool.convert(given, out, only="*weight*"),
+    "average": lambda given, out: ckptool.average([given, given, given], out, ema=0.5),
+    "bundle": lambda given, out: ckptool.bundle({"one": given}, out, values={"n": 1}),
+    "warm_start": lambda given, out: ckptool.warm_start(given, state_of(given), out),
+}
+
+
+def state_of(given: Any) -> Any:
+    """What people save of it."""
+    return given.state_dict() if isinstance(given, nn.Module) else given
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", GIVEN)
+def test_the_result_is_that_of_the_file(kind: str, verb: str, tmp_path: Path) -> None:
+    call, given, other = VERBS[verb], GIVEN[kind](), GIVEN[kind]()
+    call(saved(state_of(given), tmp_path / "in.pt"), tmp_path / "out.pt")
+    found = call(given, None)
+    assert_same_objects(load(tmp_path / "out.pt", weights_only=False), found, storages=verb != "average")
+    assert_same_objects(state_of(given), state_of(other))
+    names = [path.name for path in tmp_path.iterdir()]
+    assert sorted(names) == ["in.pt", "out.pt"], "nothing is written"
+    call(given, tmp_path / "again.pt")
+    assert_same_objects(load(tmp_path / "again.pt", weights_only=False), found, storages=verb != "average")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_open_checkpoints_and_files(verb: str, tmp_path: Path) -> None:
+    call = VERBS[verb]
+    file = saved(state_of(GIVEN["checkpoint"]()), tmp_path / "in.pt")
+    call(file, tmp_path / "out.pt")
+    expected = load(tmp_path / "out.pt", weights_only=False)
+    made = call(ckptool.open(file), None)
+    assert isinstance(made, ckptool.Checkpoint)
+    ckptool.save(made, tmp_path / "saved.pt")
+    assert_same_objects(expected, load(tmp_path / "saved.pt", weights_only=False))
+    if verb not in ("average", "warm_start"):  # which read it more than once
+        with file.open("rb") as opened:
+            call(opened, tmp_path / "of_file.pt")
+        assert (tmp_path / "of_file.pt").read_bytes() == (tmp_path / "out.pt").read_bytes()
+        with pytest.raises(ckptool.CkptoolError, match=r"output|write"), file.open("rb") as opened:
+            call(opened, None)
+
+
+def test_a_checkpoint_that_is_clean_already_is_not_the_file_it_came_from(tmp_path: Path) -> None:
+    file = saved(wrapped().state_dict(), tmp_path / "in.pt")
+    ckptool.strip_module(ckptool.strip_module(ckptool.open(file)), tmp_path / "out.pt")
+    assert "0.weight" in load(tmp_path / "out.pt")
+    part = ckptool.open(f"{saved({'a': load(file), 'b': 1}, tmp_path / 'two.pt')}#a")
+    ckptool.strip_module(part, tmp_path / "part.pt", prefix="module.")
+    assert next(iter(load(tmp_path / "part.pt"))) == "0.weight"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_graphs() -> None:
+    """Whatever people save: what nothing changed about stays as it is, also objects that only their own code makes."""
+    kept = 0
+    for graph in filter(None, map(saved_graph, range(30))):
+        given, other, expected = (torch.load(io.BytesIO(graph.data), weights_only=False) for _ in range(3))
+        try:
+            done = ckptool.edit(given, set={"note": 1})
+            expected["note"] = 1
+            assert_same_objects(expected, done, tuples=True)
+            kept += 1
+        except AssertionError as error:  # a container that an object of somebody's own class holds, too
+            assert "same object" in str(error) and graph.kinds & OWN, f"seed {graph.seed}: {error}"
+        except ckptool.CkptoolError as error:  # such an object that holds all of the checkpoint, and would change
+            assert error.code == "unsafe-global" and graph.kinds & OWN, f"seed {graph.seed}: {error}"
+        assert_same_objects(given, other, tuples=True)
+    assert kept > 20
+
+
+OWN = {"people", "nested class", "mapping", "sequence", "module", "training", "other mapping"}
+
+
+def test_nothing_is_copied() -> None:
+    code = """
+import resource, torch, ckptool
+given = {f"module.{number}.weight": torch.empty(12_500_000) for number in range(10)}
+ckptool.strip_module({"module.weight": torch.ones(3)})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+done = ckptool.edit(ckptool.rename(ckptool.strip_module(given), "0.weight => first"), drop="1.*")
+assert done["first"] is given["module.0.weight"] and len(done) == 9
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    scale = 1 if sys.platform == "darwin" else 1024
+    assert int(ended.stdout) * scale < 32_000_000
+
+
+# The other verbs -----------------------------------------------------------------------------------------------------
+
+
+def test_looking_at_objects(tmp_path: Path) -> None:
+    model = wrapped()
+    state = model.state_dict()
+    file = saved(state, tmp_path / "a.pt")
+    assert {row.address for row in ckptool.inspect(model, stats=True).listing.tensors} == set(state)
+    assert ckptool.show(model, at="module.0.weight").values is not None
+    assert ckptool.diff(model, file).same and ckptool.diff(file, state).same
+    found = ckptool.verify(model, digest=True)
+    assert not found.problems and found.digests is not None
+    assert found.digests == ckptool.verify(file, digest=True).digests
+    assert "strip-module FILE" in str(ckptool.doctor(state)) or ckptool.doctor(state).findings
+    assert ckptool.doctor(file, against=model.module).findings
+    assert ckptool.spec(model).target.tensors.keys() == ckptool.spec(model.module).target.tensors.keys()
+    stripped = ckptool.strip_module(model)
+    assert ckptool.find_rules(stripped, stripped).rules is not None
+    for name in ("scan", "recover"):
+        with pytest.raises(ckptool.CkptoolError, match=f"{name} looks at files, and was given DataParallel"):
+            getattr(ckptool, name)(model)
+
+
+def test_models_are_loaded_from_memory(tmp_path: Path) -> None:
+    model, other = wrapped(), nn.DataParallel(wrapped().module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    for given in (other.state_dict(), other, ckptool.open(other)):
+        target = wrapped()
+        assert ckptool.load_into(target, given).applied
+        assert_same_objects(dict(other.module.state_dict()), dict(target.module.state_dict()))
+    with pytest.raises(ckptool.CkptoolError) as caught:
+        ckptool.warm_start({"nothing.weight": torch.ones(3)}, model)
+    assert caught.value.code == "plan-refused"
+    ckptool.save(other, tmp_path / "saved.pt")
+    assert_same_objects(other.state_dict(), load(tmp_path / "saved.pt"))
+
+
+def test_bundles_in_memory(tmp_path: Path) -> None:
+    model = wrapped()
+    file = saved({"w.weight": torch.ones(3)}, tmp_path / "d.pt")
+    given = model.state_dict()
+    made = ckptool.bundle({"g": model, "same": given, "d": file, "e": {"a.weight": numpy.ones(2)}}, values={"epoch": 3})
+    assert list(made) == ["g", "same", "d", "e", "epoch"]
+    assert made["same"]["module.0.weight"] is given["module.0.weight"]
+    assert made["g"]["module.0.weight"].data_ptr() == given["module.0.weight"].data_ptr()
+    assert torch.equal(made["d"]["w.weight"], torch.ones(3))
+    parts = ckptool.unbundle(made, only=["g", "epoch"])
+    assert list(parts) == ["g", "epoch"] and parts["g"]["module.0.weight"] is made["g"]["module.0.weight"]
+    more = ckptool.bundle({"h": file}, file=made, drop="same")
+    assert list(more) == ["g", "d", "e", "epoch", "h"]
+
+
+def test_values_are_tensors_and_arrays(tmp_path: Path) -> None:
+    given = {"a.weight": torch.ones(2, dtype=torch.bfloat16)}
+    made = ckptool.edit({"m": given}, set={"t": torch.arange(2)}, tensor={"m/a.weight": torch.zeros(2).bfloat16()})
+    assert torch.equal(made["t"], torch.arange(2)) and torch.equal(made["m"]["a.weight"], torch.zeros(2).bfloat16())
+    ckptool.edit({"m": given}, tmp_path / "a.pt", set={"t": torch.arange(2)})
+    assert torch.equal(load(tmp_path / "a.pt")["t"], torch.arange(2))
+    ckptool.bundle({"m": given}, tmp_path / "b.pt", values={"t": torch.arange(2), "n": 1})
+    assert torch.equal(load(tmp_path / "b.pt")["t"], torch.arange(2))
+
+
+def test_averages_and_adapters(tmp_path: Path) -> None:
+    one, two = ({"fc.weight": torch.full((4, 4), value), "n": torch.tensor(7)} for value in (1.0, 3.0))
+    made = ckptool.average([one, saved(two, tmp_path / "two.pt")])
+    assert torch.equal(made["fc.weight"], torch.full((4, 4), 2.0))
+    assert ckptool.average([one, two])["n"] is two["n"]
+    adapter = {"lora_unet_fc.lora_down.weight": torch.ones(2, 4), "lora_unet_fc.lora_up.weight": torch.ones(4, 2)}
+    merged = ckptool.lora_merge(one, adapter)
+    assert torch.equal(merged["fc.weight"], torch.full((4, 4), 3.0)) and merged["n"] is one["n"]
+    with pytest.raises(ckptool.CkptoolError, match=r"no place for them[\s\S]*out='adapter/'"):
+        ckptool.lora_extract(two, one, rank=1)
+    assert ckptool.lora_extract(two, one, tmp_path / "adapter/", rank=1).output
+
+
+def test_tensors_are_freed_with_their_last_use() -> None:
+    """No cycle keeps a tensor (of a GPU) until the garbage collector comes by."""
+    given = {"module.w.weight": torch.ones(3)}
+    one, two = weakref.ref(given["module.w.weight"]), None
+    gc.disable()
+    try:
+        made = ckptool.cast(ckptool.strip_module(given), torch.bfloat16)
+        two = weakref.ref(made["w.weight"])
+        del given, made
+        assert one() is None and two() is None
+    finally:
+        gc.enable()
+
+
+class Tagged(torch.Tensor):
+    """A class of somebody's own."""
+
+
+def tagged(value: float) -> torch.Tensor:
+    made = torch.full((2,), value)
+    made.source = "here"  # type: ignore[attr-defined]
+    return made
+
+
+KINDS: dict[str, Callable[[float], Any]] = {
+    "buffer": lambda value: nn.Buffer(torch.full((2,), value)),
+    "attributes": tagged,
+    "subclass": lambda value: torch.full((2,), value).as_subclass(Tagged),
+    "sparse": lambda value: (torch.eye(2) * value).to_sparse(),
+    "quantized": lambda value: torch.quantize_per_tensor(torch.full((2,), value), 0.1, 0, torch.qint8),
+    "array": lambda value: numpy.full(2, value),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_tensors_stay_themselves_and_have_no_mean(kind: str) -> None:
+    one = {"module.w": torch.ones(2), "module.x": KINDS[kind](1.0)}
+    assert ckptool.strip_module(one)["x"] is one["module.x"]
+    assert ckptool.average([one, one])["module.x"] is one["module.x"]
+    with pytest.raises(ckptool.CkptoolError, match=r"module\.x is a tensor of another kind") as caught:
+        ckptool.average([one, {"module.w": torch.ones(2), "module.x": KINDS[kind](2.0)}])
+    assert caught.value.code == "unsupported"
+
+
+def test_the_type_and_attributes_of_a_state_dict_stay() -> None:
+    class Named(collections.OrderedDict):  # type: ignore[type-arg]
+        pass
+
+    given = Named(wrapped().state_dict())
+    given._metadata = {"module": {"version": 1}}  # type: ignore[attr-defined]
+    done = ckptool.strip_module(given)
+    assert type(done) is collections.OrderedDict and done._metadata == {"": {"version": 1}}
+
+
+def test_rules_and_layouts_as_they_are_called() -> None:
+    given = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+    assert list(ckptool.rename(given, {"a.*": "first.*"})) == ["first.weight", "b.weight"]
+    assert list(ckptool.warm_start(given, {"c.weight": torch.ones(2)}, rename={"a.*": "c.*"})) == ["c.weight"]
+    assert ckptool.average(each for each in (given, given)).keys() == given.keys()
+    with pytest.raises(ckptool.CkptoolError, match="layout vit-timm"):
+        ckptool.translate(given, rules="vit-timm")
+
+
+def test_the_configuration_of_an_adapter_in_memory() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": {"fc"}, "runtime": object()}
+
+    base = {"fc.weight": torch.zeros(4, 4)}
+    names = "base_model.model.fc.lora_A.weight", "base_model.model.fc.lora_B.weight"
+    adapter = {names[0]: torch.ones(2, 4), names[1]: torch.ones(4, 2)}
+    for config in (Config(), {"r": 2, "lora_alpha": 4, "target_modules": ["fc"]}):
+        assert torch.equal(ckptool.lora_merge(base, adapter, config=config)["fc.weight"], torch.full((4, 4), 4.0))
+    with pytest.raises(ckptool.CkptoolError, match="int is no configuration"):
+        ckptool.lora_merge(base, adapter, config=3)
+
+
+def test_folders_of_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ckptool.unbundle(ckptool.bundle({"g": wrapped()}), "parts")
+    assert (tmp_path / "parts" / "g.pt").is_file()
+
+
+def test_values_are_not_cast_or_saved_without_their_mask(tmp_path: Path) -> None:
+    given = {"w": numpy.ma.masked_array([1.0, 2.0], mask=[False, True]), "v": numpy.ones(2)}
+    done = ckptool.cast(given, numpy.float16)
+    assert done["w"] is given["w"] and done["v"].dtype == numpy.float16
+    with pytest.raises(ckptool.CkptoolError, match="MaskedArray at w"):
+        ckptool.save(given, tmp_path / "a.safetensors")
+    with pytest.raises(ckptool.CkptoolError, match=r"nothing was cast: 1 floating tensor .*Tagged"):
+        ckptool.cast({"w": torch.ones(2).as_subclass(Tagged)}, torch.bfloat16)
