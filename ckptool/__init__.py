@@ -119,10 +119,10 @@ def __getattr__(name: str) -> "Any":
 
 
 def _verbs() -> dict[str, str]:
-    """Every command's function, and its module."""
+    """The function of every command that has one, and its module."""
     from ckptool.checkpoint.commands import VERBS, function_name
 
-    names = [function_name(verb) for verb in VERBS]
+    names = [function_name(name) for name, verb in VERBS.items() if verb.in_python]
     return {name: f"verbs.{name}" for name in names}
 
 

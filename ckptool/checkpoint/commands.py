@@ -26,14 +26,18 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """Facts about a verb. group: of the help, and its module in `cli/`.  address: None for verbs without files."""
+    """Facts about a verb. group: of the help, and its module in `cli/`.  address: None for verbs without files.
+
+    in_python: it is also a function, `ckptool.NAME`; only a shell needs the others.
+    """
 
     group: str
     address: Use | None = None
+    in_python: bool = True
 
 
 # Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here. Two
-# words are typed as two, and are one to the parser.
+# words are typed as two, and are one to the parser. Those that only a shell needs are the group `setup`.
 VERBS = {
     "inspect": Verb("look", Use.TAKES),
     "show": Verb("look", Use.TAKES),
