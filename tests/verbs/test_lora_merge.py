@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from numpy import ndindex
 from safetensors.torch import load_file, save_file
 
 import ckptool
@@ -16,7 +18,8 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from fixtures.surgery.make_lora import Net
 from tests.support.cli import Run
 
-Tensors = dict[str, torch.Tensor]
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "some/model"}
 
 
@@ -57,7 +60,19 @@ def refused(tmp_path: Path, base: Tensors, adapter: Path, kind: type[CkptoolErro
 
 
 def change(tensors: Tensors, module: str, scale: float = 2.0) -> torch.Tensor:
-    return tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"] * scale
+    return product(tensors[f"{module}.lora_B.weight"], tensors[f"{module}.lora_A.weight"]) * scale
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """The chain of fused multiply-adds, in exact numbers. Torch's own for all but small matrices on some processors."""
+    found = torch.zeros(left.shape[0], right.shape[1])
+    for row, column in ndindex(*found.shape):
+        total = 0.0
+        for one, other in zip(left[row].tolist(), right[:, column].tolist(), strict=True):
+            total = torch.tensor(float(Fraction(one) * Fraction(other) + Fraction(total))).item()
+        found[row, column] = total
+    assert torch.allclose(found, left @ right, atol=1e-6)
+    return found
 
 
 def test_only_what_the_adapter_is_for_is_changed(tmp_path: Path, run: Run) -> None:
@@ -154,7 +169,7 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, base, adapter, Conflict, r"tied to the head by config\.json")
     found = merged(tmp_path, base, peft(tmp_path / "adapter", embedding, ensure_weight_tying=True))
     key = "model.embed_tokens"
-    delta = (embedding[f"{key}.lora_embedding_B"] @ embedding[f"{key}.lora_embedding_A"]).T * 2
+    delta = product(embedding[f"{key}.lora_embedding_B"], embedding[f"{key}.lora_embedding_A"]).T * 2
     assert torch.equal(found[f"{key}.weight"], base[f"{key}.weight"] + delta)
 
 
@@ -178,7 +193,7 @@ def test_kohya_names_are_matched_with_those_of_the_base(tmp_path: Path) -> None:
     halves_of = {"lora_down.weight": torch.randn(2, 6), "lora_up.weight": torch.randn(8, 2), "alpha": torch.tensor(1.0)}
     file = saved({f"lora_unet_down_blocks_0_to_q.{key}": v for key, v in halves_of.items()}, tmp_path / "a.safetensors")
     key = "model.diffusion_model.down_blocks.0.to_q.weight"
-    expected = base[key] + halves_of["lora_up.weight"] @ halves_of["lora_down.weight"] * 0.5
+    expected = base[key] + product(halves_of["lora_up.weight"], halves_of["lora_down.weight"]) * 0.5
     assert torch.equal(merged(tmp_path, base, file)[key], expected)
     (tmp_path / "out.safetensors").unlink()
     twice = base | {"model.diffusion_model.down.blocks_0.to_q.weight": torch.randn(8, 6)}

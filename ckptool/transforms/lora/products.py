@@ -2,7 +2,7 @@
 
 A product of f32 matrices is the chain of fused multiply-adds over the rank, in order, that torch's own is on CPUs: each
 step exact in f64 and rounded to f32. Rounding twice gives another bit in one of 10⁸ steps or fewer. No BLAS: the bytes
-are the same on every machine.
+are the same on every machine. (Torch's are not: for matrices of few columns its library rounds each product on some.)
 """
 
 from __future__ import annotations
