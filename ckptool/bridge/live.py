@@ -14,7 +14,7 @@ from ckptool.checkpoint import Checkpoint, StorageRef
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING
 from ckptool.checkpoint.registry import provides
-from ckptool.formats.memory import LIVE, Memory, holds_containers
+from ckptool.formats.in_memory import LIVE, Memory, holds_containers
 
 
 class TorchMemory(Memory, TorchReader):

@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchange
 from ckptool.checkpoint.tree import find
 from ckptool.errors import OnlyAPart, Truncated, UsageError, printable, quoted
 from ckptool.formats import marks
-from ckptool.formats.memory import checkpoint_in_memory
+from ckptool.formats.in_memory import checkpoint_in_memory
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -18,6 +18,7 @@ from ckptool.formats import named
 from ckptool.pickles.plain.text import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
 from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
+from ckptool.render.memory_line import memory_json, memory_text
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import (
     BAR,
@@ -45,6 +46,7 @@ from ckptool.reports.inspect import (
     listing,
     parts,
 )
+from ckptool.reports.memory import memory_needs
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
@@ -96,7 +98,9 @@ def _totals(listing: Listing, divided: Sequence[PartSummary], style: Style) -> s
     tied = sum(len(part.tied) for part in divided)
     ties = f"; {counted(tied, 'name')} tied to another" if tied else ""
     where = counted(listing.storages, "storage")
-    return style.dim(f"{counted(len(listing.tensors), 'tensor')} in {where}, {size(listing.tensor_bytes)}{ties}")
+    totals = f"{counted(len(listing.tensors), 'tensor')} in {where}, {size(listing.tensor_bytes)}{ties}"
+    memory = memory_text(memory_needs(listing, divided))
+    return "\n".join(style.dim(line) for text in (totals, memory) if text for line in style.prose(text))
 
 
 # The overview: a line for each root, and below it an outline of what is in it
@@ -334,6 +338,7 @@ def _statistics(listing: Listing, found: dict[str, Statistics], order: str, styl
 def inspect_json(found: Inspection) -> Json:
     """`ckptool.inspect/1`: every tensor and entry with its path; sizes in bytes."""
     listing = found.listing
+    divided = parts(listing)
     some = next(iter((found.statistics or {}).values()), None)
     tensors, names = [], [field.name for field in fields(some)] if some is not None else []
     for row in listing.tensors:
@@ -363,8 +368,9 @@ def inspect_json(found: Inspection) -> Json:
                 "dtypes": list(part.dtypes),
                 "locations": list(part.locations),
             }
-            for part in parts(listing)
+            for part in divided
         ],
+        "memory": memory_json(memory_needs(listing, divided)),
         "tensors": tensors,
         "entries": [
             {"path": path_json(row.path), "type": type_name(row.value), "value": value}

@@ -27,7 +27,7 @@ from ckptool.errors import (
     printable,
 )
 from ckptool.formats import Format, members, sidecar, tree_record
-from ckptool.formats.memory import LIVE, Memory, in_objects
+from ckptool.formats.in_memory import LIVE, Memory, in_objects
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import PathLike, in_memory
 from ckptool.formats.parts import MEMBERS, refuse_placeholders

@@ -11,7 +11,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats.memory import together
+from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.quantization import refuse_quantized

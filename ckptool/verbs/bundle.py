@@ -16,7 +16,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
-from ckptool.formats.memory import checkpoint_in_memory, together
+from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.reports.save import Written
 from ckptool.transforms.bundles import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
-from ckptool.formats.memory import together
+from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written

@@ -15,7 +15,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError, printable
 from ckptool.formats import marks
-from ckptool.formats.memory import together
+from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
