@@ -16,6 +16,7 @@ from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import Batches, Position, generators_of
 from ckptool.training.lock import Lock
+from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
 from ckptool.training.store import commit_file
@@ -48,7 +49,7 @@ class AcceleratorCheckpoints:
         folder: str | os.PathLike[str] | None = None,
         *,
         keep_last: int | None = None,
-        say: Callable[[str], Any] = folders.stderr,
+        say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
         project = accelerator.project_configuration

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -21,11 +20,6 @@ from ckptool.training.store import SavedState, file_digest, newest_whole, read_j
 
 SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
-
-
-def stderr(text: str) -> None:
-    """Says a note."""
-    sys.stderr.write(f"ckptool: {text}\n")
 
 
 def staging(target: str) -> str:

@@ -13,10 +13,10 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 import ckptool
 from ckptool.errors import Conflict, UsageError, counted, printable
-from ckptool.integrations.checkpoint_folders import stderr
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import generators_of, has_state
+from ckptool.training.run_folder import to_stderr
 from ckptool.training.store import (
     SavedState,
     check,
@@ -31,7 +31,7 @@ _KEY = "ckptool"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
 
 
-def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] = stderr) -> str | None:
+def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] = to_stderr) -> str | None:
     """The newest whole `.ckpt` of a folder, by its step, for `ckpt_path`; None before the first.
 
     Files that are damaged or have no sidecar of `DurableCheckpointIO` are skipped, and `say` is called with which, and

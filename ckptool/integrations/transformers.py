@@ -16,12 +16,13 @@ from ckptool.errors import Conflict, UsageError, printable
 from ckptool.integrations import checkpoint_folders as folders
 from ckptool.output import make_folder
 from ckptool.training.lock import Lock
+from ckptool.training.run_folder import to_stderr
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _STATE = "trainer_state.json"
 
 
-def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], Any] = folders.stderr) -> str | None:
+def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], Any] = to_stderr) -> str | None:
     """The newest whole `checkpoint-N` of a folder, for `resume_from_checkpoint`; None before the first.
 
     Checkpoints that are damaged, incomplete, or without a sidecar of digests are skipped, and `say` is called with
@@ -63,7 +64,7 @@ class DurableCheckpoints:
                 lock.release()
 
     def _checked(self: Any, folder: str, resume: str | bool | None) -> str | None:
-        say = folders.stderr if self.args.should_save else lambda text: None
+        say = to_stderr if self.args.should_save else lambda text: None
         if resume is True:
             resume = newest_checkpoint(folder, say)
         elif resume:
@@ -138,7 +139,7 @@ class DurableCheckpoints:
         drew = random.getstate() != before[1] or not torch.get_rng_state().equal(before[0])
         if drew and not began and not self._warned:
             self._warned = True
-            folders.stderr(
+            to_stderr(
                 "the data set draws random numbers in this process. Resumed in the middle of an epoch, Trainer draws "
                 "different ones, and the weights differ: draw from a generator seeded by the index instead"
             )

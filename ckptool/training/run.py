@@ -23,7 +23,7 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, 
 from ckptool.training import LOOP, moving, rng, run_folder
 from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
 from ckptool.training.parallel import World
-from ckptool.training.run_folder import RunFolder, environment
+from ckptool.training.run_folder import RunFolder, environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
 from ckptool.training.state import Objects, scaler_updates
 from ckptool.training.stopping import SIGNALS, Stopping, stopping
@@ -31,10 +31,6 @@ from ckptool.training.store import Retention
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
-
-
-def _stderr(text: str) -> None:
-    sys.stderr.write(f"ckptool: {text}\n")
 
 
 class Run:
@@ -74,7 +70,7 @@ class Run:
         stop_after: float | None = None,
         signals: Sequence[str] = SIGNALS,
         verify: str = "full",
-        say: Callable[[str], Any] = _stderr,
+        say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
         self.world = _world()

@@ -48,6 +48,11 @@ _SIDECAR = re.compile(r"step-\d{8,}\.json")
 _CLAIMED = re.compile(r"\w[\w.-]*\.(?:csv|txt|json|json\.gz)")
 
 
+def to_stderr(text: str) -> None:
+    """Says a note of a run in somebody's own loop."""
+    sys.stderr.write(f"ckptool: {text}\n")
+
+
 @dataclass(slots=True)
 class RunFolder:
     """An open run. Only its first process holds the lock and writes.
