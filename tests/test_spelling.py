@@ -29,6 +29,7 @@ OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (h
 # What only a shell needs: how much is printed, and how.
 SHELL_ONLY = {
     "--json",
+    "--format",
     "--skip-refused",
     "--sort",
     "--depth",

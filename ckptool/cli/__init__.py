@@ -6,6 +6,7 @@ import fcntl
 import gc
 import hashlib  # noqa: F401 (imported when memory has run out, it prints tracebacks of its own)
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -18,8 +19,19 @@ import typer
 
 from ckptool.checkpoint.commands import VERBS, function_name, with_verb
 from ckptool.checkpoint.workers import stop
-from ckptool.cli.output import LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
+from ckptool.cli.output import (
+    FORM,
+    AnswerForm,
+    LostAnswer,
+    failed_silently,
+    in_words,
+    say,
+    style_of,
+    tell,
+    unknown_command,
+)
 from ckptool.errors import CkptoolError, printable
+from ckptool.render.markdown import markdown
 
 if TYPE_CHECKING:
     from ckptool.cli.output import Answers, Json
@@ -36,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _as_program()
     done: list[Json] = []
     words = list(sys.argv[1:] if arguments is None else arguments)
+    FORM.set(_form_of(words))
     try:
         code = _run(words, done)
     except (KeyboardInterrupt, typer.Abort):
@@ -49,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("CKPTOOL_DEBUG"):
             raise
         try:
-            code = _told(error, "--json" in words, done)
+            code = _told(error, done)
         except Exception:  # noqa: BLE001 (not even for that there is room: memory or open files have run out)
             code = _told_in_short(error)
     if arguments is None:
@@ -100,7 +113,9 @@ def epilog(examples: Iterable[tuple[str, str]]) -> str:
 
 def function_of(command: str) -> Any:
     """The function of a command, whose signature declares its options."""
-    return getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), function_name(command))
+    from ckptool.cli.options import in_forms
+
+    return in_forms(getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), function_name(command)))
 
 
 def _adjusted(app: typer.Typer) -> Any:
@@ -164,6 +179,8 @@ def _print(answers: Answers, done: list[Json]) -> int:
             code = max(code, answer.exit_code)
             if answers.as_json:
                 done.append(answer.json())
+            elif FORM.get() is AnswerForm.markdown:
+                say("\n" * bool(number) + markdown(answer.text(style)))
             else:
                 say(("\n" if number and answers.separate else "") + answer.text(style))
     if answers.as_json:
@@ -173,12 +190,21 @@ def _print(answers: Answers, done: list[Json]) -> int:
     return code
 
 
-def _told(error: Exception, as_json: bool, done: list[Json]) -> int:
-    """Prints an error in its three parts, or as JSON, and returns its exit code."""
-    problem: CkptoolError = in_words(error)
-    if not (as_json and _said_as_json(problem, done)):
-        from ckptool.render.error import error_text
+def _form_of(words: Sequence[str]) -> AnswerForm:
+    """The form that a command line asks for, whether or not it can be parsed."""
+    asked = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)
+    return AnswerForm(asked[-1]) if asked else AnswerForm.text
 
+
+def _told(error: Exception, done: list[Json]) -> int:
+    """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code."""
+    from ckptool.render.error import error_text
+
+    problem: CkptoolError = in_words(error)
+    if FORM.get() is AnswerForm.markdown and not isinstance(problem, LostAnswer):
+        with suppress(LostAnswer):
+            say(markdown(error_text(problem)))
+    if not (FORM.get() is AnswerForm.json and _said_as_json(problem, done)):
         tell(error_text(problem, style_of(sys.stderr)))
     return problem.exit_code
 

@@ -16,7 +16,7 @@ import typer
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import in_turn
-from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar
+from ckptool.cli.output import FORM, Answer, AnswerForm, Answers, Printed, in_jobs, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ ChangedAt = Annotated[
 ]
 Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Work on N files at a time, each in its own process.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsForm = Annotated[
+    AnswerForm | None,
+    typer.Option("--format", metavar="FORM", help="text, json, or markdown for the summary of a job or a comment."),
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(
@@ -211,6 +215,31 @@ def writes(command: Command, without: Sequence[str] = ()) -> Command:
     run.__signature__ = inspect.Signature(offered)  # type: ignore[attr-defined]
     run.__annotations__ = {}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def in_forms(command: Command) -> Command:
+    """A command that has `--json`, with `--format` as well; any other as it is."""
+    signature = inspect.signature(command, eval_str=True)
+    if "as_json" not in signature.parameters:
+        return command
+
+    def run(*, as_form: AnswerForm | None = None, **arguments: Any) -> Answers:
+        as_json = bool(arguments.pop("as_json"))
+        if as_json and as_form not in (None, AnswerForm.json):
+            raise UsageError(
+                f"--json and --format {as_form.value} exclude each other", "An answer has one form.", "Choose one."
+            )
+        FORM.set(AnswerForm.json if as_json else as_form or AnswerForm.text)
+        return command(**arguments, as_json=FORM.get() is AnswerForm.json)
+
+    added = inspect.Parameter("as_form", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=AsForm)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), added]
+    )
+    run.__annotations__ = {}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    vars(run).update({key: value for key, value in vars(command).items() if key != "__signature__"})
     return run
 
 

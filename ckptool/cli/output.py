@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from ckptool.output.sink import Progress
 
 Json = dict[str, Any]
+
+
+class AnswerForm(str, Enum):
+    """The forms of an answer on standard output."""
+
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+
+
+FORM = ContextVar("form", default=AnswerForm.text)  # of the command that runs
 
 
 class Answer(NamedTuple):
@@ -103,7 +115,9 @@ class LostAnswer(FileProblem):
 
 def style_of(stream: TextIO) -> Style:
     """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the
-    stream is."""
+    stream is; Markdown has neither."""
+    if stream is sys.stdout and FORM.get() is AnswerForm.markdown:
+        return Style()
     terminal = stream.isatty()
     colour = terminal and os.environ.get("TERM") != "dumb"
     if os.environ.get("FORCE_COLOR"):

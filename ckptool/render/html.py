@@ -22,10 +22,8 @@ def page_html(title: str, facts: str, rows: Iterable[Sequence[str]], rest: str =
     """A report: a title with facts, a table whose cells are HTML, and lines of text below it, as far as they fit."""
     head = f"<b>{escape(_cut(title, 1_000))}</b>{escape(_cut(facts, 1_000))}" if title or facts else ""
     body = ["".join(f'<td style="{CELL}">{cell}</td>' for cell in row) for row in rows]
-    table = _fitting([f"<tr>{row}</tr>" for row in body], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
-    below = _fitting(
-        [escape(_cut(line, 2_000)) + "\n" for line in rest.splitlines()], LIMIT // 3, "… and {} more lines"
-    )
+    table = fitting([f"<tr>{row}</tr>" for row in body], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
+    below = fitting([escape(_cut(line, 2_000)) + "\n" for line in rest.splitlines()], LIMIT // 3, "… and {} more lines")
     return "<div>" + head + (table and f"<table>{table}</table>") + (below and f"<pre>{below}</pre>") + "</div>"
 
 
@@ -33,7 +31,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _fitting(pieces: Sequence[str], room: int, rest: str) -> str:
+def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
     """As many pieces as have room, and how many were left out."""
     kept = 0
     for piece in pieces:

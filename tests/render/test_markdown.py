@@ -1,0 +1,133 @@
+"""Answers as Markdown, judged by a parser of CommonMark: whatever a file calls things, it stays text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from ckptool.cli import COMMANDS, function_of, main
+from ckptool.render.markdown import LIMIT, markdown
+from tests.support.cli import Run, done
+from tests.support.command_options import options_of
+
+BREAKING = [
+    "```\n# heading\n<script>alert(1)</script>",
+    "`` ` ````",
+    "</pre><img src=x onerror=alert(1)>",
+    "| a | b |\n|---|---|",
+    "~~~\n[link](javascript:alert(1))",
+    "@team #1 ![](http://x/y.png)",
+    "\\`\n\\```",
+    "    ```\n>```",
+]
+
+
+def texts_in(page: str) -> list[str]:
+    """The heading and the block of each answer on a page. Anything else on it is a failure."""
+    found = []
+    for token in MarkdownIt("commonmark", {"html": True}).enable("table").parse(page):
+        if token.type == "inline":
+            (code,) = token.children or ()
+            assert code.type == "code_inline", page
+            found.append(code.content)
+        elif token.type == "fence":
+            assert token.info == "text", page
+            found.append(token.content)
+        else:
+            assert token.type in ("heading_open", "heading_close"), page
+    return found
+
+
+LINE = st.text(st.sampled_from("`~<>|#*_[]()&;\\ !-=abc\t\"'é→"), min_size=1, max_size=30).filter(str.strip)
+
+
+@given(st.lists(LINE, min_size=1, max_size=6))
+@example(["`"])
+@example(["a`", "```", "x"])
+@example(["x", "````text", "```"])
+def test_no_text_ends_its_block(lines: list[str]) -> None:
+    text = "\n".join(lines) + "\n"
+    title, *rest = texts_in(markdown(text))
+    assert title.replace("\t", " ").strip() == lines[0].replace("\t", " ").strip()
+    assert rest == (["\n".join(lines[1:]) + "\n"] if lines[1:] else [])
+
+
+def test_a_long_answer_says_how_much_was_left_out() -> None:
+    text = "title\n" + "".join(f"line {number}\n" for number in range(20_000))
+    page = markdown(text)
+    _, body = texts_in(page)
+    shown, _, more = body.rstrip("\n").rpartition("\n")
+    assert len(page) < LIMIT + 200 and more == f"… and {20_000 - len(shown.splitlines()):,} more lines"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        state = {text: torch.full((2,), value) for text in BREAKING}
+        torch.save({"state_dict": state, **{text: text for text in BREAKING}}, name)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-200])
+    return tmp_path
+
+
+LINES = [
+    "inspect a.pt --all",
+    "inspect a.pt b.pt --stats --jobs 2",
+    "show a.pt#state_dict",
+    "show a.pt",
+    "diff a.pt b.pt",
+    "diff a.pt a.pt",
+    "verify a.pt cut.pt --finite --digest",
+    "doctor cut.pt",
+    "doctor a.pt --against b.pt",
+    "scan a.pt",
+    "scan .",
+    "strip-module a.pt -n -o out.pt",
+    "cast a.pt b.pt --dtype bf16 -d out",
+    "inspect cut.pt",
+    "inspect nothing.pt",
+    "inspect",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_answer_is_headings_and_blocks(line: str, files: Path, run: Run) -> None:
+    words = line.split()
+    found = run(*words, "--format", "markdown")
+    assert texts_in(found.out), found
+    assert found.code == run(*words, *(["-f"] if "-d" in words else [])).code
+
+
+def test_the_forms_are_the_text_and_json_that_there_were(files: Path, run: Run) -> None:
+    text = run("diff", "a.pt", "b.pt")
+    title, body = texts_in(run("diff", "a.pt", "b.pt", "--format", "markdown").out)
+    assert f"{title}\n\n{body}" == text.out
+    assert run("diff", "a.pt", "b.pt", "--format", "text") == text
+    for words in (["--format", "json"], ["--format=json"], ["--json", "--format", "json"]):
+        assert run("diff", "a.pt", "b.pt", *words) == run("diff", "a.pt", "b.pt", "--json")
+        assert json.loads(run("inspect", "nothing.pt", *words).out)["code"] == "io"
+
+
+def test_two_forms_at_once_are_refused(files: Path, run: Run) -> None:
+    for form in ("text", "markdown"):
+        assert run("inspect", "a.pt", "--json", "--format", form).code == 2
+    assert "takes text, json or markdown" in run("inspect", "a.pt", "--format", "html").err
+    assert done(run("inspect", "a.pt")).startswith("a.pt: ")  # and the next command has its own
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_json_has_the_other_forms(command: str) -> None:
+    flags = {option.flag for option in options_of(command)}
+    assert ("--format" in flags) == ("--json" in flags) and function_of(command).examples
+
+
+def test_an_error_in_markdown_stands_in_the_log_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "nothing.pt", "--format", "markdown"]) == 2
+    out, err = capsys.readouterr()
+    assert "nothing.pt" in texts_in(out)[0] and err.startswith("error[io]: cannot read nothing.pt")
