@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.recover import recover as recover
     from ckptool.verbs.remap import remap as remap
     from ckptool.verbs.rename import rename as rename
+    from ckptool.verbs.report import report as report
     from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
     from ckptool.verbs.save_for_cpu import save_for_cpu as save_for_cpu

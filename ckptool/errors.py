@@ -323,7 +323,7 @@ VALUED = frozenset(
     " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
     " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
     " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to --variant"
-    " --timeout --weight --weights --write-digest --component --energy --rank --checkpoint --on".split()
+    " --timeout --weight --weights --write-digest --run --component --energy --rank --checkpoint --on".split()
 )
 _SEVERAL = frozenset(
     {"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set", "--weight"}

@@ -170,6 +170,7 @@ COMMAND_LINES = {
     "verify": ("verify FILE", "verify FILE --json"),
     "doctor": ("doctor FILE", "doctor FILE --json", "doctor FILE --against OTHER"),
     "scan": ("scan FILE", "scan FILE --json", "scan FOLDER"),
+    "report": ("report FILE -o OUT.html", "report FILE OTHER --against OTHER --json"),
     "strip-module": (
         "strip-module FILE -n",
         "strip-module FILE -o OUT.pt --keep-unknown",
@@ -247,6 +248,7 @@ def answers(file: Path, other: Path) -> Iterator[tuple[str, Any]]:
         "verify": lambda: ckptool.verify(file),
         "doctor": lambda: ckptool.doctor(file),
         "scan": lambda: ckptool.scan(file),
+        "report": lambda: ckptool.report(file, against=other),
         "strip_module": lambda: ckptool.strip_module(file, file.with_suffix(".out.pt"), dry_run=True),
         "convert": lambda: ckptool.convert(file, file.with_suffix(".out.safetensors"), dry_run=True),
         "slim": lambda: ckptool.slim(file, file.with_suffix(".out.pt"), dry_run=True, keep_unknown=True),

@@ -56,6 +56,7 @@ LINES = (
     "verify one.pt",
     "verify one.pt --digest",
     "doctor one.pt",
+    "report one.pt",
     "scan .",
     "scan one.pt",
     "diff one.pt other.pt",

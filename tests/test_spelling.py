@@ -213,6 +213,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "recover": lambda: ckptool.recover("one.pt", "there.pt"),
     "digest": lambda: ckptool.verify("one.pt", write_digest="there.pt"),
     "spec": lambda: ckptool.spec("one.pt", "there.pt"),
+    "report": lambda: ckptool.report("one.pt", out="there.pt"),
     "load_into": lambda: ckptool.load_into(torch.nn.Linear(2, 2), "flat.pt"),
     "remote": lambda: ckptool.convert("one.pt", "s3://a/b.safetensors"),
     "stdout": lambda: ckptool.convert("one.pt", "-"),
@@ -245,7 +246,7 @@ def test_every_function_speaks_python_of_every_input(name: str, folder: Path) ->
             arguments = {
                 each.name: out if each.name == "out" else values.get(each.name, given)
                 for each in inspect.signature(function).parameters.values()
-                if each.name == "out" or (each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+                if each.name == "out" or (each.default is each.empty and not each.kind.name.startswith("VAR_"))
             }
             try:
                 function(**arguments)

@@ -45,6 +45,7 @@ VERBS = {
     "verify": Verb("look", Use.TAKES),
     "doctor": Verb("look", Use.TAKES),
     "scan": Verb("look", Use.REFUSES),
+    "report": Verb("look", Use.TAKES),
     "strip-module": Verb("change", Use.CHANGES),
     "add-module": Verb("change", Use.CHANGES),
     "rename": Verb("change", Use.CHANGES),

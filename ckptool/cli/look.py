@@ -13,7 +13,7 @@ import typer
 
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, checked_jobs
-from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, examples
+from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, Out, examples
 from ckptool.cli.output import Answer, Answers, each_answer
 from ckptool.errors import UsageError, counted
 
@@ -237,3 +237,36 @@ def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool, jobs:
         found = scan(path, full=full, latest_only=latest_good, jobs=jobs)
         wrong = found.latest is None if latest_good else bool(found.findings)
         yield Answer(found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)
+
+
+@examples(
+    ("ckptool report model.pt -o page.html", "its contents, values and health"),
+    ("ckptool report model.pt other.pt -o changes.html", "what changed between the two"),
+)
+def report(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help="Checkpoints, or FILE#ADDRESS for a part of one; the folder of a run. Two are compared.",
+            show_default=False,
+        ),
+    ],
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Show the checkpoints of the run in this folder."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TARGET", help="The model that the first is for, as doctor takes it."),
+    ] = None,
+    out: Out = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Write a page about checkpoints: contents, values in pictures, health, changes. It opens in any browser."""
+    from ckptool.verbs.report import report
+
+    with redirect_stdout(sys.stderr):  # what the model's own code prints
+        found = report(*files, run=run, against=against, out=out, overwrite=force)
+    return Answers([Answer(found)], as_json)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint.registry import Report
+from ckptool.checkpoint.registry import Report, provide
 
 if TYPE_CHECKING:
+    from ckptool.checkpoint import Note
     from ckptool.reports.diff import Diff
     from ckptool.reports.doctor import Diagnosis
     from ckptool.reports.inspect import Inspection
@@ -60,9 +61,12 @@ class Health:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileReport:
-    """One checkpoint: what `inspect --stats` and `doctor` say of it, and its values in pictures, by address."""
+    """One checkpoint: what `inspect --stats` and `doctor` say of it, and its values in pictures, by address.
 
-    inspection: Inspection
+    inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty.
+    """
+
+    inspection: Inspection | None
     diagnosis: Diagnosis
     pictures: dict[str, TensorPicture]
     health: Health
@@ -102,6 +106,7 @@ class CheckpointReport(Report):
 
     run: the run's checkpoints; history: its curves and events; norms: its layers over time.
     out: where the page was written, with its size in bytes; empty where it was not.
+    notes: on the page as a file.
     """
 
     files: tuple[FileReport, ...]
@@ -113,3 +118,16 @@ class CheckpointReport(Report):
     distances: Distances | None = None
     out: str = ""
     bytes: int = 0
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def problems(self) -> int:
+        """What keeps a checkpoint from loading, and what is conspicuous in the values, of all files."""
+        diagnoses = [*(file.diagnosis for file in self.files), *([self.fit] if self.fit is not None else [])]
+        blocking = sum(finding.blocks for diagnosis in diagnoses for finding in diagnosis.findings)
+        return blocking + sum(len(file.health.findings) for file in self.files)
+
+    def html(self) -> str:
+        """The page: one file without requests. Raises `MissingExtra` where jinja2 is not installed."""
+        page: str = provide("page", self)
+        return page

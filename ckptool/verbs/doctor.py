@@ -7,9 +7,10 @@ import os
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats.opening import CheckpointLike, Opened, open_file
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.inspect import Listing, listing
+from ckptool.reports.targets import Target
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 from ckptool.transforms.weights_only import weights_only
@@ -35,18 +36,25 @@ def doctor(
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
     target = find_target(against).as_it_loads if against is not None else None
     try:
-        opened = open_file(file)
-        checkpoint, path = opened.taken, opened.path
-        found = listing(checkpoint)
-        return of_checkpoint(checkpoint, found, path, _values(checkpoint, found), target, translation_to)
-    except FileProblem as problem:
-        if not os.path.islink(path):
-            raise
-        return of_problem(problem, path)
+        return of_opened(open_file(file), target)
     except CkptoolError as problem:
-        if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-            return of_folder(problem, path, is_run(path), scan(path).latest)
-        return of_problem(problem, path)
+        return of_unopened(problem, path)
+
+
+def of_opened(opened: Opened, target: Target | None = None) -> Diagnosis:
+    """The diagnosis of a checkpoint that is open already."""
+    checkpoint = opened.taken
+    found = listing(checkpoint)
+    return of_checkpoint(checkpoint, found, opened.path, _values(checkpoint, found), target, translation_to)
+
+
+def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
+    """The diagnosis of what could not be opened. Raises the problem where the file cannot be read at all."""
+    if isinstance(problem, FileProblem) and not os.path.islink(path):
+        raise problem
+    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
+        return of_folder(problem, path, is_run(path), scan(path).latest)
+    return of_problem(problem, path)
 
 
 def _values(checkpoint: Checkpoint, found: Listing) -> Values:

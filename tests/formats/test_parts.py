@@ -56,7 +56,7 @@ def made(kind: str, folder: Path, ranks: Path) -> tuple[Path, str]:
 
 
 # Verbs: their words before and after the file. TAKES: those that take a checkpoint for a whole.
-LOOKS = (("inspect", ()), ("inspect", ("--all",)), ("verify", ()), ("show", ()), ("scan", ()))
+LOOKS = (("inspect", ()), ("inspect", ("--all",)), ("verify", ()), ("show", ()), ("scan", ()), ("report", ("--json",)))
 TAKES = (
     ("convert", ("-o", "out.safetensors")),
     ("convert", ("-o", "out.pt")),

@@ -26,6 +26,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "doctor": lambda: ckptool.doctor("a.pt"),
     "scan": lambda: ckptool.scan("."),
     "scan of a file": lambda: ckptool.scan("a.pt"),
+    "report": lambda: ckptool.report("a.pt", "b.pt"),
     "written": lambda: ckptool.strip_module("a.pt", "out.pt"),
     "dry run": lambda: ckptool.cast("a.pt", "none.pt", dtype="bf16", dry_run=True),
     "recover": lambda: ckptool.recover("cut.pt", "back.pt", dry_run=True),
@@ -112,6 +113,7 @@ def test_a_notebook_stays_small_however_many_tensors_there_are(key: str, folder:
         ckptool.inspect("many.pt"),
         ckptool.open("many.pt"),
         ckptool.diff("many.pt", "others.pt"),
+        ckptool.report("many.pt", "others.pt"),
         ckptool.warm_start("many.pt", "others.pt", "out.pt", dry_run=True),
     ):
         assert len(report._repr_html_().encode()) <= 30_000

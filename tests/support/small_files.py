@@ -25,6 +25,7 @@ PLAIN = {
     "verify": "m.pt",
     "doctor": "m.pt",
     "scan": "there",
+    "report": "m.pt n.pt -o out.html",
     "strip-module": "m.pt -o out.pt",
     "add-module": "m.pt -o out.pt",
     "rename": "m.pt,*weight => *w,-o,out.pt",

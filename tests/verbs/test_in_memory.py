@@ -273,6 +273,7 @@ def test_looking_at_objects(tmp_path: Path) -> None:
     found = ckptool.verify(model, digest=True)
     assert not found.problems and found.digests is not None
     assert found.digests == ckptool.verify(file, digest=True).digests
+    assert ckptool.report(model, state, against=model.module, out=tmp_path / "r.html").out == str(tmp_path / "r.html")
     assert "strip-module FILE" in str(ckptool.doctor(state)) or ckptool.doctor(state).findings
     assert ckptool.doctor(file, against=model.module).findings
     assert ckptool.spec(model).target.tensors.keys() == ckptool.spec(model.module).target.tensors.keys()

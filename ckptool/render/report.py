@@ -1,0 +1,75 @@
+"""Renders `report` as a page, as text and as JSON."""
+
+from __future__ import annotations
+
+from html import escape
+
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import MissingExtra, counted, printable
+from ckptool.render.diff import diff_json
+from ckptool.render.doctor import doctor_json
+from ckptool.render.inspect import inspect_json
+from ckptool.render.json import Json, dumps, fields_json, notes_json
+from ckptool.render.style import PLAIN, Style, notes_text, size
+from ckptool.reports.report import CheckpointReport, FileReport
+
+
+@provides("page", CheckpointReport)
+def page(report: CheckpointReport) -> str:
+    """The page: one file, which makes no requests. Raises `MissingExtra` where jinja2 is not installed."""
+    try:
+        import jinja2
+    except ImportError as error:
+        what = "the page of a report needs jinja2, which is not installed"
+        raise MissingExtra(what, "", "pip install 'ckptool[report]'") from error
+    template = jinja2.Environment(autoescape=True).from_string("<title>{{ title }}</title><pre>{{ facts }}</pre>")
+    return template.render(title=report_text(report), facts=dumps(report_json(report)))
+
+
+# Text, JSON and notebooks ---------------------------------------------------------------------------------------------
+
+
+@provides("text", CheckpointReport)
+def report_text(found: CheckpointReport, *, style: Style = PLAIN) -> str:
+    """One line: the tensors that were read, the problems, and where the page is; then what to know of the file."""
+    read, total = (sum(getattr(file.health, name) for file in found.files) for name in ("read", "tensors"))
+    tensors = counted(total, "tensor") if read == total else f"{read:,} of {counted(total, 'tensor')}"
+    facts = f"{counted(len(found.files), 'file')}, " * (len(found.files) > 1) + f"{tensors} read"
+    count = found.problems
+    problems = style.yellow(counted(count, "problem")) if count else style.green("no problems")
+    where = f" → {printable(found.out)} ({size(found.bytes)})" if found.out else "; no page was written: -o OUT.html"
+    notes = notes_text(found.notes, style)
+    return f"report: {facts}, {problems}{where}\n" + (f"{notes}\n" if notes else "")
+
+
+@provides("json", CheckpointReport)
+def report_json(found: CheckpointReport) -> Json:
+    """`ckptool.report/1`: the facts on the page; the parts have the schemas of the commands that print them."""
+    return {
+        "schema": "ckptool.report/1",
+        "files": [_file_json(file) for file in found.files],
+        "diff": None if found.diff is None else diff_json(found.diff),
+        "fit": None if found.fit is None else doctor_json(found.fit),
+        "run": None if found.run is None else found.run.to_dict(),
+        "history": None,
+        "norms": None if found.norms is None else fields_json(found.norms),
+        "distances": None if found.distances is None else fields_json(found.distances),
+        **fields_json(found, "out bytes"),
+        "notes": notes_json(found.notes),
+    }
+
+
+def _file_json(file: FileReport) -> Json:
+    health = fields_json(file.health, "tensors read skipped rules")
+    return {
+        "inspect": None if file.inspection is None else inspect_json(file.inspection),
+        "doctor": doctor_json(file.diagnosis),
+        "pictures": {address: fields_json(picture) for address, picture in file.pictures.items()},
+        "health": {**health, "findings": [fields_json(finding) for finding in file.health.findings]},
+    }
+
+
+@provides("html", CheckpointReport)
+def report_html(found: CheckpointReport) -> str:
+    """A summary for notebooks; `.html()` gives the page."""
+    return f"<div>{escape(str(found))}</div>"
