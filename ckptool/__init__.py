@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.lora_merge import lora_merge as lora_merge
     from ckptool.verbs.lora_resize import lora_resize as lora_resize
     from ckptool.verbs.open import open as open
+    from ckptool.verbs.plot import plot as plot
     from ckptool.verbs.prove import prove as prove
     from ckptool.verbs.prune import prune as prune
     from ckptool.verbs.recover import recover as recover

@@ -208,6 +208,7 @@ COMMAND_LINES = {
     "eval": ("eval FILE",),
     "prove": ("prove FILE",),
     "prune": ("prune FILE -n",),
+    "plot": ("plot FILE",),
 }
 
 

@@ -117,6 +117,7 @@ VERBS = {
     "eval": "eval runs/none",
     "prove": "prove none.yaml",
     "prune": "prune runs/none",
+    "plot": "plot runs/none",
 }
 
 

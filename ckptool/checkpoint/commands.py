@@ -70,6 +70,7 @@ VERBS = {
     "resume": Verb("use"),
     "eval": Verb("use"),
     "prove": Verb("use"),
+    "plot": Verb("use", Use.REFUSES),
     "prune": Verb("use", Use.REFUSES),
 }
 

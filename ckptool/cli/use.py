@@ -320,6 +320,23 @@ def prove(
     return Answers([Answer(found, exit_code=found.exit_code)], as_json)
 
 
+@examples(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))
+def plot(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only this curve, or those that a pattern matches. Repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+) -> Answers:
+    """Draw the loss, the learning rate and the metrics of a run over its steps, also while it is training."""
+    from ckptool.verbs.plot import plot
+
+    return Answers([Answer(plot(run, only=only or ()))], as_json)
+
+
 def _say(text: str) -> None:
     tell(text + "\n")
 

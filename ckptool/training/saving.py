@@ -126,7 +126,8 @@ class Saver:
             raise
         if self.world.is_first:
             gone = self.run.prune()
-            self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone])
+            found = {"metrics": facts["metrics"]} if facts.get("metrics") else {}
+            self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone], **found)
 
 
 def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:

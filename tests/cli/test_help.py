@@ -27,6 +27,7 @@ TRAINING = (
     "eval",
     "prove",
     "prune",
+    "plot",
 )  # tests/training runs them; here only their options are looked at
 MODEL = """
 from safetensors.torch import save_file

@@ -180,7 +180,7 @@ def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) 
 
 def test_every_command_is_judged() -> None:
     tried = {verb for verb, _ in (*LOOKS, *TAKES, *CHANGES)} | {"diff", "recover", "doctor"}
-    of_runs = {"train", "resume", "eval", "prove", "prune"}
+    of_runs = {"train", "resume", "eval", "prove", "prune", "plot"}
     assert set(COMMANDS) - tried == of_runs, "a new command: does it look at parts, take them, or change them?"
 
 

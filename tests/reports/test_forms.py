@@ -14,6 +14,7 @@ import torch
 import ckptool
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
+from ckptool.reports.plot import Curve, RunHistory
 from ckptool.reports.prove import CommandProof
 from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
 
@@ -38,6 +39,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "page": lambda: Page("text\n"),
     "pruned": lambda: Pruned("runs/x", ((1, 10),), {2: ("newest",)}, False),
     "run": lambda: RunReport("runs/x", "id", "loss", "min", "done", 3, 3, ()),
+    "plot": lambda: RunHistory("runs/x", {NASTY: Curve((1, 2, 3), (1.0, float("nan"), 2.0), 3, 1)}, (2,), kills=(2,)),
     "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),
     "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, 10, None, "cpu"),
     "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),

@@ -51,6 +51,7 @@ PLAIN = {
     "eval": "run",
     "prove": "run.yaml --steps 2 --kills 1",
     "prune": "run",
+    "plot": "run",
 }
 
 

@@ -1,0 +1,234 @@
+"""`plot`: a run's curves are those of its lines, at any length, while it is written, and whatever is in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import NoMatch, UsageError
+from ckptool.render.plot import plot_text
+from ckptool.render.style import Style
+from ckptool.reports.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
+from ckptool.training.start import start
+from tests.support.cli import Ran, done
+from tests.support.small_runs import config
+
+Run = Callable[..., Ran]
+NAN = float("nan")
+
+
+def run_of(folder: Path, lines: list[Any], events: list[Any] = []) -> Path:  # noqa: B006
+    """A run's folder with these lines; texts are written as they are."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.yaml").write_text("# ckptool run 0\n")
+    for name, facts in (("metrics", lines), ("history", events)):
+        texts = [fact if isinstance(fact, str) else json.dumps(fact) + "\n" for fact in facts]
+        (folder / f"{name}.jsonl").write_text("".join(texts))
+    return folder
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_run_of_the_harness(tmp_path: Path) -> None:
+    made = config("eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run")
+    start(made)
+    found = ckptool.plot(tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "lr", "val_loss", "val_acc"):
+        expected = {line["step"]: line[name] for line in lines if name in line}
+        assert found.series[name] == (tuple(expected), tuple(expected.values()))
+    assert "epoch" not in found.curves and list(ckptool.plot(tmp_path / "run", only="epoch").curves) == ["epoch"]
+    assert found.saves[-1] == 20 and found.stops == (20,) and found.resumes == () == found.kills
+
+
+OWN = """
+import sys, time, torch, ckptool
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ckptool.Run(sys.argv[1], model=model, optimizer=optimizer)
+for step in run.steps(30):
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(loss=1.0 / (step + 1))
+    if run.due(every=10):
+        run.save(val_acc=float(step))
+    if run.step == 17 and not run.resumed:
+        print("here", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_loop_of_ones_own_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+    words = [sys.executable, str(script), str(tmp_path / "run")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        running = ckptool.plot(tmp_path / "run")  # while it is being written
+        process.send_signal(signal.SIGKILL)
+    assert running.event == "save" and running.saves == (10,) and running.curves["loss"].points >= 16
+    subprocess.run(words, check=True)
+    found = ckptool.plot(tmp_path / "run")
+    assert (found.saves, found.resumes, found.kills, found.stops) == ((10, 20, 30), (10,), (10,), (30,))
+    assert found.curves["loss"].points == 30 and found.series["val_acc"][0] == (10, 20, 30)
+
+
+def test_a_line_that_is_cut_off_and_what_is_no_number(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "loss": 2.0, "ok": True, "name": "x", "list": [1], "none": None, "count": 3},
+        {"step": 2, "loss": "nan"},
+        {"step": "2", "loss": 5.0},
+        {"step": 1 << 80, "loss": 5.0},
+        {"loss": 5.0},
+        "[1, 2]\n",
+        '{"step": 3, "loss": "-inf"}\n{"step": 4, "loss": NaN}\n{"step": 5, "loss": 1e999}\n',
+        '{"step": 6, "loss": 0.',
+    ]
+    found = ckptool.plot(run_of(tmp_path / "r", lines))
+    loss = found.curves["loss"]
+    assert loss.steps == (1, 2, 3, 4, 5) and loss.values[0] == 2.0 and loss.not_finite == 4
+    assert list(found.curves) == ["loss", "count"]
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["curves"]["loss"]["values"][2] == "-Infinity"
+
+
+def test_curves_by_name_and_pattern(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [{"step": 1, "loss": 1.0, "val_a": 1.0, "val_b": 2.0, "a[0]": 3.0}])
+    assert list(ckptool.plot(folder, only=["val_*", "loss"]).curves) == ["loss", "val_a", "val_b"]
+    assert list(ckptool.plot(folder, only="a[0]").curves) == ["a[0]"]
+    with pytest.raises(NoMatch, match="no curve 'nothing'") as caught:
+        ckptool.plot(folder, only=["loss", "nothing"])
+    assert caught.value.exit_code == 1 and "val_b" in caught.value.why
+
+
+def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(UsageError, match="is not a run"):
+        ckptool.plot(tmp_path)
+    empty = run_of(tmp_path / "r", [])
+    assert "nothing was logged yet" in done(run("plot", str(empty)))
+    with pytest.raises(NoMatch, match="no curve"):
+        ckptool.plot(empty, only="loss")
+
+
+# The points of long curves -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 40_000), st.sampled_from([1, 7, 10**6]), st.booleans())
+def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in_order: bool) -> None:
+    dice = random.Random(seed)
+    points = [
+        (step * far, dice.choice([dice.gauss(0, 1), dice.gauss(0, 1), NAN])) for step in range(min(count, 20_000))
+    ]
+    points = points if in_order else dice.sample(points, len(points))
+    builder = CurveBuilder()
+    for step, value in points:
+        builder.add(step, value)
+    curve = builder.curve()
+    finite = [value for _, value in points if value == value]
+    assert len(curve.steps) <= MOST_POINTS and list(curve.steps) == sorted(curve.steps)
+    assert curve.points == len(points) and curve.not_finite == len(points) - len(finite)
+    kept = [value for _, value in curve.finite]
+    assert min(kept, default=0) == min(finite, default=0) and max(kept, default=0) == max(finite, default=0)
+    by_step = dict(points)
+    assert all(value == by_step[step] or value != value for step, value in zip(curve.steps, curve.values, strict=True))
+    assert curve.steps[-1] == max(by_step)
+    first_odd = min((step for step, value in points if value != value), default=None)
+    assert (curve.odd_steps or [None])[0] == first_odd
+    other = CurveBuilder()
+    for step, value in reversed(points):
+        other.add(step, value)
+    assert repr(other.curve()) == repr(curve)  # in any order
+
+
+def test_a_million_points_take_bounded_memory(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [])
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.writelines(
+            f'{{"step": {i}, "loss": {math.sin(i / 1e5) + (i % 97) / 500}, "lr": 0.1}}\n' for i in range(10**6)
+        )
+    tracemalloc.start()
+    before = time.process_time()
+    try:
+        found = ckptool.plot(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20 and time.process_time() - before < 120
+    assert found.curves["loss"].points == 10**6 and len(found.curves["loss"].steps) <= MOST_POINTS
+
+
+# Drawn ---------------------------------------------------------------------------------------------------------------
+
+numbers = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.sampled_from([0.0, 1.0, -1e308, 1e308, 5e-324]))
+curves = st.dictionaries(st.integers(-(2**61), 2**61) | st.integers(0, 300), numbers, min_size=1, max_size=60).map(
+    lambda points: [(step, points[step]) for step in sorted(points)]
+)
+
+
+def history(points: list[tuple[int, float]], steps: list[int]) -> RunHistory:
+    builder = CurveBuilder()
+    for step, value in points:
+        builder.add(step, value)
+    return RunHistory("runs/x", {"loss": builder.curve()}, tuple(sorted(steps)), event="save", step=1)
+
+
+@settings(deadline=None)
+@given(curves, st.lists(st.integers(0, 400), max_size=5), st.sampled_from([None, 40, 80, 200]))
+def test_any_curve_can_be_drawn_within_the_width(
+    points: list[tuple[int, float]], steps: list[int], width: int | None
+) -> None:
+    found = history(points, steps)
+    text = plot_text(found, style=Style(width=width))
+    drawn = [line for line in text.split("\n") if re.search("[┤│└]", line)]
+    assert drawn and all(len(line) <= (width or 80) for line in drawn)
+    assert any(0x2800 < ord(c) < 0x2900 for c in text) == bool(found.curves["loss"].finite)
+    assert ("!" in "".join(drawn)) == bool(found.curves["loss"].not_finite)
+    assert len(found._repr_html_().encode()) <= 30_000
+
+
+@given(st.integers(2, 200), st.integers(2, 100))
+def test_the_highest_and_lowest_of_every_column_are_drawn(count: int, width: int) -> None:
+    dice = random.Random(count)
+    values = [dice.random() for _ in range(count)]
+    (line,) = Curve(tuple(range(count)), tuple(values), count).pieces(0, count - 1, width)
+    low, high = min(values), max(values)
+    for at in range(width):
+        there = [
+            (value - low) / (high - low) for step, value in enumerate(values) if step * (width - 1) // (count - 1) == at
+        ]
+        drawn = [height for place, height in line if place == at]
+        assert (not there and not drawn) or (min(drawn), max(drawn)) == pytest.approx((min(there), max(there)))
+
+
+def test_in_a_stream_that_has_only_ascii(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "r", [{"step": i, "loss": i * 1.0} for i in range(9)], [{"event": "save", "step": 4}])
+    words = [sys.executable, "-m", "ckptool", "plot", str(folder)]
+    environment = {"PATH": "/usr/bin", "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])}
+    text = subprocess.run(words, env=environment, capture_output=True, check=True).stdout.decode("ascii")
+    assert "\\u" not in text and "*" in text and "+---" in text
+
+
+def test_no_torch_is_imported_and_many_curves_stay_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_of(tmp_path / "r", [{"step": i, **{f"layer{k}": i * 1.0 for k in range(150)}} for i in range(300)])
+    code = f"import sys, ckptool; ckptool.plot({str(folder)!r})._repr_html_(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert len(ckptool.plot(folder)._repr_html_().encode()) <= 30_000
+    assert main(["plot", str(folder)]) == 0
+    assert "not drawn: 50 more curves" in capsys.readouterr().out
