@@ -219,7 +219,8 @@ def _kind(node: Any) -> str:
 def _branches(branch: Branch, level: int, part: PartSummary, hint: str) -> Iterable[Line]:
     for child in branch.expanded:
         tied = child.leaf is not None and child.times == 1 and child.leaf in part.tied
-        yield "  " * level + child.label, None if tied else child.size, level, branch_detail(child, part)
+        name = child.label + (f" ×{child.run:,}" if child.run > 1 else "")
+        yield "  " * level + name, None if tied else child.size, level, branch_detail(child, part)
         yield from _branches(child, level + 1, part, hint)
     if branch.hidden:
         yield "  " * level + "…", None, level, f"{branch.hidden:,} more{hint}"
@@ -231,7 +232,7 @@ def branch_detail(branch: Branch, part: PartSummary) -> str:
         return counted(branch.tensors, "tensor")
     text = tensor_text(part.rows[leaf].tensor, part)
     if branch.times > 1:
-        return f"{branch.times:,} × {text}"
+        return f"{branch.times:,} × {text}{', tied to others' if leaf in part.tied else ''}"
     return f"{text}, tied to {printable(part.rows[part.tied[leaf]].address)}" if leaf in part.tied else text
 
 

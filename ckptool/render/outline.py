@@ -6,28 +6,29 @@ Nothing is split or added up that is not shown: a file may have a million tensor
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import printable
+from ckptool.reports.folds import FOLDED, label, runs, structure
 from ckptool.reports.inspect import PartSummary
 
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 
 
-Item = tuple[Sequence[str], int]
-"""The pieces of a tensor's name, which lie between its slashes and dots, and the index of its row in the part."""
+Item = tuple[Sequence[str], int, str]
+"""The pieces of a tensor's name, which lie between its slashes and dots, the index of its row in the part, the name."""
 
 
 @dataclass(eq=False)
 class Branch:
     """Tensors whose names begin alike.
 
-    depth: how many pieces they share.  times: how often this structure is repeated.  size: bytes, repetitions included.
+    depth: how many pieces they share.  times: how often this structure is repeated, here and further out; `run`: here.
+    size: bytes, repetitions included.
     hidden: children that are left out.  start: the piece with which the labels of children begin.
     """
 
@@ -38,6 +39,7 @@ class Branch:
     times: int
     size: int
     start: int
+    run: int = 1
     expanded: list[Branch] = field(default_factory=list)
     hidden: int = 0
 
@@ -48,7 +50,7 @@ class Branch:
     @property
     def leaf(self) -> int | None:
         """The index of the tensor's row, where the branch is one."""
-        pieces, index = self.items[0]
+        pieces, index, _ = self.items[0]
         return index if len(self.items) == 1 and len(pieces) == self.depth else None
 
     @cached_property
@@ -73,7 +75,7 @@ class Branch:
                     depth + 1,
                     key if isinstance(key, str) else key[0],
                     self.times,
-                    sum([sizes[index] for _, index in items]) * self.times,
+                    sum([sizes[item[1]] for item in items]) * self.times,
                     depth + 1,
                 )
                 for key, items in groups.items()
@@ -82,15 +84,19 @@ class Branch:
 
     @cached_property
     def structure(self) -> list[tuple[object, ...]]:
-        """Everything by which two repeated layers can differ."""
-        depth, rows = self.depth, self.part.rows
-        return [(pieces[depth:], rows[i].tensor.dtype, rows[i].tensor.shape) for pieces, i in self.items]
+        """Everything by which two repeated layers can differ, whatever the last piece is that they share."""
+        pieces = self.items[0][0][: self.depth]
+        begin = sum([len(piece) + 1 for piece in pieces[:-1]])
+        end = begin + len(pieces[-1])
+        names = [(name[:begin], name[end:]) for _, _, name in self.items]
+        return structure(self.part, [item[1] for item in self.items], names)
 
 
 def outline(part: PartSummary, lines: int, depth: int | None, order: str) -> Branch:
     """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
     base = len(part.root.path)
-    items = [(_pieces(row.path, base), index) for index, row in enumerate(part.rows)]
+    names = [_name(row.path, base) for row in part.rows]
+    items = [(name.replace("/", ".").split(".", DEEPEST), index, name) for index, name in enumerate(names)]
     top = Branch(part, items, 0, "", 1, part.bytes, 0)
     while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
         top = top.children[0]  # what all names have in common stands before each of them
@@ -101,11 +107,10 @@ def outline(part: PartSummary, lines: int, depth: int | None, order: str) -> Bra
     return top
 
 
-def _pieces(path: Path, base: int) -> list[str]:
+def _name(path: Path, base: int) -> str:
     first = path[base] if len(path) == base + 1 else None
-    if isinstance(first, str) and "/" not in first and "~" not in first:
-        return first.split(".", DEEPEST)
-    return address(path[base:]).replace("/", ".").split(".", DEEPEST)
+    plain = isinstance(first, str) and "/" not in first and "~" not in first
+    return str(first) if plain else address(path[base:])
 
 
 Arrange = Callable[[list[Branch]], list[Branch]]
@@ -164,10 +169,9 @@ def _compressed(branch: Branch, start: int) -> Branch:
     """A branch that goes on without forking, under one name: `conv1.weight` instead of `conv1` and a line below it."""
     while branch.leaf is None and len(branch.children) == 1 and "{" not in branch.label:
         branch = branch.children[0]
-    pieces, index = branch.items[0]
-    text = address(branch.part.rows[index].path[len(branch.part.root.path) :])
+    pieces, _, name = branch.items[0]
     begin = sum(len(piece) + 1 for piece in pieces[:start])
-    before = text[begin : begin + sum(len(piece) + 1 for piece in pieces[start : branch.depth - 1])]
+    before = name[begin : begin + sum(len(piece) + 1 for piece in pieces[start : branch.depth - 1])]
     branch.label = printable(before + branch.label)
     return branch
 
@@ -175,37 +179,24 @@ def _compressed(branch: Branch, start: int) -> Branch:
 # Repeated layers -----------------------------------------------------------------------------------------------------
 
 
-_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})")
-FOLDED = 3  # siblings, at least
-
-
 def _folded(branches: list[Branch]) -> list[Branch]:
     """Runs of numbered siblings that are the same in everything but their number, as one: `{0..11}`, `layer{1..4}`."""
     if len(branches) < FOLDED:
         return branches
-    result: list[Branch] = []
-    run: list[Branch] = []
-    last = ("", -1)
-    for branch in branches:
-        match = _NUMBERED.fullmatch(branch.label)
-        mark = (match[1], int(match[2])) if match else ("", -1)
-        if run and not (match and mark == (last[0], last[1] + 1) and _alike(run[0], branch)):
-            result += _one(run)
-            run = []
-        run.append(branch)
-        last = mark
-    return result + _one(run)
+
+    def alike(one: int, other: int) -> bool:
+        first, second = branches[one], branches[other]
+        return (first.size, len(first.items)) == (
+            second.size,
+            len(second.items),
+        ) and first.structure == second.structure
+
+    return [_one([branches[index] for index in run]) for run in runs([branch.label for branch in branches], alike)]
 
 
-def _alike(one: Branch, other: Branch) -> bool:
-    return (one.size, len(one.items)) == (other.size, len(other.items)) and one.structure == other.structure
-
-
-def _one(run: list[Branch]) -> list[Branch]:
+def _one(run: list[Branch]) -> Branch:
     first = run[0]
-    if len(run) < FOLDED:
-        return run
-    match, end = _NUMBERED.fullmatch(first.label), _NUMBERED.fullmatch(run[-1].label)
-    label = f"{match[1]}{{{match[2]}..{end[2]}}}" if match and end else first.label
-    size = sum(branch.size for branch in run)
-    return [Branch(first.part, first.items, first.depth, label, first.times * len(run), size, first.depth)]
+    if len(run) == 1:
+        return first
+    name, size = label(first.label, run[-1].label), sum(branch.size for branch in run)
+    return Branch(first.part, first.items, first.depth, name, first.times * len(run), size, first.depth, len(run))

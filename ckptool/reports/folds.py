@@ -51,6 +51,8 @@ def structure(part: PartSummary, rows: Sequence[int], names: Sequence[object]) -
     A tie within the block is to a place in it, any other to one row of the part.
     """
     place = {row: number for number, row in enumerate(rows)} if part.tied else {}
+    if not place:
+        return [(name, _facts(part.rows[row].tensor)) for row, name in zip(rows, names, strict=True)]
     return [
         (name, _facts(part.rows[row].tensor), _tie(part.tied.get(row), place))
         for row, name in zip(rows, names, strict=True)
@@ -65,5 +67,5 @@ def _tie(target: int | None, place: dict[int, int]) -> tuple[str, int] | None:
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:
     if isinstance(tensor, TensorEntry):
-        return tensor.dtype, tensor.shape, tensor.stride, tensor.location, tensor.flags
+        return tensor.dtype, tensor.shape, tensor.stride, tensor.storage.location, tensor.flags
     return tensor.kind, tensor.dtype, tensor.shape, tensor.location, tensor.nbytes

@@ -65,7 +65,7 @@ def memory_needs(listing: Listing, divided: Sequence[PartSummary] | None = None)
             storages[id(tensor.storage)] = tensor.storage.nbytes
             flag = flags.get(tensor.view) if flags else None
             if flag.parameter if flag else _may_be_parameter(row, tensor):
-                parameters += tensor.numel
+                parameters += nbytes // tensor.dtype.itemsize
                 trained[tensor.dtype.name] += nbytes if flag is None or flag.requires_grad else 0
     to_load = sum(storages.values()) if weights else None
     codes = {note.code for note in listing.notes}
@@ -97,4 +97,4 @@ def _flags_of(part: PartSummary) -> dict[tuple[object, ...], Flags]:
 
 
 def _may_be_parameter(row: TensorRow, tensor: TensorEntry) -> bool:
-    return tensor.dtype.kind in ("float", "complex") and str(row.path[-1]).rpartition(".")[2] not in _BUFFERS
+    return tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS)

@@ -75,15 +75,15 @@ def test_columns_are_as_wide_as_they_need() -> None:
 
 def test_repeated_layers_are_folded_only_where_they_are_the_same() -> None:
     layers = {f"layers.{i}.{name}": tensor(4, 4) for i in range(12) for name in ("q.weight", "k.weight")}
-    assert labels(layers) == ["(the whole file)", "  layers.{0..11}", "    q.weight", "    k.weight"]
+    assert labels(layers) == ["(the whole file)", "  layers.{0..11} ×12", "    q.weight", "    k.weight"]
     assert "12 × f32 [4, 4]" in text_of(layers)
     other = layers | {"layers.5.q.weight": tensor(4, 5)}
     both = ["    q.weight", "    k.weight"]
-    assert labels(other)[1:] == ["  layers.{0..4}", *both, "  layers.5", *both, "  layers.{6..11}", *both]
+    assert labels(other)[1:] == ["  layers.{0..4} ×5", *both, "  layers.5", *both, "  layers.{6..11} ×6", *both]
     gap = {f"layers.{i}.weight": tensor(4) for i in (0, 1, 2, 4, 5)}
     assert (
         labels(gap)[1:] == ["  layers.{0..2}.weight", "  layers.4.weight", "  layers.5.weight"]
-        or labels(gap)[1] == "  layers.{0..2}"
+        or labels(gap)[1] == "  layers.{0..2} ×3"
     )
 
 
