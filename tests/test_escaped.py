@@ -209,6 +209,8 @@ COMMAND_LINES = {
     "prove": ("prove FILE",),
     "prune": ("prune FILE -n",),
     "plot": ("plot FILE",),
+    "explain": ("explain FILE", "explain FILE --json"),
+    "schema": ("schema FILE",),
 }
 
 

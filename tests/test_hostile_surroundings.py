@@ -118,6 +118,8 @@ VERBS = {
     "prove": "prove none.yaml",
     "prune": "prune runs/none",
     "plot": "plot runs/none",
+    "explain": "explain io",
+    "schema": "schema inspect",
 }
 
 

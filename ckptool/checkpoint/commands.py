@@ -72,6 +72,8 @@ VERBS = {
     "prove": Verb("use"),
     "plot": Verb("use", Use.REFUSES),
     "prune": Verb("use", Use.REFUSES),
+    "explain": Verb("setup", in_python=False),
+    "schema": Verb("setup", in_python=False),
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}

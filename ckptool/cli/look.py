@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, checked_jobs
 from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, Out, examples
-from ckptool.cli.output import Answer, Answers, each_answer
+from ckptool.cli.output import Answer, Answers, each_answer, standard_input
 from ckptool.errors import UsageError, counted
 
 
@@ -153,9 +152,6 @@ def _verified(file: str, progress: Progress | None, digest: bool, **options: Any
     return Answer(found, {"digests": digest}, exit_code=0 if found.fine else 1)
 
 
-MAX_TEXT = 1 << 20
-
-
 @examples(
     ("ckptool doctor model.pt", "why it does not load, and what to type"),
     ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
@@ -185,17 +181,10 @@ def doctor(
     """Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading."""
     from ckptool.verbs.doctor import doctor
 
-    text = _from_input() if error == "-" else error
+    text = standard_input() if error == "-" else error
     with redirect_stdout(sys.stderr):  # what the model's own code prints
         found = doctor(file, against=against, error=text)
     return Answers([Answer(found, exit_code=0 if found.loads else 1)], as_json)
-
-
-def _from_input() -> str:
-    try:
-        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
-    except (OSError, AttributeError) as problem:
-        raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 
 
 @examples(("ckptool scan .", "every checkpoint here"), ("ckptool scan --latest-good -q .", "for scripts"))

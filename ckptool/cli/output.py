@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args
 import typer
 
 from ckptool.checkpoint.commands import nearest
+from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.workers import Task, in_turn
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
@@ -138,6 +139,17 @@ def _width(stream: TextIO) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return 80
+
+
+MAX_TEXT = 1 << 20  # bytes
+
+
+def standard_input() -> str:
+    """The text that is piped in, up to a limit."""
+    try:
+        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
+    except (OSError, AttributeError) as problem:
+        raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 
 
 def say(text: str) -> None:

@@ -25,7 +25,7 @@ from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
-UNSAFE, FOLDER = "unsafe-global", "folder"  # codes of findings
+UNSAFE, FOLDER, UNKNOWN = "unsafe-global", "folder", "unknown-error"  # codes of findings
 _IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
 
 
@@ -74,7 +74,7 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         advice = Advice("Look at the file instead: ", command("doctor", FILE))
-        return Diagnosis(file, "", (Finding("unknown-error", what, _first_line(text), advice=advice),))
+        return Diagnosis(file, "", (Finding(UNKNOWN, what, _first_line(text), advice=advice),))
     chain, words = Chain(file), known.found(text)
     wanted = [fix.with_words(words) for fix in known.fixes]
     fixes = tuple(str(chain.fill(fix) if file else fix) for fix in wanted)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ckptool.checkpoint.commands import VERBS, function_name
+
 PACKAGE = "ckptool"
 NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")
 LONG = 40  # lines of a function
@@ -130,7 +132,8 @@ class House:
     @cached_property
     def verbs(self) -> set[str]:
         modules = (module for module in self.modules.values() if module.room == "verbs")
-        return {module.basename for module in modules if not module.basename.startswith("_")}
+        named = {module.basename for module in modules if not module.basename.startswith("_")}
+        return named | {function_name(name) for name, verb in VERBS.items() if not verb.in_python}
 
     @cached_property
     def repeated_basenames(self) -> dict[str, list[str]]:

@@ -52,6 +52,8 @@ PLAIN = {
     "prove": "run.yaml --steps 2 --kills 1",
     "prune": "run",
     "plot": "run",
+    "explain": "io",
+    "schema": "inspect",
 }
 
 

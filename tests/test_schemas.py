@@ -1,0 +1,206 @@
+"""`ckptool schema VERB` describes every field that `VERB --json` prints; the jsonschema library judges, strictly."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ckptool.checkpoint.commands import with_verb
+from ckptool.cli import COMMANDS, main
+from ckptool.reports.schema import schema
+from fixtures.make import make_all
+from tests.support.files import saved
+from tests.support.small_files import PLAIN, make_small_files, plain_words
+from tests.support.small_runs import MLP
+
+HOME = Path(__file__).parents[1]
+OVER_FILES = """inspect FILE --stats
+show FILE
+doctor FILE
+doctor FILE --against m.pt
+scan FILE
+verify FILE --finite --digest
+diff FILE m.pt
+slim FILE -n
+strip-module FILE -n
+recover FILE -o x.pt -n
+average FILE FILE -o x.pt -n
+warm-start FILE --against m.pt
+spec FILE"""
+ALONE = """inspect m.pt n.pt
+inspect nothing.pt
+inspect m.pt nothing.pt
+inspect parameters.pt
+inspect --nothing
+verify m.pt --write-digest m.digests
+verify n.pt --against m.digests
+verify cut.pt
+verify odd.pt --finite
+scan . --full
+scan --latest-good .
+show m.pt#sd/module.a.weight
+show odd.pt#c
+diff m.pt n.pt --atol 9
+diff odd.pt m.pt
+diff order.pt m.pt
+doctor --error 'size mismatch for fc.weight'
+doctor cut.pt
+doctor there
+translate --list
+translate --find m.pt w.pt
+average m.pt n.pt --weights 0.5,0.7 -o y2.pt
+convert m.pt -o y.dcp
+inspect y.dcp
+recover cut.pt -o saved.pt
+recover cut.pt --fill-from m.pt -o filled.pt
+warm-start m.pt --against big.pt --on-mismatch skip
+warm-start m.pt --against half.pt -n -o x.pt
+warm-start training_sgd.pt --against training_sgd.pt --optimizer -n -o x.pt
+warm-start m.pt --against w.pt --suggest suggested.yaml
+warm-start m.pt --against tied.pt
+train dry.yaml -n
+inspect run
+plot run
+report m.pt --against n.pt --run run -o p.html
+scan run
+explain
+explain no-such-code
+explain -
+schema
+strip-module m.pt n.pt -d many"""
+RUNS = "prove --steps 2 --kills 1 run.yaml\neval run\nresume run\nprune run -n\nprune run"
+
+
+def make_files(folder: Path) -> None:
+    """Small files in the working directory, those of all fixtures below it, and a few with something rare."""
+    make_small_files(folder)
+    (folder / "fixtures").mkdir()
+    make_all(folder / "fixtures")
+    os.symlink("fixtures/training_sgd.pt", "training_sgd.pt")
+    layer = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.zeros(2)}
+    saved(layer, folder / "w.pt")
+    saved({key: value.half() for key, value in layer.items()}, folder / "half.pt")
+    saved({"a.weight": layer["a.weight"], "b.weight": layer["a.weight"]}, folder / "tied.pt")
+    saved({"a.weight": torch.ones(4, 5), "a.bias": torch.ones(4)}, folder / "big.pt")
+    odd = {"nan": torch.tensor([float("nan"), float("inf")]), "c": torch.ones(2, dtype=torch.complex64).conj()}
+    saved({**odd, "sparse": torch.eye(3).to_sparse(), "text": "x", "bytes": b"x", "set": {1}}, folder / "odd.pt")
+    saved({key: nn.Parameter(value) for key, value in layer.items()}, folder / "parameters.pt")
+    state = torch.load(folder / "m.pt")
+    saved({"epoch": 3, "sd": dict(reversed(state["sd"].items()))}, folder / "order.pt")
+    saved({"sd": {"a": torch.arange(40_000.0), "b": torch.arange(90_000.0)}}, folder / "cut.pt")
+    os.truncate(folder / "cut.pt", 300_000)
+    (folder / "dry.yaml").write_text(yaml.safe_dump({**MLP, "run": "dry", "train": {"steps": 2}}))
+
+
+def lines() -> Iterator[list[str]]:
+    """Command lines: of every command, on rare things, over all fixtures."""
+    yield from ([*command.split(), *plain_words(command)] for command in PLAIN if command not in ("schema", "prove"))
+    yield from (shlex.split(line) for line in [*ALONE.splitlines(), *RUNS.splitlines()])
+    files = [*sorted(Path("fixtures").iterdir()), *sorted((HOME / "fixtures").glob("*.pt"))]
+    yield from (shlex.split(line.replace("FILE", str(file))) for file in files for line in OVER_FILES.splitlines())
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, Any]]]:
+    """Command -> each line of it that was run, with what it printed as JSON."""
+    folder = tmp_path_factory.mktemp("schemas")
+    found = defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_files(folder)
+        for words in lines():
+            patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"size mismatch for fc.weight")))
+            out = io.StringIO()
+            with redirect_stdout(out), redirect_stderr(io.StringIO()):
+                main([*words, "--json"])
+            found[with_verb(words)[0]].append((shlex.join(words), json.loads(out.getvalue())))
+    return found
+
+
+def strict(node: Any) -> Any:
+    """The schema without room for fields that it does not name."""
+    if isinstance(node, list):
+        return [strict(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {"additionalProperties": False} if "properties" in node else {}
+    return {**{key: strict(value) for key, value in node.items()}, **closed}
+
+
+def judge(document: dict[str, Any], value: Any) -> Iterator[str]:
+    """What the library has against a value, and each answer in it, by the strict schema of its own name."""
+    name = re.fullmatch(r"ckptool\.([\w-]+)/1", value["schema"])
+    assert name is not None
+    inner = [*value.get("results", ()), *value.get("done", ())]
+    for each in inner:
+        yield from judge(document, each)
+    own = {**value, **{key: [] for key in ("results", "done") if key in value}}
+    of_kind = {"$ref": f"#/$defs/{name[1]}", "$defs": strict(document["$defs"])}
+    for error in jsonschema.Draft202012Validator(of_kind).iter_errors(own):
+        yield f"{error.json_path}: {error.message[:200]}"
+
+
+def test_what_every_command_prints_is_as_its_schema_says(printed: dict[str, list[tuple[str, Any]]]) -> None:
+    wrong: dict[str, str] = {}
+    for command, answers in printed.items():
+        document = schema(command).document
+        jsonschema.Draft202012Validator.check_schema(document)
+        whole = jsonschema.Draft202012Validator(document)
+        for line, value in answers:
+            assert whole.is_valid(value), line
+            wrong |= {f"{line}: {text}": "" for text in judge(document, value)}
+    assert not wrong, "\n".join(list(wrong)[:30])
+    assert sum(map(len, printed.values())) > 400
+
+
+def test_every_schema_was_seen_and_is_strict(printed: dict[str, list[tuple[str, Any]]]) -> None:
+    """A field more, a field less and a value of another type are refused, whatever the answer."""
+    seen: dict[str, tuple[str, Any]] = {}
+    for command, answers in printed.items():
+        seen |= {value["schema"]: (command, value) for _, value in answers}
+    not_tried = {"ckptool.prove_command/1", "ckptool.text/1"}  # tests/training; `train --init` takes no --json
+    assert {f"ckptool.{name}/1" for name in schema().names} - not_tried == set(seen)
+    for command, value in seen.values():
+        document = schema(command).document
+        assert not list(judge(document, value))
+        assert list(judge(document, {**value, "more": 1})), value["schema"]
+        for key in set(value) - {"schema", "done", "results"}:
+            less = {name: each for name, each in value.items() if name != key}
+            optional = command == "show" or key in ("digest", "against")
+            assert optional or list(judge(document, less)), (value["schema"], key)
+
+
+def test_every_command_and_every_renderer_has_a_schema() -> None:
+    names = schema().names
+    assert set(COMMANDS) <= {verb for _, verbs in names.values() for verb in verbs}
+    texts = "".join(path.read_text() for path in (HOME / "ckptool" / "render").glob("*.py"))
+    assert set(re.findall(r'"schema": f?"ckptool\.([\w-]+)/1"', texts)) == set(names) - {"spec"}
+
+
+@pytest.mark.parametrize("name", ["inspect", "ckptool.diff/1", "error", "lora merge"])
+def test_a_schema_is_printed_as_json_either_way(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", name]) == 0
+    text = capsys.readouterr().out
+    assert main(["schema", name, "--json"]) == 0
+    assert json.loads(text) == json.loads(capsys.readouterr().out) and json.loads(text)["$schema"].endswith(
+        "2020-12/schema"
+    )
+
+
+def test_an_unknown_schema_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "inspct"]) == 1
+    assert "Did you mean inspect?" in capsys.readouterr().err
