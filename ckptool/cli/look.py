@@ -102,13 +102,21 @@ def diff(
     quick: Annotated[
         bool, typer.Option("--quick", help="Trust equal stored checksums instead of reading the data.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Compare only what matches; read nothing else. Repeatable."),
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="A row for each tensor, instead of groups.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing; only set the exit code.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."""
     from ckptool.verbs.diff import diff
 
-    found = diff(left, right, atol=atol, rtol=rtol, ignore=ignore or (), quick=quick, stat=as_json or not name_only)
-    return Answers([Answer(found, {"stat": stat, "name_only": name_only}, exit_code=0 if found.same else 1)], as_json)
+    options: dict[str, Any] = {"atol": atol, "rtol": rtol, "ignore": ignore or (), "quick": quick, "only": only or ()}
+    found = diff(left, right, **options, stat=as_json or not (name_only or quiet))
+    shown = {"stat": stat, "name_only": name_only, "all": all, "quiet": quiet}
+    return Answers([Answer(found, shown, exit_code=0 if found.same else 1)], as_json)
 
 
 @examples(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.registry import provides
@@ -13,18 +13,42 @@ from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, fields_json, finite, path_json, type_name
-from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
+from ckptool.render.key_groups import grouped
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, size, tensor_text, value_text
+from ckptool.reports.compare import ValueDifference
 from ckptool.reports.diff import Diff, Difference
+
+STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
+Item = TypeVar("Item")
+Members = Mapping[str, Sequence[Difference]]  # changed tensors by their addresses
 
 
 @provides("text", Diff)
-def diff_text(found: Diff, *, stat: bool = False, name_only: bool = False, style: Style = PLAIN) -> str:
-    """The verdict, then every difference in groups.  stat: counts only.  name_only: only the addresses that differ."""
+def diff_text(
+    found: Diff,
+    *,
+    stat: bool = False,
+    name_only: bool = False,
+    all: bool = False,
+    quiet: bool = False,
+    style: Style = PLAIN,
+) -> str:
+    """The verdict, then every difference in groups.
+
+    stat: counts only.  name_only: only the addresses that differ.  all: a row for each.  quiet: nothing.
+    """
+    if quiet:
+        return ""
     if name_only:
         return "".join(f"{name}\n" for name in _differing(found))
     remarks = (printable(remark) for remark in found.remarks)
-    blocks = [[_verdict(found, style)], [line for remark in remarks for line in style.prose(remark)]]
-    blocks += [_stat(found)] if stat else _differences(found, style)
+    verdict, *facts = style.prose(_verdict(found))
+    word, colon, rest = verdict.partition(":")
+    blocks = [
+        [(style.green if found.same else style.red)(word) + colon + rest, *facts],
+        [line for remark in remarks for line in style.prose(remark)],
+    ]
+    blocks += [_stat(found)] if stat else _differences(found, style, all)
     blocks.append([line for limit in _reservations(found) for line in style.prose(limit)])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
@@ -44,10 +68,11 @@ _EVIDENCE = {
 }
 
 
-def _verdict(found: Diff, style: Style) -> str:
+def _verdict(found: Diff) -> str:
     if found.same:
         evidence = _EVIDENCE.get(found.evidence, found.evidence)
-        return f"{style.green('same')}: {counted(found.tensors, 'tensor')}, {evidence}"
+        same = "same in what matches" if found.only else "same"
+        return f"{same}: {counted(found.tensors, 'tensor')}, {evidence}"
     tensors = sum(1 for change in found.changed if _is_tensor(change.left))
     facts = [f"{tensors:,} of {counted(found.tensors, 'tensor')} changed"] if tensors else []
     entries = len(found.changed) - tensors
@@ -57,37 +82,36 @@ def _verdict(found: Diff, style: Style) -> str:
     facts += ["different ties"] if found.ties else []
     facts += ["a different order"] if found.order_differs else []
     equal = f"; {counted(found.equal, 'tensor')} the same, {_EVIDENCE.get(found.evidence, found.evidence)}"
-    return f"{style.red('differ')}: {', '.join(facts)}{equal if found.equal else ''}"
+    return f"differ: {', '.join(facts)}{equal if found.equal else ''}"
 
 
 def _is_tensor(node: Any) -> bool:
     return isinstance(node, (TensorEntry, Composite))
 
 
-def _differences(found: Diff, style: Style) -> list[list[str]]:
+def _differences(found: Diff, style: Style, all: bool) -> list[list[str]]:
     blocks = [
-        _only(f"only in {printable(found.left)}", found.only_left, style),
-        _only(f"only in {printable(found.right)}", found.only_right, style),
-        _aspects(found, style),
-        _values_table(found, style),
-        _entries_changed(found, style),
+        _only(f"only in {printable(found.left)}", found.only_left, style, all),
+        _only(f"only in {printable(found.right)}", found.only_right, style, all),
+        _aspects(found, style, all),
+        _values_table(found, style, all),
+        _entries_changed(found, style, all),
     ]
     sides = {"left": printable(found.left), "right": printable(found.right)}
     ties = [f"  tied only in {sides[side]}: {listed([printable(n) for n in names], 20)}" for side, names in found.ties]
     order = [f"  {printable(name) or WHOLE}: the same keys in another order" for name in found.order_differs]
-    blocks += [[style.bold("ties"), *ties] if ties else [], [style.bold("order"), *order] if order else []]
+    for title, texts in (("ties", ties), ("order", order)):
+        lines = [line for text in texts for line in style.prose(text, "    ")]
+        blocks.append([style.bold(title), *lines] if lines else [])
     return blocks
 
 
-def _only(title: str, entries: Sequence[tuple[Any, Any]], style: Style) -> list[str]:
-    rows = [
-        (printable(address(path)) or WHOLE, tensor_text(node) if _is_tensor(node) else value_text(node))
-        for path, node in entries
-    ]
-    return [style.bold(f"{title} ({len(rows):,})"), *columns(rows)] if rows else []
+def _only(title: str, entries: Sequence[tuple[Any, Any]], style: Style, all: bool) -> list[str]:
+    rows = [(address(path), tensor_text(node) if _is_tensor(node) else value_text(node)) for path, node in entries]
+    return _block(title, rows, style, all)
 
 
-def _aspects(found: Diff, style: Style) -> list[str]:
+def _aspects(found: Diff, style: Style, all: bool) -> list[str]:
     """Shapes, types, devices and the like, old and new."""
     rows = []
     for change in found.changed:
@@ -97,47 +121,133 @@ def _aspects(found: Diff, style: Style) -> list[str]:
             if name not in ("values", "value")
         ]
         if texts:
-            rows.append((printable(change.address) or WHOLE, ", ".join(texts)))
-    return [style.bold(f"other than by value ({len(rows):,})"), *columns(rows)] if rows else []
+            rows.append((change.address, ", ".join(texts)))
+    return _block("other than by value", rows, style, all)
 
 
 def _side(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else printable(str(value))
 
 
-def _values_table(found: Diff, style: Style) -> list[str]:
-    rows = []
-    for change in found.changed:
-        values, name = change.values, printable(change.address) or WHOLE
-        if "values" not in change.aspects or not _is_tensor(change.left):
-            continue
-        if values is None:
-            rows.append((name, "differ", "", "", "", "", ""))
-            continue
-        share = f"{values.changed:,} of {values.total:,}"
-        cosine = "–" if values.cosine is None else f"{values.cosine:.6f}"
-        at = "" if values.first is None else str(list(values.first))
-        rows.append((name, share, number(values.max_abs), number(values.max_rel), number(values.mean_rel), cosine, at))
-    if not rows:
-        return []
-    title = f"values ({len(rows):,})"
-    if all(row[1] == "differ" for row in rows):
-        return [style.bold(title), *(f"  {row[0]}" for row in rows)]
-    heads = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-    head, *lines = columns([heads, *rows], right=(1, 2, 3, 4, 5))
-    return [style.bold(title) + style.dim(head[len(title) :]) if head[: len(title)].isspace() else head, *lines]
-
-
-def _entries_changed(found: Diff, style: Style) -> list[str]:
+def _entries_changed(found: Diff, style: Style, all: bool) -> list[str]:
     rows = []
     for change in found.changed:
         if "value" in change.aspects or ("values" in change.aspects and not _is_tensor(change.left)):
-            rows.append((printable(change.address) or WHOLE, f"{_entry(change.left)} → {_entry(change.right)}"))
-    return [style.bold(f"entries ({len(rows):,})"), *columns(rows)] if rows else []
+            rows.append((change.address, f"{_entry(change.left)} → {_entry(change.right)}"))
+    return _block("entries", rows, style, all)
 
 
 def _entry(value: Any) -> str:
     return tensor_text(value) if _is_tensor(value) else value_text(value)
+
+
+def _block(title: str, rows: Sequence[tuple[str, str]], style: Style, all: bool) -> list[str]:
+    """Names with a text each; those with the same text in groups, unless `all` are to be shown."""
+    cells = [(_shown(name), text) for name, text in rows]
+    if not all:
+        by_text: dict[str, list[tuple[str, None]]] = {}
+        for name, text in rows:
+            by_text.setdefault(text, []).append((name, None))
+        cells = [
+            (_shown(group) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
+            for text, names in by_text.items()
+            for group, members in _folded(names)
+        ]
+    return [style.bold(f"{title} ({len(rows):,})"), *style.table(cells)] if rows else []
+
+
+def _shown(name: str) -> str:
+    return printable(name) or WHOLE
+
+
+def _folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
+    """What has a name each, in groups of names: the text of each group, and all that it stands for."""
+    by_name: dict[str, list[Item]] = {}
+    for name, item in rows:
+        by_name.setdefault(name, []).append(item)
+    return [(group.text, {key: by_name[key] for key in group.keys}) for group in grouped(by_name)]
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def _tensors_changed(found: Diff) -> list[tuple[str, Difference]]:
+    """The tensors whose values differ, by their addresses."""
+    return [(each.address, each) for each in found.changed if "values" in each.aspects and _is_tensor(each.left)]
+
+
+def _values_table(found: Diff, style: Style, all: bool) -> list[str]:
+    """A row for each tensor, or for each group of tensors where those are fewer."""
+    rows = _tensors_changed(found)
+    groups = [] if all else _folded(rows)
+    if not rows:
+        return []
+    title, counted_ones = f"values ({len(rows):,})", [change.values for _, change in rows if change.values is not None]
+    if not counted_ones:
+        return _block("values", [(name, "") for name, _ in rows], style, all)
+    if all or len(groups) == len(rows):
+        heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
+        cells = [(_shown(name), *_facts(change.values)) for name, change in rows]
+        lines = style.table([heads, *cells], right=range(1, 6), title=title)
+    else:
+        top = max((values.mean_rel or 0 for values in counted_ones), default=0)
+        heads = ("", "tensors", "elements changed", "max |a-b|", "cosine", "change")
+        cells = [(_shown(text), *_group_facts(members, top)) for text, members in groups]
+        lines = style.table([heads, *cells], right=range(1, 5), title=title)
+        scale = f"change: mean |a-b| / max(|a|, |b|) of each layer or member in turn, from 0 (▁) to {number(top)} (█)"
+        lines += [style.dim(line) for line in style.prose(f"  {scale}; each tensor: --all", "    ")]
+    if found.changed_elements and found.patch_bytes:
+        share = f"{100 * found.changed_elements / max(found.elements, 1):.3g} %"
+        counts = f"{found.changed_elements:,} of {counted(found.elements, 'element')} changed ({share})"
+        lines += style.prose(f"  {counts}; a sparse patch would take {size(found.patch_bytes)}", "    ")
+    return lines
+
+
+def _facts(values: ValueDifference | None) -> tuple[str, ...]:
+    if values is None:
+        return "differ", "", "", "", "", ""
+    share = f"{values.changed:,} of {values.total:,}"
+    at = "" if values.first is None else str(list(values.first))
+    return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), _cosine(values.cosine), at
+
+
+def _cosine(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6f}"
+
+
+def _group_facts(members: Members, top: float) -> tuple[str, ...]:
+    """The number of tensors, what changed in them together, the range of their cosines, and the strip of change."""
+    all_values = [change.values for changes in members.values() for change in changes]
+    values = [each for each in all_values if each is not None]
+    if not values:
+        return f"{len(all_values):,}", "differ", "", "", ""
+    share = f"{sum(each.changed for each in values):,} of {sum(each.total for each in values):,}"
+    most = max((each.max_abs for each in values if each.max_abs is not None), default=None)
+    cosines = sorted({_cosine(each.cosine) for each in values})
+    cosine = " to ".join(dict.fromkeys((min(cosines), max(cosines))))
+    return f"{len(all_values):,}", share, number(most), cosine, _strip(members, top)
+
+
+def _strip(members: Members, top: float) -> str:
+    """A character for each layer: for each part in which the names differ first, or for several in a row."""
+    pieces = [name.split(".") for name in members]
+    first = next((at for at, same in enumerate(zip(*pieces, strict=False)) if len({*same}) > 1), 0)
+    layers: dict[str, list[Difference]] = {}
+    for piece, changes in zip(pieces, members.values(), strict=True):
+        layers.setdefault(piece[first], []).extend(changes)
+    each = -(-len(layers) // LAYERS)
+    parts = list(layers.values())
+    parts = [[change for part in parts[i : i + each] for change in part] for i in range(0, len(parts), each)]
+    strip = "".join(_level([change.values for change in part], top) for part in parts)
+    return strip + (f" ({each} each)" if each > 1 else "") if len(parts) > 1 else ""
+
+
+def _level(values: Sequence[ValueDifference | None], top: float) -> str:
+    known = [(each.mean_rel, each.total) for each in values if each is not None and each.mean_rel is not None]
+    if not known:
+        return "?"
+    mean = sum(value * total for value, total in known) / max(sum(total for _, total in known), 1)
+    return STRIP[min(int(8 * mean / top), 7)] if top else STRIP[0]
 
 
 def _stat(found: Diff) -> list[str]:
@@ -171,6 +281,9 @@ def _reservations(found: Diff) -> list[str]:
         else []
     )
     lines += [f"ignored: {', '.join(found.ignored)}"] if found.ignored else []
+    if found.only:
+        patterns = listed([printable(pattern) for pattern in found.only], 20)
+        lines.append(f"compared only what matches {patterns}; nothing else was read, and no ties were looked for")
     if found.only_left and found.only_right and "prefix" not in found.ignored:
         left, right = (
             {_bare(path) for path, node in side if _is_tensor(node)} for side in (found.only_left, found.only_right)
@@ -198,7 +311,7 @@ def diff_json(found: Diff) -> Json:
         "only_right": [_only_json(path, node) for path, node in found.only_right],
         "ties": [{"side": side, "names": list(names)} for side, names in found.ties],
         "order": list(found.order_differs),
-        **fields_json(found, "ignored not_compared remarks"),
+        **fields_json(found, "ignored not_compared remarks only elements changed_elements patch_bytes"),
     }
 
 

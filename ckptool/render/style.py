@@ -62,6 +62,26 @@ class Style:
             drop_whitespace=True,
         )
 
+    def table(self, rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = "") -> list[str]:
+        """Rows as aligned lines, under a title with the first row as heads where there is one.
+
+        Where they are wider than the terminal: each row as its first cell, and below it the others, which nothing cuts.
+        """
+        lines = columns(rows, right)
+        head = rows[0] if title else [""] * max(map(len, rows), default=0)
+        if self.width is not None and any(len(line) > self.width for line in lines):
+            lines = [] if not title else [title]
+            for row in rows[1:] if title else rows:
+                facts = [f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell]
+                lines += self.prose(f"  {row[0]}", "    ")
+                lines += self.prose(f"      {', '.join(facts)}", " " * 6) if facts else []
+            return [self.bold(lines[0]), *lines[1:]] if title else lines
+        if title and lines[0][: len(title)].isspace():
+            lines[0] = self.bold(title) + self.dim(lines[0][len(title) :])
+        elif title:
+            lines.insert(0, self.bold(title))
+        return lines
+
     def fit(self, text: str, used: int = 0) -> str:
         """The text, cut to what is left of the line after `used` columns."""
         if self.width is None or used + len(text) <= self.width:

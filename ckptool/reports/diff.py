@@ -7,7 +7,7 @@ count where both containers can express them; the report names what was not comp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Storage
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.registry import Report
+from ckptool.checkpoint.selection import Chosen, topmost
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
@@ -23,6 +24,7 @@ from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain.text import summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
+from ckptool.reports.sparse_patch import sparse_patch
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
@@ -53,7 +55,10 @@ class Difference:
 class Diff(Report):
     """The differences. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
 
-    ties: groups of names that share a storage in one file and not in the other, as (side, names).
+    ties: groups of names that share a storage in one file and not in the other, as (side, names).  only: patterns;
+    where given, `same` is about what matches, without ties.  elements: of all tensors that were compared.
+    changed_elements, patch_bytes: those that differ, and the size of a sparse patch of the left one, as `sparse_patch`
+    counts; None where elements were compared for equality only.
     """
 
     verdict = "same"
@@ -72,6 +77,10 @@ class Diff(Report):
     ignored: tuple[str, ...]
     not_compared: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    elements: int = 0
+    changed_elements: int | None = None
+    patch_bytes: int | None = None
 
 
 _Aspects = dict[str, tuple[Any, Any]]
@@ -80,6 +89,7 @@ _Aspects = dict[str, tuple[Any, Any]]
 @dataclass(slots=True)
 class _Found:
     tensors: int = 0
+    elements: int = 0
     equal: int = 0
     changed: list[Difference] = field(default_factory=list)
     only_left: list[tuple[Path, Any]] = field(default_factory=list)
@@ -99,15 +109,18 @@ def diff(
     identity: bool = False,
     base: Path = (),
     remarks: tuple[str, ...] = (),
+    only: Collection[str] = (),
 ) -> Diff:
     """Compares two trees.
+
+    only: patterns for addresses or their ends (`state_dict/fc.*`, `fc.*`); compares what matches and all in it.
 
     statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both
     have them.
 
     identity: it counts, too, which objects stand in several places; reports of two people's files do not ask for it.
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
-    Raises `UsageError` for another name.
+    Raises `UsageError` for another name, `NoMatch` for a pattern that matches nothing.
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
         raise UsageError(
@@ -117,8 +130,11 @@ def diff(
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)
     comparer.places = _Places() if identity else None
-    found = comparer.compare(left.tree, right.tree, base)
-    ties = () if "ties" in skipped or not pickled else tuple(_tie_changes(left.tree, right.tree, comparer))
+    pairs = [(base, left.tree, right.tree)]
+    if only:
+        pairs = comparer.pairs(*topmost((left.tree, right.tree), only, "prefix" in ignore))
+    found = comparer.compare(pairs)
+    ties = () if "ties" in skipped or not pickled or only else tuple(_tie_changes(left.tree, right.tree, comparer))
     order = () if "order" in skipped or not pickled else tuple(found.order)
     same = not (found.changed or found.only_left or found.only_right or ties or order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
@@ -140,6 +156,9 @@ def diff(
         tuple(sorted(ignore)),
         tuple(name for name in not_compared if name not in ignore),
         remarks,
+        tuple(only),
+        found.elements,
+        *(sparse_patch(found.changed, [node for _, node in found.only_right]) or (None, None)),
     )
 
 
@@ -165,8 +184,14 @@ class _Comparer:
         self.found = _Found()
         self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
 
-    def compare(self, left: Any, right: Any, base: Path) -> _Found:
-        stack = [(base, left, right)]
+    def pairs(self, left: Chosen, right: Chosen) -> list[tuple[Path, Any, Any]]:
+        """The nodes that were chosen in both; notes those of one only."""
+        self.found.only_left += [found for key, found in left.items() if key not in right]
+        self.found.only_right += [found for key, found in right.items() if key not in left]
+        return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
+
+    def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> _Found:
+        stack = list(reversed(pairs))
         while stack:
             path, a, b = stack.pop()
             stack += reversed(list(self._pair(path, a, b)))
@@ -254,6 +279,7 @@ class _Comparer:
     def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: _Aspects | None = None) -> None:
         """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
         self.found.tensors += counted
+        self.found.elements += a.numel
         check_names(self.found.tensors, len(self.compared))
         key = (id(a), id(b))
         known = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
@@ -317,7 +343,7 @@ class _Comparer:
         inner = _Comparer(
             self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.quick, self.statistics
         )
-        found = inner.compare(a.made, b.made, ())
+        found = inner.compare([((), a.made, b.made)])
         self.trusted |= inner.trusted
         self.close |= inner.close
         return not (found.changed or found.only_left or found.only_right)

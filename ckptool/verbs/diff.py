@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +29,15 @@ def diff(
     ignore: str | Collection[str] = (),
     quick: bool = False,
     stat: bool = True,
+    only: str | Sequence[str] = (),
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 
     atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`,
     `strides`, `ties`, `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report
-    says so.  stat=False: tensor data is compared for equality only. Raises `UsageError` where a file has several sets
-    of weights and none was named.
+    says so.  stat=False: tensor data is compared for equality only.  only: patterns for addresses, or for their ends
+    (`fc.*`); nothing else is read, and `same` is about that part. Raises `UsageError` where a file has several sets of
+    weights and none was named, `NoMatch` for a pattern that matches nothing.
     """
     ignore = ignored(several(ignore))
     a, b = open_file(left), open_file(right)
@@ -46,7 +48,8 @@ def diff(
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     remarks += tuple(_not_joined(each) for each in (a, b) if each.at is None and members.beside(each.checkpoint))
     with unchanged(a.checkpoint.source, b.checkpoint.source):
-        return compare(*parts, atol=atol, rtol=rtol, ignore=ignore, quick=quick, statistics=stat, remarks=remarks)
+        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "quick": quick, "statistics": stat}
+        return compare(*parts, ignore=ignore, remarks=remarks, only=several(only), **options)
 
 
 def _is_one_file(a: Opened, b: Opened) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from functools import partial
 
 import pytest
@@ -11,37 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.render.key_groups import DEEP, NAMES, grouped
+from tests.support.expanded_keys import expand
 from tests.support.processes import quickest
-
-_PIECE = re.compile(r"\\(.)|\{((?:\\.|[^\\}])*)\}|([^\\{}]+)", re.DOTALL)
-_ALTERNATIVE = re.compile(r"((?:\\.|[^\\,])*)(?:, |$)", re.DOTALL)
-
-
-def expand(text: str) -> list[str]:
-    """All that a group's text stands for, by the description in the module alone."""
-    pieces: list[list[str]] = []
-    at = 0
-    while at < len(text):
-        match = _PIECE.match(text, at)
-        assert match is not None, text[at:]
-        pieces.append([match[1] or match[3]] if match[2] is None else alternatives(match[2]))
-        at = match.end()
-    return ["".join(choice) for choice in itertools.product(*pieces)]
-
-
-def alternatives(inside: str) -> list[str]:
-    result: list[str] = []
-    at = 0
-    while True:
-        match = _ALTERNATIVE.match(inside, at)
-        assert match is not None
-        if ends := re.fullmatch(r"([0-9]+)\.\.([0-9]+)", match[1]):
-            result += map(str, range(int(ends[1]), int(ends[2]) + 1))
-        else:
-            result.append(re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL))
-        at = match.end()
-        if not match[0].endswith(", ") or len(match[0]) != len(match[1]) + 2:
-            return result
 
 
 def texts(*keys: str) -> list[str]:

@@ -1,0 +1,40 @@
+"""The parts of checkpoints that patterns choose, by their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.tree import Path, address, segment_text, walk
+
+Chosen = dict[Any, tuple[Path, Any]]
+
+
+def topmost(trees: Iterable[Any], only: Collection[str], bare: bool = False) -> list[Chosen]:
+    """The nodes of each tree that a pattern matches by their address or its end, without those inside of others.
+
+    The keys are what trees with the same address have in common.  bare: without the prefixes of wrappers. Raises
+    `NoMatch` for a pattern that matches nothing in any tree.
+    """
+    walked = [[(path, node, _names(path)) for path, node in walk(tree) if path] for tree in trees]
+    names = selected({name for nodes in walked for _, _, names in nodes for name in names}, list(only))
+    return [_topmost(nodes, names, bare) for nodes in walked]
+
+
+def _topmost(nodes: list[tuple[Path, Any, list[str]]], names: set[str], bare: bool) -> Chosen:
+    found: Chosen = {}
+    above: Path | None = None
+    for path, node, ends in nodes:
+        if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
+            above = path
+            common = tuple(without_wrappers(part) if bare and type(part) is str else part for part in path)
+            found[(address(common), *map(type, path))] = path, node
+    return found
+
+
+def _names(path: Path) -> list[str]:
+    """The address of a path, and its last parts alone."""
+    texts = [segment_text(segment) for segment in path]
+    return ["/".join(texts), *("/".join(texts[-count:]) for count in range(1, min(len(path), 8)))]

@@ -1,0 +1,136 @@
+"""The groups of `diff`: exactly the rows of the table, in lines that nothing cuts, with the numbers of all together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.render.diff import LAYERS, STRIP, diff_text
+from ckptool.render.style import Style
+from ckptool.reports.diff import Diff, diff
+from tests.support.expanded_keys import expand
+
+
+def entry(values: Any, dtype: str = "f32", location: str = "cpu") -> TensorEntry:
+    data = numpy.asarray(values, "<f4" if dtype == "f32" else "<f2")
+    return TensorEntry(Storage(InlineBytes(data.tobytes()), location), by_name(dtype), data.shape, (1,))
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> Diff:
+    return diff(Checkpoint(left, "torch-zip"), Checkpoint(right, "torch-zip"))
+
+
+pieces = st.sampled_from(
+    ["layer", "h", "0", "1", "2", "10", "attn", "weight", "bias", "a{b", "c,d", "x\\y", "conv1", "conv2"]
+)
+keys = st.lists(pieces, min_size=1, max_size=4).map(".".join)
+BEFORE = entry([1.0, 2.0])
+KINDS: dict[str, TensorEntry] = {
+    "values": entry([1.0, 3.0]),
+    "other values": entry([0.5, 3.0]),
+    "shape": entry([1.0, 2.0, 3.0]),
+    "dtype": entry([1.0, 2.0], "f16"),
+    "device": entry([1.0, 2.0], location="cuda:0"),
+    "same": entry([1.0, 2.0]),
+}
+kinds = st.sampled_from([*KINDS, "only left", "only right", "value"])
+
+
+def blocks(text: str) -> dict[str, list[str]]:
+    """The rows of a text, by the titles of their blocks."""
+    found: dict[str, list[str]] = {}
+    for block in text.split("\n\n"):
+        title = re.match(r"(only in .* one|other than by value|values|entries) \(", block)
+        if title:
+            rows = [line for line in block.split("\n")[1:] if " changed (" not in line]
+            found[title[1]] = [row for row in rows if not row.startswith("  change: ")]
+    return found
+
+
+def names(row: str, is_group: bool) -> list[str]:
+    """The names of a row, which ends with two spaces."""
+    text = row.strip().split("  ")[0]
+    return expand(text) if is_group else [text]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(keys, kinds, max_size=40))
+def test_groups_unfold_to_the_table(made: dict[str, str]) -> None:
+    left: dict[str, Any] = {key: 1 if kind == "value" else BEFORE for key, kind in made.items() if kind != "only right"}
+    right: dict[str, Any] = {
+        key: 2 if kind == "value" else KINDS.get(kind, BEFORE) for key, kind in made.items() if kind != "only left"
+    }
+    found = differences(left, right)
+    table, groups = blocks(diff_text(found, all=True)), blocks(diff_text(found))
+    assert table.keys() == groups.keys()
+    for title, rows in table.items():
+        # What `printable` does to a backslash of a name's own is undone, as the names here have no others.
+        every = Counter(name.replace("\\\\", "\\") for row in rows for name in names(row, False))
+        folded = title != "values" or len(groups[title]) < len(rows)
+        assert every == Counter(
+            name for row in groups[title] for name in names(row.replace("\\\\\\\\", "\\\\"), folded)
+        ) or every == Counter(name for row in groups[title] for name in names(row, folded)), title
+        assert len(groups[title]) <= len(rows)
+
+
+def model(layers: int, change: float) -> dict[str, Any]:
+    names = ("attn.weight", "attn.bias", "mlp.weight")
+    return {f"h.{i}.{name}": entry([1.0 + change * i, 2.0, 3.0]) for i, name in product(range(layers), names)}
+
+
+def test_the_numbers_of_a_group_are_those_of_its_tensors() -> None:
+    found = differences(model(8, 0), {**model(8, 0.125), "new": entry([1.0])})
+    text = diff_text(found)
+    (attn, mlp) = [line for line in text.split("\n") if "h.{1..7}" in line]
+    assert attn.split()[2:7] == ["14", "14", "of", "42", "0.875"]
+    assert mlp.split()[1:6] == ["7", "7", "of", "21", "0.875"]
+    values = [change.values for change in found.changed]
+    cosines = sorted(f"{each.cosine:.6f}" for each in values if each is not None and each.cosine is not None)
+    assert f"{cosines[0]} to {cosines[-1]}" in text
+    rates = [1 - 1 / (1 + 0.125 * i) for i in range(1, 8)]
+    strip = "".join(STRIP[min(int(8 * rate / max(rates)), 7)] for rate in rates)
+    assert attn.endswith(strip) and mlp.endswith(strip)
+    assert found.changed_elements == 21 and found.elements == 72
+    assert found.patch_bytes == 21 * 8 + 4 and "(29.2 %); a sparse patch would take 172 B" in text
+
+
+def test_a_deep_model_has_a_short_strip() -> None:
+    text = diff_text(differences(model(200, 0), model(200, 0.01)))
+    (row,) = [line for line in text.split("\n") if "attn" in line]
+    strip, note = row.rsplit("  ", 1)[-1].split(" ", 1)
+    assert note == "(5 each)" and len(strip) == math.ceil(199 / 5) <= LAYERS
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_no_word_is_cut_at_any_width(width: int) -> None:
+    left = {**model(30, 0), **{f"gone.{'x' * 30}.{i}.weight": BEFORE for i in range(9)}, "epoch": 1, "same": BEFORE}
+    right = {**model(30, 0.5), "h.3.attn.weight": entry([1.0]), "epoch": "a long text " * 9, "same": BEFORE}
+    for every in (False, True):
+        text = diff_text(differences(left, right), style=Style(width=width), all=every)
+        whole = diff_text(differences(left, right), all=every)
+        for line in text.split("\n"):
+            assert len(line) <= width or " " not in line.strip(), line
+        words = {word.rstrip(",") for word in whole.split()} - {"by"}
+        assert words <= {word.rstrip(",") for word in text.split()}
+
+
+def test_a_patch_counts_each_storage_once_and_whole_tensors_where_that_is_less() -> None:
+    a, b = entry([1.0] * 100), entry([2.0] + [1.0] * 99)
+    assert differences({"w": a, "tied": a}, {"w": b, "tied": b}).patch_bytes == 8
+    assert differences({"w": a}, {"w": entry([2.0] * 100)}).patch_bytes == 400
+    assert differences({"w": a}, {"w": entry([1.0] * 100, "f16")}).patch_bytes == 200
+    assert differences({"w": a}, {"w": entry([1.0] * 101)}).patch_bytes == 404
+    same = differences({"w": a}, {"w": a})
+    assert (same.changed_elements, same.patch_bytes) == (0, 0)
+    blind = diff(Checkpoint({"w": a}, "torch-zip"), Checkpoint({"w": b}, "torch-zip"), statistics=False)
+    assert (blind.changed_elements, blind.patch_bytes) == (None, None)
