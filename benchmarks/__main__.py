@@ -156,6 +156,12 @@ CLAIMS = (
         f"{PEER} to_dcp joined.pt {{out}}.dcp",
         "≤ 0.5 ×, ≤ 64 MB anonymous",
     ),
+    Claim(
+        "completion of an address, 10,000 tensors",
+        f"{CKPTOOL} --complete zsh 'ckptool show tenthousand.pt#state_dict/la'",
+        None,
+        "≤ 0.3 s",
+    ),
     Claim("ckptool --help", f"{CKPTOOL} --help", None, "≤ 0.2 s"),
 )
 

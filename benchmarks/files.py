@@ -67,6 +67,14 @@ def many(path: Path) -> None:
     )
 
 
+def tenthousand(path: Path) -> None:
+    """10,000 tensors of four values, in layers."""
+    import torch
+
+    names = [f"layers.{layer}.{part}.weight" for layer in range(1250) for part in "abcdefgh"]
+    torch.save({"state_dict": {name: torch.zeros(4) for name in names}, "epoch": 3}, path)
+
+
 def tensors(path: Path) -> None:
     """20,000 tensors of 16 values, as torch or safetensors write them."""
     import torch
@@ -158,6 +166,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "step3.pt": step,
     "gpt2.pt": gpt2,
     "many.pt": many,
+    "tenthousand.pt": tenthousand,
     "tensors.pt": tensors,
     "tensors.safetensors": tensors,
     "big.safetensors": big_tensors,

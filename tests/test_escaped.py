@@ -211,6 +211,7 @@ COMMAND_LINES = {
     "plot": ("plot FILE",),
     "explain": ("explain FILE", "explain FILE --json"),
     "schema": ("schema FILE",),
+    "completion": ("completion zsh",),
 }
 
 

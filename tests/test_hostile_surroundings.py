@@ -120,6 +120,7 @@ VERBS = {
     "plot": "plot runs/none",
     "explain": "explain io",
     "schema": "schema inspect",
+    "completion": "completion zsh",
 }
 
 

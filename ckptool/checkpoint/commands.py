@@ -74,6 +74,7 @@ VERBS = {
     "prune": Verb("use", Use.REFUSES),
     "explain": Verb("setup", in_python=False),
     "schema": Verb("setup", in_python=False),
+    "completion": Verb("setup", in_python=False),
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}

@@ -93,7 +93,7 @@ def diff(
         list[str] | None,
         typer.Option(
             "--ignore",
-            metavar="WHAT",
+            metavar="KIND",
             help="device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
         ),
     ] = None,

@@ -407,17 +407,25 @@ def _value_of(error: Any) -> str | None:
 
 def _allowed(context: Any, parameter: Any) -> str:
     """The values that an option takes, in words, as its command declares it."""
-    from ckptool.cli import function_of
-
-    declared = inspect.signature(function_of(context.info_name), eval_str=True).parameters[parameter.name].annotation
-    kinds = [declared.__origin__, *get_args(declared.__origin__)]
-    least = next((meta.min for meta in declared.__metadata__ if getattr(meta, "min", None) is not None), None)
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            choices = [each.value for each in kind]
-            return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    kinds, metas = declared(context.info_name, parameter.name)
+    least = next((meta.min for meta in metas if getattr(meta, "min", None) is not None), None)
+    if choices := choices_among(kinds):
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
     number = "a whole number" if int in kinds else "a number"
     return number + (f" of at least {least:g}" if least is not None else "")
+
+
+def declared(command: str, name: str) -> tuple[list[Any], Sequence[Any]]:
+    """The types of an argument or option of a command, and what its declaration says of it."""
+    from ckptool.cli import function_of
+
+    annotation = inspect.signature(function_of(command), eval_str=True).parameters[name].annotation
+    return [annotation.__origin__, *get_args(annotation.__origin__)], annotation.__metadata__
+
+
+def choices_among(kinds: Iterable[Any]) -> list[str]:
+    """The values of the one that is an enumeration; none where none is."""
+    return [each.value for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for each in kind]
 
 
 def _bug(error: Exception) -> Bug:

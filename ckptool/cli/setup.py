@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckptool.cli.options import AsJson, examples
 from ckptool.cli.output import Answer, Answers, standard_input
+from ckptool.reports.train import Page
 
 
 @examples(
@@ -51,3 +54,22 @@ def schema(
     from ckptool.reports.schema import schema
 
     return Answers([Answer(schema(verb))], as_json)
+
+
+class Shell(str, Enum):
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+@examples(
+    ("ckptool completion bash", 'in ~/.bashrc: eval "$(ckptool completion bash)"'),
+    ("ckptool completion zsh", 'in ~/.zshrc: eval "$(ckptool completion zsh)"'),
+    ("ckptool completion fish", "to ~/.config/fish/completions/ckptool.fish"),
+)
+def completion(
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
+    as_json: AsJson = False,
+) -> Answers:
+    """Print the shell's completion: of verbs, options, values, and addresses in files: show model.pt#state_dict/la"""
+    return Answers([Answer(Page((Path(__file__).with_name("shells") / shell.value).read_text()))], as_json)

@@ -54,6 +54,7 @@ PLAIN = {
     "plot": "run",
     "explain": "io",
     "schema": "inspect",
+    "completion": "bash",
 }
 
 

@@ -1,0 +1,282 @@
+"""Completion, with real shells as judges: what they pass on where TAB and Enter are pressed."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import ckptool
+from ckptool.checkpoint.commands import VERBS
+from ckptool.checkpoint.tree import address, children, find, segment_text, walk
+from ckptool.cli import HELP, parser
+from ckptool.cli.completion import VALUES, candidates
+from ckptool.cli.output import in_words
+from ckptool.errors import CkptoolError
+from ckptool.verbs._completion import addresses, quoted_on, words_of
+from tests.support.cli import Run, done
+from tests.support.shells import STARTED, Shell
+
+NAMES = [
+    "weight", "a b", "it's", 'say "x"', "$(touch x)", "`touch x`", "${HOME}", "a;touch x", "a&touch x", "a|touch x",
+    "a>x", "<x", "line\nbreak", "tab\there", "esc\x1b[31m", "bell\x07", "del\x7f", "c1\x9b", "back\\slash", "sla/sh",
+    "til~de", "~", "#", "a#b", "a:b", "a::b", "=ls", "a=b", "!!", "hi!there", "*", "?", "[a]", "{a,b}", "(x)", "^x",
+    "%1", "-x", "--at", "é", "→", "\u202eevil", "\udcff", "'", '"', "\\", "\n", "$'x'", "@host", ",", "x\r",
+    "; touch x #",
+]  # fmt: skip
+
+HARDEST = ("it's", "$(touch x)", "`touch x`", "line\nbreak", "hi!there", "back\\slash", 'say "x"', "esc\x1b[31m")
+
+FILES = 1
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for each name, with a tensor of that name, and some with others."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for number, name in enumerate(NAMES):
+        torch.save({"d": {name: torch.ones(1)}}, folder / f"{number}.pt")
+    layers = {f"layers.{number}.{name}.weight": torch.ones(1) for number in range(3) for name in ("fc", "norm")}
+    torch.save({"epoch": 3, "model": layers, "lr": [0.1, 0.2]}, folder / "a model.pt")
+    return folder
+
+
+@pytest.fixture(params=STARTED)
+def shell(request: pytest.FixtureRequest, hostile: Path) -> Iterator[Shell]:
+    started = Shell(request.param, hostile)
+    yield started
+    started.close()
+
+
+def passed_on(shell: Shell, names: Iterable[str], quote: str) -> None:
+    before, wrong = set(os.listdir(shell.folder)), []
+    for name in names:
+        if shell.name == "fish" and "\t" in name:  # fish ends a name there
+            continue
+        number = NAMES.index(name)
+        given = shell.given(f"ckptool show {quote}{number}.pt#d/\t")
+        if given != ["show", f"{number}.pt#d/{segment_text(name)}"]:
+            wrong.append((name, given))
+    assert not wrong
+    assert set(os.listdir(shell.folder)) - before <= {"given"}
+
+
+def test_a_name_is_passed_on_as_it_is_and_nothing_runs(shell: Shell) -> None:
+    passed_on(shell, [*HARDEST, "a;touch x", "a:b", "=ls", "~", "\udcff"], "")
+    passed_on(shell, HARDEST[:5], "'")
+    passed_on(shell, HARDEST[:5], '"')
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_every_name_is_passed_on_as_it_is(quote: str, shell: Shell) -> None:
+    passed_on(shell, NAMES, quote)
+
+
+# What is typed, and what the program is given then.
+TYPED = {
+    "ckptool insp\t\\~": ["inspect", "~"],
+    "ckptool lora me\tx": ["lora", "merge", "x"],
+    "ckptool inspect --so\tna\t": ["inspect", "--sort", "name"],
+    "ckptool inspect --sort=na\t": ["inspect", "--sort=name"],
+    "ckptool diff --ignore device,req\t": ["diff", "--ignore", "device,requires_grad"],
+    "ckptool remap x --to m\t": ["remap", "x", "--to", "mps"],
+    "ckptool show a\\ mo\t": ["show", "a model.pt"],
+    "ckptool show 'a model.pt'#e\t": ["show", "a model.pt#epoch"],
+    "ckptool show a\\ model.pt#m\tl\t1\tf\t": ["show", "a model.pt#model/layers.1.fc.weight"],
+    "ckptool show a\\ model.pt --at lr/\t": ["show", "a model.pt", "--at", "lr/"],
+    "ckptool show a\\ model.pt --at=ep\t": ["show", "a model.pt", "--at=epoch"],
+    "ckptool show ~/0.pt#\t\t": ["show", "{home}/0.pt#d/weight"],
+    "ckptool bundle net=0.pt#\t\t": ["bundle", "net=0.pt#d/weight"],
+    "ckptool cast a\\ model.pt --only layers.2.n\t": ["cast", "a model.pt", "--only", "layers.2.norm.weight"],
+    "ckptool scan 0.pt#\tx": ["scan", "0.pt#x"],
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_what_people_type(name: str, hostile: Path) -> None:
+    shell, wrong = Shell(name, hostile), []
+    for typed, expected in TYPED.items():
+        given = shell.given(typed)
+        if given != [word.format(home=hostile) for word in expected]:
+            wrong.append((typed, given))
+    shell.close()
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_the_script_is_well_formed(name: str, tmp_path: Path, run: Run) -> None:
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    (tmp_path / "script").write_text(done(run("completion", name)))
+    checked = subprocess.run([name, "-n", tmp_path / "script"], capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+# The answer to a shell ------------------------------------------------------------------------------------------------
+
+
+def asked(line: str, folder: Path) -> tuple[int, list[str]]:
+    """The exit code and the words that come as an answer; nothing is ever told."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "ckptool", "--complete", "fish", line]
+    ended = subprocess.run(command, capture_output=True, check=False, cwd=folder, env=environment, timeout=30)
+    assert ended.stderr == b"", ended.stderr
+    return ended.returncode, [os.fsdecode(each.split(b"\t")[0]) for each in ended.stdout.split(b"\0")[:-1]]
+
+
+def test_what_cannot_be_opened_is_passed_over_in_silence(hostile: Path) -> None:
+    whole = (hostile / "0.pt").read_bytes()
+    (hostile / "cut.pt").write_bytes(whole[:-30])
+    (hostile / "empty.pt").touch()
+    (hostile / "bomb.pkl").write_bytes(b"\x80\x02]q\x00" + b"(h\x00h\x00e" * 300_000 + b".")
+    (hostile / "runs.pkl").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    os.mkfifo(hostile / "pipe")
+    for name in ("cut.pt", "empty.pt", "pipe", "none.pt", ".", "/dev/zero", "/proc/self/mem"):
+        assert asked(f"ckptool show {name}#", hostile) == (FILES, []), name
+    started = time.monotonic()
+    for name in ("bomb.pkl", "runs.pkl"):
+        asked(f"ckptool show {name}#", hostile)
+    assert time.monotonic() - started < 8 and not (hostile / "ran").exists()
+    for line in ("ckptool", "ckptool nothing ", "ckptool show 'x", "ckptool show \\", "ckptool show 0.pt#d/x/y/"):
+        assert asked(line, hostile)[1] == []
+    assert asked("ckptool completion ", hostile) == (0, ["bash", "fish", "zsh"])
+    assert (
+        subprocess.run([sys.executable, "-m", "ckptool", "--complete"], capture_output=True, check=False).stderr == b""
+    )
+
+
+def test_it_gives_up_after_a_while(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import time; from ckptool.verbs import _completion as c; c.SECONDS = 1\n"
+    script += "c.complete(['bash', 'ckptool x', 'x'], lambda *_: time.sleep(20))"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=10).returncode == FILES
+
+
+# Words and quotes -----------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+
+
+@given(TEXT, TEXT, st.sampled_from(["", "'", '"', "$'"]))
+def test_what_is_quoted_is_read_back(typed: str, more: str, quote: str) -> None:
+    opened = quote + (shlex.quote(typed) if not quote and typed else quoted_on(typed, quote))
+    assume(quote != '"' or "!" not in typed + more)  # there the quote is closed and opened again
+    before = words_of(f"ckptool {opened}")[-1]
+    assert before.text == typed and words_of(f"ckptool show {opened}{quoted_on(more, quote)}")[-1].text == typed + more
+
+
+def test_bash_and_zsh_read_what_is_quoted() -> None:
+    every = "".join(map(chr, range(1, 256))) + "→é\u202e\udcff"
+    for shell in ("bash", "zsh"):
+        if shutil.which(shell):
+            for quote in ("", "'", '"', "$'"):
+                line = f"printf %s {quote}{quoted_on(every, quote)}{quote[-1:]}"
+                printed = subprocess.run([shell, "-c", os.fsencode(line)], capture_output=True, check=True).stdout
+                assert printed == os.fsencode(every), (shell, quote)
+
+
+# Everything that is offered is taken ----------------------------------------------------------------------------------
+
+SEGMENT = st.text("ab./~#0 ", max_size=5)
+LEAVES = st.integers(0, 9)
+TREES = st.dictionaries(
+    SEGMENT | st.integers(0, 3),
+    st.recursive(LEAVES, lambda below: st.dictionaries(SEGMENT, below, max_size=4) | st.lists(below, max_size=3)),
+    max_size=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TREES)
+def test_following_what_is_offered_leads_to_everything(tree: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "f.pt")
+        torch.save(tree, path)
+        opened = ckptool.open(path).tree
+        found, waiting = set(), [""]
+        while waiting:
+            typed = waiting.pop()
+            for each in addresses(path, typed):
+                assert each.text.startswith(typed) and (each.final or len(each.text) > len(typed))
+                if each.final:
+                    find(opened, each.text)
+                    found.add(each.text)
+                else:
+                    waiting.append(each.text)
+    ends = Counter(address(where) for where, node in walk(opened) if where and not [*children(node)])
+    assert found == {text for text in ends if reachable(opened, text)}
+
+
+def reachable(tree: Any, text: str) -> bool:
+    """True for an address that names one thing, and has no empty segment, which a shell's user would not see."""
+    parts = text.split("/")
+    try:
+        return all(parts) and all(find(tree, "/".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+    except CkptoolError:
+        return False
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_and_value_offered_is_one_of_the_verb(verb: str) -> None:
+    command = parser([verb]).commands[verb]
+    options = {name: option for option in command.params for name in option.opts if name.startswith("-")}
+    offered = {each.text for each in candidates([verb], "-") or ()}
+    assert offered == {name for name, option in options.items() if not option.hidden} | set(HELP)
+    for name, option in options.items():
+        values = [] if option.is_flag else candidates([verb, name], "") or []
+        assert all(each.final and each.text for each in values)
+        assert option.is_flag or [f"{name}={each.text}" for each in values] == [
+            each.text for each in candidates([verb], f"{name}=") or []
+        ]
+        assert not values or option.metavar in VALUES or re.search(rf"takes .*{values[-1].text}", refused(verb, name))
+
+
+def refused(verb: str, option: str) -> str:
+    """What is said about a value that an option does not take."""
+    with pytest.raises(CkptoolError) as caught, redirect_stderr(io.StringIO()):
+        try:
+            parser([verb])(args=[verb, option, "no such value"], prog_name="ckptool", standalone_mode=False)
+        except Exception as error:
+            raise in_words(error) from error
+    return str(caught.value)
+
+
+def test_values_that_the_parser_does_not_know_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(2, 2)}, file)
+
+    def values(kind: str) -> list[str]:
+        return list(VALUES[kind]())
+
+    for name in values("DTYPE"):
+        ckptool.cast(file, tmp_path / "out.pt", dtype=name, dry_run=True)
+    for name in values("DEVICE"):
+        ckptool.remap(file, tmp_path / "out.pt", to=name, dry_run=True)
+    for name in values("CONTAINER"):
+        ckptool.convert(file, tmp_path / f"out.{name}", container=name)
+    ckptool.diff(file, file, ignore=values("KIND"))
+    assert values("SCHEME") == ["peft", "kohya", "diffusers"]
+    assert values("FILE.yaml|LAYOUT") == [each.name for each in ckptool.layouts().layouts]
+
+
+def test_codes_and_verbs_are_offered_to_what_explains_them(run: Run) -> None:
+    for verb, kind in (("explain", "[CODE|-]"), ("schema", "[VERB]")):
+        assert [each.text for each in candidates([verb], "") or ()] == list(VALUES[kind]())
+        for value in list(VALUES[kind]())[::9]:
+            assert run(verb, value).code == 0, value
