@@ -41,13 +41,19 @@ def blocks(data: Data, start: int = 0, stop: int | None = None, into: memoryview
         yield block
 
 
-def chunks(data: Data, itemsize: int, name: str) -> Iterator[Array]:
-    """The bytes of `data`, front to back, CHUNK elements at a time, as uint8 in the scratch array called `name`."""
-    step = CHUNK * itemsize
-    for place in range(0, data.length, step):
-        raw = scratch(name, "u1", min(step, data.length - place))
-        fill(data, place, raw.data)
-        yield raw
+def chunks(data: Data, itemsize: int, name: str, row: int = CHUNK) -> Iterator[Array]:
+    """The bytes of `data`, front to back, at most CHUNK elements at a time, as uint8 in the scratch array `name`.
+
+    row: a number of elements of which as many as fit come together; a longer one comes in parts of one size.
+    """
+    long = row > CHUNK
+    step = -(-row // -(-row // CHUNK)) if long else CHUNK - CHUNK % row
+    for start in range(0, data.length, row * itemsize if long else max(data.length, 1)):
+        stop = min(data.length, start + row * itemsize) if long else data.length
+        for place in range(start, stop, step * itemsize):
+            raw = scratch(name, "u1", min(step * itemsize, stop - place))
+            fill(data, place, raw.data)
+            yield raw
 
 
 def computed(count: int, itemsize: int, chunk: Callable[[int, int], bytes], *inputs: Storage) -> Computed:

@@ -51,7 +51,7 @@ def report_json(found: CheckpointReport) -> Json:
         "diff": None if found.diff is None else diff_json(found.diff),
         "fit": None if found.fit is None else doctor_json(found.fit),
         "run": None if found.run is None else found.run.to_dict(),
-        "history": None,
+        "history": None if found.history is None else found.history.to_dict(),
         "norms": None if found.norms is None else fields_json(found.norms),
         "distances": None if found.distances is None else fields_json(found.distances),
         **fields_json(found, "out bytes"),

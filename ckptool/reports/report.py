@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint.registry import Report, provide
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ckptool.reports.diff import Diff
     from ckptool.reports.doctor import Diagnosis
     from ckptool.reports.inspect import Inspection
+    from ckptool.reports.plot import RunHistory
+    from ckptool.reports.train import RunReport
 
 BINS = 24  # of a histogram
 
@@ -78,12 +80,14 @@ class Distances:
 
     names: of the files.  equal: share of those tensors with the same bytes.  cosine: of all their values as one vector,
     None where nothing can be compared.  shared: how many tensors each pair has in common.
+    skipped: tensors that cannot be compared, and why. A value that is not finite counts as 0.
     """
 
     names: tuple[str, ...]
     shared: tuple[tuple[int, ...], ...]
     equal: tuple[tuple[float | None, ...], ...]
     cosine: tuple[tuple[float | None, ...], ...]
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +116,8 @@ class CheckpointReport(Report):
     files: tuple[FileReport, ...]
     diff: Diff | None = None
     fit: Diagnosis | None = None
-    run: Any = None
-    history: Any = None
+    run: RunReport | None = None
+    history: RunHistory | None = None
     norms: NormsOverTime | None = None
     distances: Distances | None = None
     out: str = ""

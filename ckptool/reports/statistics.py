@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import chunks
-from ckptool.checkpoint.numeric import dot, numbers, resolve, scratch
+from ckptool.checkpoint.numeric import CHUNK, dot, numbers, resolve, scratch
 from ckptool.checkpoint.strided import any_order, without_repeats
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.numeric import Array
+    from ckptool.reports.pictures import Sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,34 @@ class Statistics:
 
 def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
+    return read(*without_repeats(entry))
+
+
+class ValueChunk(NamedTuple):
+    """Values that were read at a time, those of complex numbers as magnitudes; all arrays are overwritten by the next.
+
+    zero: which are zero, `zeros` of them.  shifted: their distances from their mean, in f64; None where one of them is
+    not finite.
+    """
+
+    values: Array
+    zero: Array
+    zeros: int
+    shifted: Array | None
+    mean: float
+
+
+def read(entry: TensorEntry, times: int, sketch: Sketch | None = None) -> Statistics:
+    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes."""
     import numpy
 
-    entry, times = without_repeats(entry)
     moments = _Moments()
+    data, row = (any_order(entry), CHUNK) if sketch is None else (sketch.data, sketch.row)
     with numpy.errstate(all="ignore"):
-        for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
-            moments.add(numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide"))
+        for raw in chunks(data, entry.dtype.itemsize, "raw", row):
+            part = moments.add(numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide"))
+            if sketch is not None:
+                sketch.add(part)
     return moments.repeated(times).result(entry.numel * times)
 
 
@@ -64,22 +86,25 @@ class _Moments:
         self.squares *= times
         return self
 
-    def add(self, values: Array) -> None:
+    def add(self, values: Array) -> ValueChunk:
         import numpy
 
         zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
-        self.zeros += int(numpy.count_nonzero(zero))
+        zeros = int(numpy.count_nonzero(zero))
+        self.zeros += zeros
         if values.dtype.kind == "c":
             values = _magnitudes(values)
         low, high = _range(values)
+        finite = values
         if not (numpy.isfinite(low) and numpy.isfinite(high)):
-            values = self._without_special(values)
-            if not len(values):
-                return
-            low, high = _range(values)
+            finite = self._without_special(values)
+            if not len(finite):
+                return ValueChunk(values, zero, zeros, None, 0)
+            low, high = _range(finite)
         self.low = low if self.low is None else min(self.low, low)
         self.high = high if self.high is None else max(self.high, high)
-        self._merge(values)
+        shifted, mean = self._merge(finite)
+        return ValueChunk(values, zero, zeros, shifted if finite is values else None, mean)
 
     def _without_special(self, values: Array) -> Array:
         import numpy
@@ -90,7 +115,7 @@ class _Moments:
         self.infs += len(values) - len(finite) - nans
         return finite
 
-    def _merge(self, values: Array) -> None:
+    def _merge(self, values: Array) -> tuple[Array, float]:
         import numpy
 
         wide = scratch("f64", "f8", len(values))
@@ -102,6 +127,7 @@ class _Moments:
         self.squares += dot(wide, wide) + apart * apart * self.finite * (len(values) / count)
         self.mean += apart * (len(values) / count)
         self.finite = count
+        return wide, mean
 
     def result(self, count: int) -> Statistics:
         n = self.finite

@@ -14,9 +14,6 @@ from ckptool.reports.targets import Target
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 from ckptool.transforms.weights_only import weights_only
-from ckptool.verbs.layouts import translation_to
-from ckptool.verbs.scan import scan
-from ckptool.verbs.spec import find_target
 
 
 def doctor(
@@ -34,18 +31,30 @@ def doctor(
         return of_error_text(error, path)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
-    target = find_target(against).as_it_loads if against is not None else None
+    target = target_of(against) if against is not None else None
     try:
         return of_opened(open_file(file), target)
     except CkptoolError as problem:
         return of_unopened(problem, path)
 
 
-def of_opened(opened: Opened, target: Target | None = None) -> Diagnosis:
-    """The diagnosis of a checkpoint that is open already."""
+def target_of(against: CheckpointLike) -> Target:
+    """The model that a checkpoint is to be loaded into."""
+    from ckptool.verbs.spec import find_target
+
+    return find_target(against).as_it_loads
+
+
+def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
+    """The diagnosis of a checkpoint that is open already. known: its listing, if that is made."""
     checkpoint = opened.taken
-    found = listing(checkpoint)
-    return of_checkpoint(checkpoint, found, opened.path, _values(checkpoint, found), target, translation_to)
+    found = known if known is not None and opened.at is None else listing(checkpoint)
+    refused = _values(checkpoint, found)
+    if target is None:
+        return of_checkpoint(checkpoint, found, opened.path, refused)
+    from ckptool.verbs.layouts import translation_to  # all layouts, which no other diagnosis needs
+
+    return of_checkpoint(checkpoint, found, opened.path, refused, target, translation_to)
 
 
 def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
@@ -53,6 +62,8 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
     if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
+        from ckptool.verbs.scan import scan
+
         return of_folder(problem, path, is_run(path), scan(path).latest)
     return of_problem(problem, path)
 

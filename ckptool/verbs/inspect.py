@@ -26,7 +26,12 @@ def inspect(file: CheckpointLike, *, at: str | None = None, stats: bool = False)
         return Inspection(found, {}, runnable(found.notes, opened.path))
     with unchanged(opened.checkpoint.source):
         numbers = _numbers(found)
-    return Inspection(found, numbers, (*_non_finite(found, numbers), *runnable(found.notes, opened.path)))
+    return Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
+
+
+def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) -> tuple[Note, ...]:
+    """The notes on a listing with statistics."""
+    return (*_non_finite(found, numbers), *runnable(found.notes, path))
 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:

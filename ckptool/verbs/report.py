@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from heapq import nlargest
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
+from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.output import check_target, replace_file
-from ckptool.reports.fixes import runnable
+from ckptool.reports.distances import Unreadable, Weights, distances, norms_over_time, weights_of
+from ckptool.reports.health import health
 from ckptool.reports.inspect import Inspection, Listing, listing
-from ckptool.reports.report import CheckpointReport, FileReport, Health
-from ckptool.reports.statistics import Statistics, statistics
+from ckptool.reports.pictures import MOST_THUMBNAILS, detail, pictured
+from ckptool.reports.report import CheckpointReport, Distances, FileReport, Health, NormsOverTime, TensorPicture
+from ckptool.reports.statistics import Statistics
+from ckptool.reports.train import GOOD, RunReport
 from ckptool.training import is_run
-from ckptool.verbs.diff import diff
-from ckptool.verbs.doctor import doctor, of_opened, of_unopened
-from ckptool.verbs.inspect_run import inspect_run
+from ckptool.verbs.doctor import of_opened, of_unopened, target_of
+from ckptool.verbs.inspect import inspection_notes
+from ckptool.verbs.plot import plot
+
+if TYPE_CHECKING:
+    from ckptool.reports.diff import Diff
+
+MOST_STEPS = 50  # checkpoints of a run that are read
+MOST_NAMES = 50_000  # tensors of all of them
 
 
 def report(
@@ -41,22 +53,23 @@ def report(
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
         run = file
-    about = inspect_run(run) if run is not None else None
+    about = _run(run) if run is not None else None
     if about is not None and file is run:
-        newest = [one.path for one in about.checkpoints if one.step == about.resumes]
-        if not newest:
-            what = f"{printable(about.path)} has no checkpoint that is whole"
-            raise UsageError(what, "A run is shown with its newest one.", "Name a checkpoint, and the run with --run.")
-        file = newest[0]
+        file = _newest(about)
+    target = target_of(against) if against is not None else None
     if out is not None:
         _check_output(out, (given, *others, run, against), overwrite)
-    opened = [_opened(each) for each in (file, *others)]
-    with unchanged(*(each.checkpoint.source for each in opened if isinstance(each, Opened))):
+    files = [_opened(each) for each in (file, *others)]
+    opened = [each for each in files if isinstance(each, Opened)]
+    with unchanged(*(each.checkpoint.source for each in opened)):
         found = CheckpointReport(
-            tuple(_file_report(each) for each in opened),
-            diff(file, others[0]) if len(others) == 1 else None,
-            doctor(file, against=against) if against is not None else None,
+            tuple(each if isinstance(each, FileReport) else _file_report(each) for each in files),
+            _changes(opened, (file, *others)) if len(opened) == len(files) == 2 else None,
+            of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             about,
+            plot(about.path) if about is not None else None,
+            norms=_norms(about) if about is not None else None,
+            distances=_distances(opened) if len(opened) > 2 else None,
         )
     return found if out is None else _written(found, os.fspath(out), overwrite)
 
@@ -72,6 +85,80 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
     _ = opened.taken  # nothing may be at the address
     return opened
+
+
+def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike]) -> Diff:
+    """The differences of two files; a part by the name that it was given, as what is compared depends on it."""
+    from ckptool.verbs.diff import diff
+
+    left, right = (each.checkpoint if each.at is None else file for each, file in zip(opened, files, strict=True))
+    return diff(left, right)
+
+
+def _distances(opened: Sequence[Opened]) -> Distances:
+    files: dict[str, Weights] = {}
+    for number, each in enumerate(opened, 1):
+        name = f"{each.name}#{each.at}" if each.at else each.name
+        files[f"{name} ({number})" if name in files else name] = weights_of(each.taken)
+    try:
+        return distances(files)
+    except Unreadable as error:
+        raise error.problem from None
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def _run(run: PathLike) -> RunReport:
+    from ckptool.verbs.inspect_run import inspect_run
+
+    return inspect_run(run)
+
+
+def _newest(about: RunReport) -> str:
+    """The checkpoint that stands for a run."""
+    for one in about.checkpoints:
+        if one.step == about.resumes:
+            return one.path
+    what = f"{printable(about.path)} has no checkpoint that is whole"
+    raise UsageError(what, "A run is shown with its newest one.", Advice("Look: ", command("inspect", about.path)))
+
+
+def _norms(about: RunReport) -> NormsOverTime:
+    """The layers of a run at its checkpoints, of which some are left out where there are very many."""
+    unread = {one.step: one.problem for one in about.checkpoints if one.state != GOOD}
+    good = [one for one in about.checkpoints if one.state == GOOD]
+    most, number = MOST_STEPS, 0
+    files: list[tuple[int, Weights]] = []
+    while number < len(good):
+        chosen = _spread(len(good), most)
+        one = good[number]
+        if number not in chosen:
+            unread[one.step] = f"left out: {len(chosen):,} of {len(good):,} are read"
+        else:
+            try:
+                files.append((one.step, weights_of(open_file(one.path).checkpoint)))
+            except CkptoolError as problem:
+                unread[one.step] = problem.what
+            else:
+                most = min(most, max(2, MOST_NAMES // (len(files[-1][1]) or 1)))
+        number += 1
+    while True:
+        try:
+            return norms_over_time([step for step, _ in files], [each for _, each in files], unread)
+        except Unreadable as error:
+            unread[files[error.number][0]] = error.problem.what
+            del files[error.number]
+
+
+def _spread(count: int, most: int) -> set[int]:
+    """At most so many of the numbers below `count`, evenly, the first and the last among them."""
+    if count <= most:
+        return set(range(count))
+    return {number * (count - 1) // (most - 1) for number in range(most)}
+
+
+# One file -------------------------------------------------------------------------------------------------------------
 
 
 def _check_output(out: PathLike, inputs: Iterable[object], overwrite: bool) -> None:
@@ -99,37 +186,49 @@ def _written(found: CheckpointReport, out: str, overwrite: bool) -> CheckpointRe
     return replace(found, out=out, bytes=len(content), notes=notes)
 
 
-def _file_report(opened: Opened | FileReport) -> FileReport:
-    if isinstance(opened, FileReport):
-        return opened
+def _file_report(opened: Opened) -> FileReport:
     found = listing(opened.checkpoint, opened.at or "")
-    numbers, skipped = _numbers(found)
-    inspection = Inspection(found, numbers, runnable(found.notes, opened.path))
-    health = Health(len(found.tensors), len(numbers), skipped, (), ())
-    return FileReport(inspection, of_opened(opened), {}, health)
+    values = _read(found)
+    inspection = Inspection(found, values.numbers, inspection_notes(found, values.numbers, opened.path))
+    judged = health(found, values.numbers, values.dead, values.skipped)
+    return FileReport(inspection, of_opened(opened, None, found), values.pictures, judged)
 
 
-def _numbers(found: Listing) -> tuple[dict[str, Statistics], dict[str, str]]:
-    """The statistics of each tensor by its address, and why others have none; one view of the data is read once."""
-    numbers: dict[str, Statistics] = {}
-    skipped: dict[str, str] = {}
-    known: dict[tuple[object, ...], Statistics] = {}
+class _Read(NamedTuple):
+    """What one pass over the values gave, by address.  skipped: why others were not read."""
+
+    numbers: dict[str, Statistics]
+    pictures: dict[str, TensorPicture]
+    dead: dict[str, int | None]
+    skipped: dict[str, str]
+
+
+def _read(found: Listing) -> _Read:
+    """Reads every tensor once; those that are one view of the data together."""
+    result = _Read({}, {}, {}, {})
+    views: dict[tuple[object, ...], tuple[TensorEntry, list[str]]] = {}
     for row in found.tensors:
         entry = row.tensor
         if isinstance(entry, Composite) or _unreadable(entry):
-            skipped[row.address] = _unreadable(entry)
-            continue
-        view = (*entry.view, entry.flags)
+            result.skipped[row.address] = _unreadable(entry)
+        else:
+            views.setdefault((*entry.view, entry.flags), (entry, []))[1].append(row.address)
+    side, values = detail(len(views))
+    largest = nlargest(MOST_THUMBNAILS, (entry.numel for entry, _ in views.values()))
+    room = MOST_THUMBNAILS
+    for entry, places in views.values():
+        shown = room > 0 and entry.numel >= largest[-1]
+        room -= shown
         try:
-            if view not in known:
-                known[view] = statistics(entry)
+            numbers, picture, dead = pictured(entry, side if shown else 0, values)
         except FileProblem:
             raise
         except CkptoolError as problem:
-            skipped[row.address] = problem.what
-        else:
-            numbers[row.address] = known[view]
-    return numbers, skipped
+            result.skipped.update(dict.fromkeys(places, problem.what))
+            continue
+        for place in places:
+            result.numbers[place], result.pictures[place], result.dead[place] = numbers, picture, dead
+    return result
 
 
 def _unreadable(tensor: TensorEntry | Composite) -> str:

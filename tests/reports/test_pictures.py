@@ -1,0 +1,163 @@
+"""Histograms, thumbnails and rows of zeros, judged by numpy, over tensors of every type and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from unittest.mock import patch
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptool.checkpoint import blocks
+from ckptool.reports import pictures, statistics
+from ckptool.reports.pictures import QUANTILES, detail, pictured
+from ckptool.reports.report import BINS, TensorPicture
+from tests.support.entries import entry_of
+from tests.support.random_tensors import DTYPES
+
+
+def shown_values(tensor: torch.Tensor) -> numpy.ndarray:
+    values = tensor.resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = values.to(torch.complex128).abs()
+    exact = values.dtype in (torch.float64, torch.int64, torch.uint64)
+    return values.numpy().astype(numpy.float64) if exact else values.double().numpy()
+
+
+def judge(tensor: torch.Tensor, side: int, values: int) -> None:
+    found, picture, dead = pictured(entry_of(tensor), side, values)
+    expected = asdict(statistics.statistics(entry_of(tensor)))
+    for name, value in asdict(found).items():  # parts are cut elsewhere: only sums may differ, in the last bits
+        assert value == (
+            expected[name] if expected[name] is None else pytest.approx(expected[name], rel=1e-9, abs=1e-12)
+        )
+    array = shown_values(tensor)
+    matrix = array.reshape(array.shape[0], -1) if array.ndim > 1 else array.reshape(1, -1)
+    if side:
+        judge_means(picture, matrix, side)
+    else:
+        assert picture.means == ()
+    if array.ndim > 1:
+        assert dead == int((matrix == 0).all(axis=1).sum())
+    else:
+        assert dead is None
+    judge_histogram(picture, array[numpy.isfinite(array)], values)
+
+
+def judge_means(picture: TensorPicture, matrix: numpy.ndarray, side: int) -> None:
+    tops, lefts = (numpy.linspace(0, size, min(size, side) + 1).astype(int) for size in matrix.shape)
+    if not numpy.isfinite(matrix).any():
+        return
+    assert len(picture.means) == len(tops) - 1 and {len(row) for row in picture.means} == {len(lefts) - 1}
+    scale = abs(matrix[numpy.isfinite(matrix)]).max()
+    for i, row in enumerate(picture.means):
+        for j, mean in enumerate(row):
+            block = matrix[starts(matrix.shape[0], side, i), starts(matrix.shape[1], side, j)]
+            finite = block[numpy.isfinite(block)]
+            assert mean == (pytest.approx(finite.mean(), rel=1e-9, abs=1e-12 * scale) if len(finite) else None)
+
+
+def starts(size: int, side: int, number: int) -> slice:
+    parts = min(size, side)
+    return slice(number * size // parts, (number + 1) * size // parts)
+
+
+def judge_histogram(picture: TensorPicture, finite: numpy.ndarray, values: int) -> None:
+    assert sum(picture.counts) == picture.counted <= len(finite) and len(picture.counts) == BINS
+    if not len(finite):
+        assert picture.quantiles == ()
+    elif len(finite) <= values and picture.counted == len(finite):
+        low, high = finite.min(), finite.max()
+        share = numpy.arange(BINS + 1) / BINS
+        edges = low * (1 - share) + high * share
+        edges[0], edges[-1] = low, high
+        expected = numpy.histogram(finite, edges)[0] if low < high else [len(finite), *[0] * (BINS - 1)]
+        assert list(picture.counts) == list(expected)
+        assert picture.quantiles == pytest.approx(numpy.quantile(finite, QUANTILES).tolist(), rel=1e-9)
+
+
+LAYOUTS = ("plain", "permuted", "sliced", "expanded", "negative", "transposed")
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(1, 9), max_size=4))
+    dtype = draw(st.sampled_from([kind for kind in DTYPES if kind is not torch.complex32]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    made = torch.randn(shape, generator=generator, dtype=torch.float64) * draw(st.sampled_from([1, 50]))
+    if draw(st.booleans()) and made.ndim > 1:
+        made[torch.rand(shape[0], generator=generator) < 0.5] = 0  # rows of zeros
+    if dtype.is_floating_point and draw(st.booleans()):
+        made[torch.rand(shape, generator=generator) < 0.2] = draw(st.sampled_from([float("nan"), float("inf"), 0.0]))
+    if not dtype.is_floating_point and not dtype.is_complex:
+        made = made.abs().round() if "u" in str(dtype) else made.round()
+    tensor = made.to(dtype)
+    return laid_out(tensor, draw(st.sampled_from(LAYOUTS)), draw)
+
+
+def laid_out(tensor: torch.Tensor, layout: str, draw: st.DrawFn) -> torch.Tensor:
+    if layout == "permuted" and tensor.ndim:
+        order = draw(st.permutations(range(tensor.ndim)))
+        back = [order.index(axis) for axis in range(tensor.ndim)]
+        return tensor.permute(order).contiguous().permute(back)
+    if layout == "sliced" and tensor.ndim > 1:
+        return tensor[:, :: draw(st.integers(1, 3))]
+    if layout == "negative" and tensor.is_floating_point() and tensor.itemsize > 2:
+        return torch._neg_view(tensor)
+    if layout == "transposed" and tensor.ndim == 2:
+        return tensor.t().contiguous().t()
+    return tensor
+
+
+@settings(max_examples=400, deadline=None)
+@given(tensor=tensors(), side=st.integers(0, 5), chunk=st.sampled_from([7, 16, 64, 1 << 16]))
+def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk: int) -> None:
+    with (
+        patch.multiple(blocks, CHUNK=chunk),
+        patch.multiple(statistics, CHUNK=chunk),
+        patch.object(pictures, "CHUNK", chunk),
+    ):
+        judge(tensor, side, 1 << 14)
+        judge(tensor, side, 20)
+
+
+def larger() -> Iterator[torch.Tensor]:
+    torch.manual_seed(0)
+    yield torch.randn(3, 70_000)
+    yield torch.randn(70_000, 3)
+    yield torch.randn(300_001)
+    yield torch.randn(64, 32, 7, 7).to(memory_format=torch.channels_last)
+    yield torch.randn(40_000, 5).t()
+    yield torch.randn(5, 70_000).t()
+    yield torch.randn(2, 3, 100_000, dtype=torch.bfloat16)
+    yield torch.zeros(500, 400)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_larger_tensors(number: int) -> None:
+    judge(list(larger())[number], 16, 1 << 12)
+
+
+def test_an_expanded_tensor_is_shown_once() -> None:
+    found, picture, dead = pictured(entry_of(torch.tensor([1.0, 2.0, 3.0]).expand(1 << 40, 3)), 8, 100)
+    assert found.count == 3 << 40 and picture.counted == 3 and dead is None
+    assert picture.means == ((1.0, 2.0, 3.0),)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (768, 3072), (1000, 50_000), (512, 3, 7, 7)])
+def test_a_sample_sees_every_column(shape: tuple[int, ...]) -> None:
+    """One column in fifty holds other values; a sample in step with the columns sees none, or only them."""
+    tensor = torch.zeros(shape)
+    tensor.view(shape[0], -1)[:, ::50] = 1
+    _, picture, _ = pictured(entry_of(tensor), 0, 1 << 12)
+    assert picture.counts[-1] / picture.counted == pytest.approx(0.02, abs=0.01)
+
+
+def test_all_thumbnails_of_a_file_take_some_60_000_cells() -> None:
+    for count in (1, 50, 51, 250, 251, 1000, 100_000):
+        side, values = detail(count)
+        assert min(count, pictures.MOST_THUMBNAILS) * side * side <= 65_000 and values >= 1 << 9

@@ -1,0 +1,273 @@
+"""`report`: what it gathers, what it gives of files that are broken, and that a page replaces no checkpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
+from ckptool.reports.report import CheckpointReport
+from ckptool.training.start import start
+from fixtures.make import PRODUCERS, make
+from tests.support.cli import Run
+from tests.support.files import CORPUS, saved
+from tests.support.small_runs import config, cut_short
+
+
+def state(seed: int = 0, prefix: str = "") -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {f"{prefix}fc{number}.weight": torch.randn(6, 5) for number in range(3)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    saved({"sd": state(), "epoch": 3}, tmp_path / "a.pt")
+    saved({"sd": state(1), "epoch": 4}, tmp_path / "b.pt")
+    return tmp_path
+
+
+def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
+    found = ckptool.report("a.pt", "b.pt", against="b.pt")
+    (one, _), facts = found.files, found.to_dict()
+    assert one.inspection is not None
+    assert facts["files"][0]["inspect"] == ckptool.inspect("a.pt", stats=True).to_dict()
+    assert facts["files"][0]["doctor"] == ckptool.doctor("a.pt").to_dict()
+    assert facts["fit"] == ckptool.doctor("a.pt", against="b.pt").to_dict()
+    assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
+    assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
+    assert found.html().count("<title>") == 1 and found.out == "" and found.bytes == 0
+
+
+def test_a_part_of_a_file(folder: Path) -> None:
+    found = ckptool.report("a.pt#sd", "b.pt#sd")
+    assert found.to_dict()["files"][0]["inspect"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
+    assert found.to_dict()["diff"] == ckptool.diff("a.pt#sd", "b.pt#sd").to_dict()
+    with pytest.raises(UsageError):
+        ckptool.report("a.pt#nothing")
+
+
+def test_open_files_and_objects(folder: Path) -> None:
+    with open("a.pt", "rb") as file:
+        found = ckptool.report(file, {"sd": state(), "epoch": 3}, out="page.html")
+    assert found.diff is not None and found.diff.same
+    assert found.out == "page.html" and found.bytes == Path("page.html").stat().st_size
+    assert ckptool.report(io.BytesIO(Path("a.pt").read_bytes()), against=state()).fit is not None
+
+
+def broken(folder: Path, kind: str) -> Path:
+    path = folder / f"{kind}.pt"
+    whole = (folder / "a.pt").read_bytes()
+    contents = {"cut": whole[:-400], "empty": b"", "text": b"<html>not found</html>", "zip": b"PK\3\4" + bytes(60)}
+    path.write_bytes(contents[kind])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty", "text", "zip"])
+def test_a_file_that_cannot_be_opened_is_a_page_with_its_diagnosis(kind: str, folder: Path, run: Run) -> None:
+    path = broken(folder, kind)
+    ran = run("report", str(path), "-o", "page.html")
+    assert ran.code == 0 and "0 tensors read, 1 problem → page.html" in ran.out, ran
+    found = ckptool.report(path, "b.pt")
+    assert found.files[0].inspection is None and found.files[0].diagnosis.findings
+    assert found.files[1].inspection is not None and found.diff is None and found.problems >= 1
+    assert found.to_dict()["files"][0]["inspect"] is None and found.html()
+
+
+def test_what_is_not_there_is_an_error(folder: Path) -> None:
+    with pytest.raises(FileProblem):
+        ckptool.report("none.pt", out="page.html")
+    with pytest.raises(FileProblem):
+        ckptool.report("a.pt", "none.pt", out="page.html")
+    assert not Path("page.html").exists()
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_replaces_no_input(folder: Path, run: Run) -> None:
+    Path("model.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(1, 1)\n")
+    cut = broken(folder, "cut")
+    for words in (
+        ("a.pt", "-o", "a.pt"),
+        ("a.pt#sd", "-o", "a.pt"),
+        ("b.pt", "a.pt", "-o", "a.pt"),
+        ("b.pt", "--against", "a.pt", "-o", "a.pt"),
+        ("b.pt", "--against", "model.py:build", "-o", "model.py"),
+        (str(cut), "-o", str(cut)),
+    ):
+        target = Path(words[-1])
+        before = target.read_bytes()
+        for force in ((), ("-f",)):
+            ran = run("report", *words, *force)
+            assert ran.code == 2 and "is an input of the report" in ran.err, (words, ran)
+            assert target.read_bytes() == before
+    Path("link.html").symlink_to("a.pt")
+    with pytest.raises(Conflict):
+        ckptool.report("a.pt", out="link.html", overwrite=True)
+
+
+def test_a_page_in_the_folder_of_a_model_replaces_only_pages(folder: Path) -> None:
+    Path("model").mkdir()
+    save_file(state(), "model/model.safetensors")
+    for _ in range(2):
+        ckptool.report("model", out="model/page.html", overwrite=True)
+    with pytest.raises(Conflict):
+        ckptool.report("model", out="model/model.safetensors", overwrite=True)
+
+
+def test_an_output_that_exists_or_has_no_folder(folder: Path) -> None:
+    Path("page.html").write_text("mine")
+    with pytest.raises(OutputExists):
+        ckptool.report("a.pt", out="page.html")
+    assert Path("page.html").read_text() == "mine"
+    with pytest.raises(FileProblem, match="there is no folder"):
+        ckptool.report("a.pt", out="nowhere/page.html")
+    assert ckptool.report("a.pt", out="page.html", overwrite=True).bytes == Path("page.html").stat().st_size
+
+
+def test_without_jinja2_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    ran = run("report", "a.pt", "-o", "page.html")
+    assert ran.code == 2 and "pip install 'ckptool[report]'" in ran.err and not Path("page.html").exists()
+    assert run("report", "a.pt", "--json").code == 0
+
+
+# Several files --------------------------------------------------------------------------------------------------------
+
+
+def test_distances_are_what_numpy_computes(folder: Path) -> None:
+    third = state(2, "module.")
+    third["module.fc0.weight"] = state()["fc0.weight"].clone()  # the same bytes as in the first
+    third["module.fc1.weight"] = torch.randn(7, 5)  # of another shape: nobody shares it
+    third["module.fc2.weight"] = third["module.fc2.weight"].t().contiguous().t()
+    third["module.packed"] = torch.zeros(3, dtype=torch.complex64)
+    saved(third, folder / "c.pt")
+    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
+    assert found is not None and found.names == ("a.pt", "b.pt", "c.pt")
+    assert found.shared == ((3, 3, 2), (3, 3, 2), (2, 2, 4))
+    assert found.equal[0][2] == 0.5 and found.equal[0][1] == 0 and found.equal[2][2] == 1
+    a, c = ([one["fc0.weight"], one["fc2.weight"]] for one in (state(), {k[7:]: v for k, v in third.items()}))
+    one, other = (numpy.concatenate([each.double().numpy().ravel() for each in side]) for side in (a, c))
+    expected = one @ other / math.sqrt((one @ one) * (other @ other))
+    assert found.cosine[0][2] == found.cosine[2][0] == pytest.approx(expected, rel=1e-9)
+    assert found.cosine[1][1] == pytest.approx(1)
+
+
+def test_files_with_nothing_in_common(folder: Path) -> None:
+    saved({"other.weight": torch.randn(2, 2)}, folder / "c.pt")
+    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
+    assert found is not None and found.shared[0][2] == 0
+    assert found.equal[0][2] is None and found.cosine[0][2] is None
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    start(config("save.keep_last=10", run=folder))
+    return folder
+
+
+@pytest.fixture
+def a_run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_is_shown_with_its_newest_checkpoint(a_run: Path) -> None:
+    found = ckptool.report(a_run)
+    assert found.run is not None and found.history is not None and found.norms is not None
+    newest = found.run.checkpoints[-1]
+    assert found.run.resumes == newest.step == found.norms.steps[-1] and found.norms.unread == {}
+    assert found.files[0].inspection is not None and found.files[0].inspection.listing.file == newest.path
+    assert found.to_dict()["run"] == ckptool.inspect_run(a_run).to_dict()
+    assert found.to_dict()["history"] == ckptool.plot(a_run).to_dict()
+    assert ckptool.report(newest.path, run=a_run).to_dict() == found.to_dict()
+
+
+def test_norms_are_what_numpy_computes(a_run: Path) -> None:
+    found = ckptool.report(a_run)
+    assert found.norms is not None and found.run is not None
+    trees = [ckptool.load(one.path) for one in found.run.checkpoints]
+    states = [tree["models"]["main"] if "models" in tree else tree["model_state_dict"] for tree in trees]
+    layers: dict[str, list[str]] = {}
+    for name in states[0]:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    assert found.norms.norms.keys() == layers.keys()
+    for layer, names in layers.items():
+        rows = [torch.cat([one[name].double().flatten() for name in names]) for one in states]
+        assert found.norms.norms[layer] == pytest.approx([row.norm().item() for row in rows], rel=1e-9)
+        moved = [(after - before).norm().item() / before.norm().item() for before, after in pairwise(rows)]
+        assert found.norms.moved[layer] == pytest.approx(moved, rel=1e-9)
+
+
+def test_a_damaged_checkpoint_of_a_run_is_named_and_the_rest_is_shown(a_run: Path) -> None:
+    before = ckptool.report(a_run)
+    assert before.run is not None and before.norms is not None
+    cut_short(Path(before.run.checkpoints[-1].path))
+    found = ckptool.report(a_run)
+    assert found.norms is not None and found.run is not None and found.run.damaged == 1
+    assert list(found.norms.unread) == [before.run.checkpoints[-1].step]
+    assert found.norms.steps == before.norms.steps[:-1]
+    for one in found.run.checkpoints:
+        if one.state == "good":
+            cut_short(Path(one.path))
+    with pytest.raises(UsageError, match="no checkpoint that is whole"):
+        ckptool.report(a_run)
+
+
+def test_of_very_many_checkpoints_some_are_read(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.verbs.report.MOST_STEPS", 2)
+    found = ckptool.report(a_run).norms
+    assert found is not None and len(found.steps) == 2
+    assert found.unread and all("left out: 2 of " in why for why in found.unread.values())
+
+
+def test_a_page_replaces_nothing_in_a_run(a_run: Path) -> None:
+    newest = ckptool.inspect_run(a_run).checkpoints[-1].path
+    for target in (newest, str(a_run / "run.yaml")):
+        with pytest.raises(Conflict):
+            ckptool.report(a_run, out=target, overwrite=True)
+    assert ckptool.report(a_run, out=a_run / "page.html").bytes
+
+
+# Files of others ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name)
+def test_every_file_of_others_gives_a_report(path: Path) -> None:
+    found = ckptool.report(path)
+    assert isinstance(found, CheckpointReport)
+    (one,) = found.files
+    if one.inspection is None:
+        assert one.diagnosis.findings and not found.files[0].pictures
+    else:
+        rows = {row.address for row in one.inspection.listing.tensors}
+        assert one.pictures.keys() == (one.inspection.statistics or {}).keys()
+        assert one.pictures.keys() | one.health.skipped.keys() == rows and one.health.tensors >= one.health.read
+    json.dumps(found.to_dict(), allow_nan=False)
+    assert len(found._repr_html_().encode()) <= 30_000 and "<title>" in found.html()
+
+
+@pytest.mark.parametrize("name", sorted(PRODUCERS))
+def test_every_kind_of_fixture_gives_a_report(name: str, tmp_path: Path) -> None:
+    try:
+        found = ckptool.report(make(name, tmp_path), out=tmp_path / "page.html")
+    except CkptoolError as error:
+        assert error.what and error.code != "bug"
+        assert not (tmp_path / "page.html").exists()
+    else:
+        assert found.bytes == (tmp_path / "page.html").stat().st_size
