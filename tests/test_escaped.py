@@ -212,6 +212,8 @@ COMMAND_LINES = {
     "explain": ("explain FILE", "explain FILE --json"),
     "schema": ("schema FILE",),
     "completion": ("completion zsh",),
+    "git-setup": ("git-setup --textconv FILE", "git-setup --global -n"),
+    "git-check": ("git-check FILE", "git-check FILE --json"),
 }
 
 

@@ -121,6 +121,8 @@ VERBS = {
     "explain": "explain io",
     "schema": "schema inspect",
     "completion": "completion zsh",
+    "git-setup": "git-setup --textconv in.pt",
+    "git-check": "git-check in.pt",
 }
 
 

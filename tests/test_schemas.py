@@ -80,6 +80,8 @@ scan run
 explain
 explain no-such-code
 explain -
+git-check m.pt
+git-check cut.pt odd.pt
 schema
 strip-module m.pt n.pt -d many"""
 RUNS = "prove --steps 2 --kills 1 run.yaml\neval run\nresume run\nprune run -n\nprune run"

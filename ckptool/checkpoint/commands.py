@@ -75,6 +75,8 @@ VERBS = {
     "explain": Verb("setup", in_python=False),
     "schema": Verb("setup", in_python=False),
     "completion": Verb("setup", in_python=False),
+    "git-setup": Verb("setup", in_python=False),
+    "git-check": Verb("setup", in_python=False),
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}

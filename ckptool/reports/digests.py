@@ -141,14 +141,20 @@ def root_digests(root: Any) -> Digests:
 
     Raises `LimitExceeded` where views show far more than is stored.
     """
-    found = [(path, tensor) for path, tensor in tensors(root)]
+    found = list(tensors(root))
+    made = [
+        TensorDigest(path_key(path), dtype_name(tensor), tensor.shape, digest)
+        for (path, tensor), digest in zip(found, path_digests(root, found), strict=True)
+    ]
+    return Digests(tuple(sorted(made, key=lambda digest: digest.line)))
+
+
+def path_digests(root: Any, found: Sequence[tuple[Path, Tensor]]) -> list[str]:
+    """The digests of these tensors of a tree, in their order; see `root_digests`."""
     _check_work(root, found)
     views: dict[Any, Tensor] = {_view(tensor): tensor for _, tensor in found}
     digests = dict(zip(views, _all(list(views.values())), strict=True))
-    made = [
-        TensorDigest(path_key(path), dtype_name(tensor), tensor.shape, digests[_view(tensor)]) for path, tensor in found
-    ]
-    return Digests(tuple(sorted(made, key=lambda digest: digest.line)))
+    return [digests[_view(tensor)] for _, tensor in found]
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fixtures.make import make_all
+from tests.support.repositories import git_output, own_home
 from tests.support.small_files import make_small_files
 
 NAMES = [
@@ -60,3 +61,13 @@ def hostile(tmp_path: Path) -> Path:
         {"state_dict": state, "text": "\x1b]0;title\x07", "\x1b[2Jkey": 1, "more": {"\x1b[2J": "\r\x1b[A"}}, path
     )
     return path
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty git repository, which is the working directory; its user has no other configuration."""
+    own_home(tmp_path, monkeypatch)
+    folder = tmp_path / "a repository"
+    git_output("init", "-q", folder)
+    monkeypatch.chdir(folder)
+    return folder

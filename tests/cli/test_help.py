@@ -59,6 +59,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "fp8" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": facts}))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:-5000])
     (tmp_path / "net.py").write_text(MODEL)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"RuntimeError: size mismatch for fc.weight")))
     return tmp_path

@@ -55,6 +55,8 @@ PLAIN = {
     "explain": "io",
     "schema": "inspect",
     "completion": "bash",
+    "git-setup": "--global -n",
+    "git-check": "m.pt",
 }
 
 

@@ -1,0 +1,341 @@
+"""git with checkpoints: its configuration, the text that it compares in their place, and what may be committed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, get_args
+
+from ckptool import formats
+from ckptool.checkpoint import Data, InlineBytes, Note, Storage, StorageRef, Tensor
+from ckptool.checkpoint.blocks import sha256_of
+from ckptool.checkpoint.files import Source, unchanged
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.tree import Path, address
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    FileProblem,
+    NotACheckpoint,
+    RunFailed,
+    counted,
+    listed,
+    printable,
+    quoted,
+)
+from ckptool.output import check_target, digest_of, make_folder, replace_file
+from ckptool.pickles.plain.values import expand
+from ckptool.render.style import WHOLE, value_text
+from ckptool.render.style import size as size_text
+from ckptool.reports.digests import dtype_name, path_digests
+from ckptool.reports.git_setup import GitCheck, GitSetup
+from ckptool.reports.inspect import EntryRow, listing
+from ckptool.reports.verify import Problem
+
+# What is never anything but a checkpoint or an array, and the names that trainers give to `.bin` and `.tar`.
+PATTERNS = (
+    *("*.pt", "*.pth", "*.ckpt", "*.th", "*.safetensors", "*.sft", "*.npz", "*.npy", "*.pt.tar", "*.pth.tar"),
+    *("pytorch_model*.bin", "adapter_model.bin", "diffusion_pytorch_model*.bin"),
+)
+DRIVER = "diff=ckptool"
+CACHE = "refs/notes/textconv/ckptool"
+
+
+def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | None = None) -> str | None:
+    """The output of a git command; None where it ends with another code of `ok` than 0.
+
+    Raises `RunFailed` with what git says, `FileProblem` where there is no git.
+    """
+    try:
+        done = subprocess.run(["git", *words], input=given, capture_output=True, cwd=at, check=False)
+    except OSError as error:
+        raise FileProblem("git could not be started", printable(str(error)), "Install git.") from error
+    if done.returncode not in ok:
+        said = printable(os.fsdecode(done.stderr).strip().partition("\n")[0])
+        raise RunFailed(f"git {words[0]} ended with code {done.returncode}: {said}")
+    return None if done.returncode else os.fsdecode(done.stdout)
+
+
+# Set-up --------------------------------------------------------------------------------------------------------------
+
+
+def settings() -> dict[str, str]:
+    """The settings that git needs, with this program by its full path: git is also started where it is on no path."""
+    own = shutil.which("ckptool", path=sysconfig.get_path("scripts")) or shutil.which("ckptool") or "ckptool"
+    program = shlex.quote(own)
+    return {
+        "diff.ckptool.textconv": f"{program} git-setup --textconv",
+        "diff.ckptool.cachetextconv": "true",
+        "diff.ckptool.binary": "true",
+        "difftool.ckptool.cmd": f'{program} diff "$LOCAL" "$REMOTE"',
+    }
+
+
+def git_setup(*, everywhere: bool = False, remove: bool = False, dry_run: bool = False) -> GitSetup:
+    """Has git compare checkpoints by their tensors, in this repository or everywhere; or takes that out again.
+
+    Raises `RunFailed` outside of a repository, `Conflict` where our lines of the attributes were edited.
+    """
+    scope = "--global" if everywhere else "--local"
+    commands: list[tuple[str, ...]] = []
+    path = _attributes_file(everywhere)
+    for key, value in settings().items():
+        old = git("config", scope, "--get-all", key, ok=(0, 1))
+        if remove and old is not None:
+            commands.append(("git", "config", scope, "--unset-all", key))
+        elif not remove and old != f"{value}\n":
+            commands.append(("git", "config", scope, "--replace-all", key, value))
+    if remove and not everywhere and git("rev-parse", "-q", "--verify", CACHE, ok=(0, 1)) is not None:
+        commands.append(("git", "update-ref", "-d", CACHE))
+    before = _content(path)
+    after = _without_block(before, path) if remove else _with_block(before, path)
+    if not dry_run:
+        for words in commands:
+            git(*words[1:])
+        if after != before:
+            _write(path, after)
+    patterns = _patterns(before if remove else after) if after != before else ()
+    notes = () if remove or everywhere else tuple(_overridden(dry_run))
+    return GitSetup(tuple(commands), path, patterns, remove, dry_run, notes)
+
+
+def _attributes_file(everywhere: bool) -> str:
+    if not everywhere:
+        return os.path.join((git("rev-parse", "--show-toplevel") or "").removesuffix("\n"), ".gitattributes")
+    named = git("config", "--type=path", "--get", "core.attributesFile", ok=(0, 1), at="/")
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return named.removesuffix("\n") if named else os.path.join(config, "git", "attributes")
+
+
+def _content(path: str) -> bytes | None:
+    """The bytes of a file; None where there is none."""
+    if not os.path.lexists(path):
+        return None
+    check_target(path, overwrite=True)
+    source = Source(path)
+    return source.read(0, source.size)
+
+
+def _write(path: str, content: bytes | None) -> None:
+    if content is None:
+        os.unlink(path)
+        return
+    make_folder(os.path.dirname(path))
+    replace_file(Plan({"": [InlineBytes(content)]}), path, overwrite=True)
+
+
+# Of the block: what the file was before it.
+_NEW, _OPEN = b" (a new file)", b" (after a line without an end)"
+_BEGIN, _END = b"# >>> ckptool git-setup", b"# <<< ckptool git-setup\n"
+_OURS = f" {DRIVER}\n".encode()
+_BLOCK = re.compile(rb"^" + _BEGIN + rb"(| \([a-z ]+\))\n((?:(?!# [<>]{3}).*\n)*)" + _END, re.MULTILINE)
+
+
+def _with_block(content: bytes | None, path: str) -> bytes:
+    """The attributes with our lines at their end, where they win over `diff=lfs` before them."""
+    found = _BLOCK.search(content or b"")
+    rest = _without_block(content, path)
+    own = b"".join(pattern.encode() + _OURS for pattern in PATTERNS)
+    if content is not None and found and content.endswith(found[0]) and found[2] == own:
+        return content
+    before = _NEW if rest is None else _OPEN if rest and not rest.endswith(b"\n") else b""
+    return (rest or b"") + b"\n" * (before is _OPEN) + _BEGIN + before + b"\n" + own + _END
+
+
+def _without_block(content: bytes | None, path: str) -> bytes | None:
+    """The attributes as they were before our lines; None for no file at all. A line between ours that is not (`git lfs
+    track` changes the one with its pattern) stays."""
+    found = _BLOCK.search(content or b"")
+    if content is None or found is None:
+        if _BEGIN in (content or b""):
+            raise Conflict(
+                f"the end of the lines of ckptool in {printable(path)} is missing",
+                "What is not ours is not changed.",
+                f"Delete them by hand, and the line: {_BEGIN.decode()}",
+            )
+        return content
+    before, after = content[: found.start()], content[found.end() :]
+    theirs = b"".join(line for line in found[2].splitlines(keepends=True) if not line.endswith(_OURS))
+    if found[1] == _OPEN and not theirs + after:
+        before = before.removesuffix(b"\n")
+    return None if found[1] == _NEW and not before + theirs + after else before + theirs + after
+
+
+def _patterns(content: bytes | None) -> tuple[str, ...]:
+    found = _BLOCK.search(content or b"")
+    return tuple(os.fsdecode(line) for line in found[2].split(_OURS)[:-1]) if found else ()
+
+
+def _overridden(dry_run: bool) -> Iterator[Note]:
+    """A note on checkpoints of the repository that other attributes give another driver."""
+    files = git("ls-files", "-z", "--", *(f":(top){'**/' * (p[0] != '*')}{p}" for p in PATTERNS)) or ""
+    said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
+    others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
+    if others and not dry_run:
+        count = counted(len(others), "checkpoint keeps", "checkpoints keep")
+        which = listed([printable(name) for name in others], 3)
+        yield Note("other-driver", f"{count} the diff driver of other attributes: {which}")
+
+
+# What git compares ----------------------------------------------------------------------------------------------------
+
+SMALL = 1024  # bytes, which no pointer of git-lfs has
+DIGITS = 12
+_OF_WRITERS = re.compile(r"format$|ckptool\.")  # metadata that says who wrote a file, and not what is in it
+TEXT = 1 << 20  # bytes: what is no checkpoint, and no longer than this, is shown if it is a text
+WIDTH = 200  # characters of a value
+_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
+)
+
+
+def textconv(path: str) -> str:
+    """The tensors and entries of a file, sorted, a line each, so that git can compare them.
+
+    A line says address, dtype, shape and the first twelve digits of the tensor's digest, which are equal for equal
+    values in any container. For a damaged file, a git-lfs pointer, or what is no checkpoint the text says so. Raises
+    only `FileProblem`: git keeps the text, and a machine's troubles are not to be kept.
+    """
+    source = Source(path)
+    pointer = _POINTER.match(source.read(0, min(source.size, SMALL)))
+    if pointer:
+        oid = pointer[1].decode()
+        here = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
+        path = os.path.join(here, oid[:2], oid[2:4], oid)
+        if not os.path.isfile(path):
+            return (
+                f"a git-lfs pointer: the file is not here\noid sha256:{oid}\nsize {int(pointer[2])}\n"
+                f"To compare the files: git lfs pull; git update-ref -d {CACHE}\n"
+            )
+        source = Source(path)
+    try:
+        with unchanged(source):
+            lines = _tensor_lines(source)
+    except FileProblem:
+        raise
+    except CkptoolError as error:
+        lines = _other_lines(source, error)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _tensor_lines(source: Source) -> list[str]:
+    checkpoint = formats.read_alone(source)
+    found = listing(checkpoint)
+    entries = list(_entries(found.entries))
+    arrays = [(row.path, array) for row in entries if (array := array_entry(row.value)) is not None]
+    pairs: list[tuple[Path, Tensor]] = [*((row.path, row.tensor) for row in found.tensors), *arrays]
+    as_arrays = [""] * len(found.tensors) + ["numpy "] * len(arrays)
+    lines = [
+        f"{_name(path)}  {kind}{dtype_name(tensor)} {list(tensor.shape or ())}  {digest[:DIGITS]}"
+        for (path, tensor), digest, kind in zip(pairs, path_digests(checkpoint.tree, pairs), as_arrays, strict=True)
+    ]
+    lines += [f"{_name(row.path)}  {_value(row.value)}" for row in entries if array_entry(row.value) is None]
+    lines += [f"… and {counted(found.unlisted, 'more entry', 'more entries')}"] if found.unlisted else []
+    if formats.named(checkpoint.container).tensors_only:
+        said = {str(key): value for key, value in found.metadata.items()}
+        lines += [f"metadata {printable(key)}  {_value(said[key])}" for key in said if not _OF_WRITERS.match(key)]
+    return sorted(lines)
+
+
+def _name(path: Path) -> str:
+    return printable(address(path)) or WHOLE
+
+
+def _entries(rows: Sequence[EntryRow]) -> Iterator[EntryRow]:
+    """The plain values: not what an object is made of that is shown as a value, nor a state dict's versions of
+    modules, which no other container has."""
+    above: Path | None = None
+    for row in rows:
+        if "_metadata" in row.path or (above is not None and row.path[: len(above)] == above):
+            continue
+        above = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
+        yield row
+
+
+def _value(value: Any) -> str:
+    """A value in a line; with a digest where the line cannot hold all of it."""
+    content: Any = expand(value) if isinstance(value, Object) else value
+    while isinstance(content, (StorageRef, Storage, Array, LazyBytes)):
+        content = content.storage if isinstance(content, StorageRef) else content.data
+    if isinstance(content, str) and len(content) > WIDTH // 2:
+        content = content.encode("utf-8", "surrogatepass")
+    if isinstance(content, (bytes, bytearray)):
+        content = InlineBytes(bytes(content))
+    digest = f"  {sha256_of(content).hexdigest()[:DIGITS]}" if isinstance(content, get_args(Data)) else ""
+    return value_text(value, WIDTH) + digest
+
+
+def _other_lines(source: Source, error: CkptoolError) -> list[str]:
+    """A text as it is; of anything else why it is not shown, with a digest. The file's name, which is git's, is left
+    out."""
+    if isinstance(error, NotACheckpoint) and source.size <= TEXT:
+        content = source.read(0, source.size)
+        with suppress(UnicodeDecodeError):
+            if b"\0" not in content:
+                return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
+    said = printable(error.what).replace(printable(source.path), "this file")
+    return [f"{error.code}: {said}", f"{source.size:,} bytes  {digest_of(source.path)[:DIGITS]}"]
+
+
+# What may be committed ------------------------------------------------------------------------------------------------
+
+
+def git_check(file: str, *, max_size: float = 10, allow: Collection[str] = ()) -> GitCheck:
+    """Checks a file that is to be committed: whole, finite, nothing that would run, with git-lfs where it is large.
+
+    max_size: megabytes of a file that git may hold without git-lfs.  allow: codes of problems that are none here.
+    Outside of a repository only the contents are checked.
+    """
+    source = Source(file)
+    pointer = _POINTER.match(source.read(0, min(source.size, SMALL))) is not None
+    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(file))]
+    return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
+
+
+def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Problem]:
+    """Problems of where git is to keep a file: what is staged of it counts, before what the attributes promise."""
+    said = git("check-attr", "-z", "filter", "--", file, ok=(0, 128))
+    if said is None:
+        return
+    in_lfs = said.split("\0")[2] == "lfs"
+    staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
+    held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
+    if pointer and not in_lfs:
+        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets these few lines."
+        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {_track(file)}")
+    if held > max(most, SMALL):
+        why = (
+            "The attributes give it to git-lfs, which did not store it: git lfs install; git add --renormalize ."
+            if in_lfs
+            else f"Every version of it stays in the repository for ever. {_track(file)}"
+        )
+        yield Problem("large-file", f"git itself would keep {size_text(held)}", why)
+
+
+def _track(file: str) -> str:
+    return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
+
+
+def _contents(file: str) -> Iterator[Problem]:
+    from ckptool.verbs.scan import scan
+    from ckptool.verbs.verify import verify
+
+    try:
+        found = verify(file, finite=True)
+        yield from found.problems
+        for row in found.non_finite or ():
+            yield Problem("non-finite", f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}")
+        if not found.problems:
+            calls = [call.name for one in scan(file).files for call in one.calls]
+            if calls:
+                yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
+    except CkptoolError as error:
+        yield Problem(error.code, error.what, error.why)

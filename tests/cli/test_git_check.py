@@ -1,0 +1,227 @@
+"""`git-check`: what may be committed; with real git, git-lfs and, in `make soak`, the real pre-commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.support.cli import Run, done
+from tests.support.repositories import commit, git_output, needs_lfs, run_git
+
+HOME = Path(__file__).parents[2]
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 12345\n"
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("TRACE"),)
+
+
+def make_bad(kind: str, path: Path) -> Path:
+    torch.save({"w": torch.ones(100), "odd\x1b[31m": torch.ones(2)}, path)
+    whole = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(whole[:-300])
+    elif kind == "checksum":
+        at = whole.index(torch.ones(100).numpy().tobytes())
+        path.write_bytes(whole[:at] + b"\x07" + whole[at + 1 :])
+    elif kind == "non-finite":
+        torch.save({"odd\x1b[31m": torch.tensor([1.0, float("nan")])}, path)
+    elif kind == "unsafe-global":
+        torch.save({"w": torch.ones(2), "x": Runs()}, path)
+    elif kind == "not-a-checkpoint":
+        path.write_text("<!doctype html><p>log in</p>")
+    elif kind == "lfs-pointer":
+        path.write_text(POINTER)
+    elif kind == "large-file":
+        torch.save({"w": torch.ones(300_000)}, path)
+    return path
+
+
+KINDS = ["truncated", "checksum", "non-finite", "unsafe-global", "not-a-checkpoint", "lfs-pointer", "large-file"]
+
+
+def codes(run: Run, *words: str | Path) -> tuple[int, list[list[str]]]:
+    ran = run("git-check", "--json", *words)
+    found = json.loads(ran.out)
+    return ran.code, [[each["code"] for each in one["problems"]] for one in found.get("results", [found])]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_problem_is_found_and_can_be_allowed(kind: str, staged: bool, repository: Path, run: Run) -> None:
+    torch.save({"w": torch.ones(2)}, "good.pt")
+    path = make_bad(kind, repository / "bad.pt")
+    if staged:
+        git_output("add", "-A")
+    assert codes(run, "good.pt", path, "--max-size", "1") == (1, [[], [kind]])
+    assert codes(run, "good.pt", "bad.pt", "--jobs", "2", "--max-size", "1") == (1, [[], [kind]])
+    assert codes(run, "bad.pt", "--allow", kind, "--max-size", "1") == (0, [[]])
+    ran = run("git-check", "bad.pt", "--max-size", "1")
+    assert ran.code == 1 and ran.out.startswith(f"bad.pt: 1 problem\n  {kind}: ") and "\x1b" not in ran.out
+    assert not Path("TRACE").exists()
+
+
+def test_outside_of_a_repository_the_contents_are_checked(tmp_path: Path, run: Run) -> None:
+    assert codes(run, make_bad("large-file", tmp_path / "a.pt"), "--max-size", "1") == (0, [[]])
+    assert codes(run, make_bad("non-finite", tmp_path / "b.pt")) == (1, [["non-finite"]])
+    assert run("git-check", tmp_path / "nothing.pt").code == 2
+
+
+@pytest.mark.parametrize("name", ["-x.pt", "a b.pt", "*.pt", "é\n.pt", ":(top)x.pt", "a#b.pt", "[a].pt"])
+def test_file_names_are_names(name: str, repository: Path, run: Run) -> None:
+    torch.save({"w": torch.ones(2)}, "other.pt")
+    make_bad("large-file", repository / name)
+    git_output("add", "-A")
+    assert codes(run, "--max-size", "1", "--", name) == (1, [["large-file"]])
+
+
+@needs_lfs
+def test_with_lfs(repository: Path, run: Run) -> None:
+    git_output("lfs", "install", "--local")
+    git_output("lfs", "track", "*.pt")
+    path = make_bad("large-file", repository / "big.pt")
+    for _ in range(2):  # not staged, and staged
+        assert codes(run, path, "--max-size", "1") == (0, [[]])
+        git_output("add", "-A")
+    path.write_text(git_output("cat-file", "blob", ":big.pt"))  # a clone without the large files
+    assert done(run("git-check", path)) == f"{path}: fine, a git-lfs pointer\n"
+    path.unlink()
+    git_output("config", "--unset", "filter.lfs.clean")
+    git_output("config", "--unset", "filter.lfs.process")
+    git_output("config", "--unset", "filter.lfs.required")
+    make_bad("large-file", path)
+    git_output("add", "-A")  # git-lfs is tracked, and not installed
+    ran = run("git-check", path, "--max-size", "1")
+    assert ran.code == 1 and "git lfs install; git add --renormalize" in ran.out
+    git_output("lfs", "install", "--local", "--force")
+    git_output("add", "--renormalize", ".")
+    assert codes(run, path, "--max-size", "1") == (0, [[]])
+
+
+# pre-commit -----------------------------------------------------------------------------------------------------------
+
+(HOOK,) = yaml.safe_load((HOME / ".pre-commit-hooks.yaml").read_text())
+
+
+def test_the_hook_runs_as_pre_commit_would_run_it(repository: Path) -> None:
+    """The entry, its arguments, and the names of staged files that match, from the top of the repository."""
+    torch.save({"w": torch.ones(2)}, "good.pt")
+    (repository / "sub").mkdir()
+    make_bad("non-finite", repository / "sub" / "bad.safetensors")
+    (repository / "notes.txt").write_text("no checkpoint")
+    git_output("add", "-A")
+    names = [name for name in git_output("diff", "--staged", "--name-only").split() if re.search(HOOK["files"], name)]
+    assert names == ["good.pt", "sub/bad.safetensors"] and HOOK["language"] == "python"
+    for files, code in ((names, 1), (names[:1], 0)):
+        ended = subprocess.run([*HOOK["entry"].split(), *files], capture_output=True, text=True, check=False)
+        assert ended.returncode == code, ended
+
+
+def test_the_hook_looks_at_checkpoints_only() -> None:
+    for name in ("a.pt", "x/a.pth.tar", "pytorch_model-00001-of-2.bin", "x/adapter_model.bin", "m.safetensors"):
+        assert re.search(HOOK["files"], name), name
+    for name in ("a.bin", "firmware_pytorch_modelx.tar", "a.pt.py", "apt", "m.safetensors.index.json", "x.tar"):
+        assert not re.search(HOOK["files"], name), name
+
+
+@pytest.mark.soak
+def test_soak_the_real_pre_commit_runs_the_hook(repository: Path, tmp_path: Path) -> None:
+    """`pre-commit` and this checkout are installed from the index, so this is for a machine that reaches one."""
+    program = tmp_path / "own" / "bin"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
+    subprocess.run([program / "python", "-m", "pip", "install", "-q", "pre-commit"], check=True)
+    torch.save({"w": torch.ones(2)}, "good.pt")
+    commit("one")
+    words = [program / "pre-commit", "try-repo", HOME, HOOK["id"], "--files"]
+    environment = os.environ | {"PRE_COMMIT_HOME": str(tmp_path / "cache")}
+
+    def ended(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*words, name], env=environment, capture_output=True, text=True, check=False)
+
+    assert "Passed" in (ran := ended("good.pt")).stdout and ran.returncode == 0, ran
+    for kind in KINDS[:-1]:
+        make_bad(kind, repository / "bad.pt")
+        git_output("add", "-A")
+        ran = ended("bad.pt")
+        assert ran.returncode == 1 and kind in ran.stdout, ran
+
+
+# The action -----------------------------------------------------------------------------------------------------------
+
+ACTION = yaml.safe_load((HOME / "examples" / "github-action.yml").read_text())
+
+
+def run_action(folder: Path, base: str) -> tuple[int, str, str]:
+    """Runs the steps of the workflow that are shell, as GitHub does: `bash -e`, and its variables."""
+    summary = folder / "summary.md"
+    summary.write_text("")
+    (folder / "temp").mkdir(exist_ok=True)
+    given = {
+        "GITHUB_STEP_SUMMARY": str(summary),
+        "RUNNER_TEMP": str(folder / "temp"),
+        "GITHUB_ACTIONS": "true",
+        "CI": "true",
+    }
+    for step in ACTION["jobs"]["compare"]["steps"]:
+        if "run" not in step or step["run"].startswith("pip "):
+            continue
+        own = {
+            key: value.replace("${{ github.event.pull_request.base.sha }}", base)
+            for key, value in step.get("env", {}).items()
+        }
+        assert "${{" not in step["run"], "an expression in a script is a way in"
+        words = ["bash", "-e", "-c", step["run"]]
+        ended = subprocess.run(words, env=os.environ | given | own, capture_output=True, text=True, check=False)
+        assert not ended.stderr or "error[" in ended.stderr, ended.stderr
+    return ended.returncode, summary.read_text(), ended.stdout
+
+
+def test_the_workflow_is_one(repository: Path) -> None:
+    assert set(ACTION) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads `on` as true
+    steps = ACTION["jobs"]["compare"]["steps"]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    assert ACTION["permissions"] == {"contents": "read"}
+
+
+def test_the_action_shows_what_changed_and_fails_for_a_bad_file(repository: Path, tmp_path: Path) -> None:
+    name = "a b\n::error::x`<b>.pt"
+    for each in ("same.pt", name, "gone.pt"):
+        torch.save({"w": torch.ones(3)}, each)
+    commit("base")
+    base = git_output("rev-parse", "HEAD").strip()
+    git_output("checkout", "-q", "-b", "change")
+    torch.save({"w": torch.zeros(3)}, name)
+    torch.save({"new": torch.zeros(3)}, "-new.pt")
+    os.unlink("gone.pt")
+    commit("change")
+    code, summary, said = run_action(tmp_path, base)
+    assert code == 0, (summary, said)
+    assert "differ: 1 of 1 tensor changed" in summary and "./-new.pt: torch-zip" in summary
+    assert "gone" not in summary and "same.pt" not in summary and "\n::error" not in said + summary
+    make_bad("non-finite", Path("bad.pt"))
+    commit("bad")
+    code, summary, said = run_action(tmp_path, base)
+    assert code == 1 and "non-finite" in summary and "non-finite" in said
+
+
+@needs_lfs
+def test_the_action_compares_files_in_lfs(repository: Path, tmp_path: Path) -> None:
+    git_output("lfs", "install", "--local")
+    git_output("lfs", "track", "*.pt")
+    torch.save({"w": torch.ones(3)}, "m.pt")
+    commit("base")
+    torch.save({"w": torch.zeros(3)}, "m.pt")
+    commit("change")
+    code, summary, _ = run_action(tmp_path, git_output("rev-parse", "HEAD~").strip())
+    assert code == 0 and "differ: 1 of 1 tensor changed" in summary
+    assert run_git("status", "--porcelain").stdout == ""

@@ -1,0 +1,353 @@
+"""`git-setup`: git itself is the judge of the configuration, the text that it compares, and the cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckptool
+from tests.support.all_hostile import everything
+from tests.support.cli import Run, done
+from tests.support.repositories import commit, git_output, needs_lfs, run_git
+
+LFS_LINES = b"*.pt filter=lfs diff=lfs merge=lfs -text\n*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+CONTENTS = {
+    "none": None,
+    "empty": b"",
+    "no end": b"*.txt text",
+    "line": b"*.txt text\n",
+    "blank": b"\n\n",
+    "crlf": b"*.txt text\r\n*.bat eol=crlf\r\n",
+    "lfs": LFS_LINES,
+    "bytes": b"\xff\xfe \x00 x\n",
+    "theirs": b"*.pt diff=ckptool\n",
+}
+CONFIGS = ["", '[diff "lfs"]\n\ttextconv = cat\n', '# mine\n[diff "other"]\n\tbinary = true ; note\n[alias]\n\tx = y\n']
+
+
+def state(value: float = 1.0, **more: object) -> dict[str, object]:
+    return {"state_dict": {"a.weight": torch.full((2, 3), value), "b.weight": torch.ones(4)}, "epoch": 3, **more}
+
+
+def textconv_runs(*words: str) -> tuple[str, int]:
+    """The output of a git command, and how often it started the text conversion."""
+    found = run_git(*words, GIT_TRACE="1")
+    assert found.returncode == 0, found.stderr
+    return found.stdout, len(re.findall(r"run_command:.*--textconv", found.stderr))
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["here", "global"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_remove_leaves_the_bytes_that_were_there(
+    content: str, config: str, everywhere: bool, repository: Path, run: Run
+) -> None:
+    home = Path(os.environ["HOME"])
+    flags = ["--global"] if everywhere else []
+    attributes = home / ".config" / "git" / "attributes" if everywhere else repository / ".gitattributes"
+    configuration = home / ".gitconfig" if everywhere else repository / ".git" / "config"
+    configuration.write_text(configuration.read_text() + config)
+    if (before := CONTENTS[content]) is not None:
+        attributes.parent.mkdir(parents=True, exist_ok=True)
+        attributes.write_bytes(before)
+    kept = configuration.read_bytes()
+    assert "would set up" in done(run("git-setup", *flags, "-n"))
+    assert configuration.read_bytes() == kept and attributes.exists() == (before is not None)
+    done(run("git-setup", *flags))
+    both = configuration.read_bytes(), attributes.read_bytes()
+    assert both[1].startswith(before or b"") and git_output("check-attr", "diff", "x/y.pt").endswith("ckptool\n")
+    assert done(run("git-setup", *flags)) == "git-setup: set up already\n"
+    assert (configuration.read_bytes(), attributes.read_bytes()) == both
+    assert "would remove" in done(run("git-setup", *flags, "--remove", "-n"))
+    assert (configuration.read_bytes(), attributes.read_bytes()) == both
+    done(run("git-setup", *flags, "--remove"))
+    assert configuration.read_bytes() == kept
+    assert (attributes.read_bytes() if attributes.exists() else None) == before
+    assert done(run("git-setup", *flags, "--remove")) == "git-setup: nothing to remove\n"
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(["add", "setup", "remove", "top", "lfs", "inside"]), min_size=1, max_size=6))
+def test_lines_of_others_stay_whatever_is_done_in_between(steps: list[str], repository: Path, run: Run) -> None:
+    path = repository / ".gitattributes"
+    path.unlink(missing_ok=True)
+    theirs: list[str] = []
+    for number, step in enumerate(steps):
+        line = f"*.x{number} text\n" if step != "lfs" else "*.pt filter=lfs diff=lfs merge=lfs -text\n"
+        now = path.read_text() if path.exists() else ""
+        if step in ("add", "lfs"):
+            path.write_text(now + line)
+            theirs.append(line)
+        elif step == "inside":
+            if "*.npz diff=ckptool\n" in now:  # as `git lfs track` does it
+                path.write_text(now.replace("*.npz diff=ckptool\n", line))
+                theirs.append(line)
+        elif step == "top":
+            path.write_text(line + now)
+            theirs.insert(0, line)
+        else:
+            done(run("git-setup", *(["--remove"] if step == "remove" else [])))
+        if step == "setup":
+            found = git_output("check-attr", "diff", "filter", "--", "m.pt")
+            assert "diff: ckptool" in found and ("filter: lfs" in found) == any("lfs" in line for line in theirs)
+    done(run("git-setup", "--remove"))
+    assert sorted((path.read_text() if path.exists() else "").splitlines(True)) == sorted(theirs)
+
+
+def test_lines_without_their_end_are_not_deleted(repository: Path, run: Run) -> None:
+    done(run("git-setup"))
+    path = repository / ".gitattributes"
+    path.write_text(path.read_text().replace("# <<< ckptool git-setup\n", "*.csv text\n"))
+    before, kept = path.read_text(), (repository / ".git" / "config").read_text()
+    for flags in ([], ["--remove"]):
+        found = run("git-setup", *flags)
+        assert found.code == 2 and "Delete them by hand" in found.err
+    assert (path.read_text(), (repository / ".git" / "config").read_text()) == (before, kept)
+
+
+def test_outside_of_a_repository(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run("git-setup")
+    assert found.code == 2 and "not a git repository" in found.err
+
+
+def test_a_subfolder_and_another_file_of_attributes(
+    repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "sub").mkdir()
+    monkeypatch.chdir(repository / "sub")
+    done(run("git-setup"))
+    assert (repository / ".gitattributes").exists() and not (repository / "sub" / ".gitattributes").exists()
+    done(run("git-setup", "--remove"))
+    git_output("config", "--global", "core.attributesFile", "~/mine")
+    done(run("git-setup", "--global"))
+    assert b"*.pt diff=ckptool" in (Path(os.environ["HOME"]) / "mine").read_bytes()
+
+
+def test_a_driver_that_attributes_below_choose_is_told(repository: Path, run: Run) -> None:
+    (repository / "sub").mkdir()
+    torch.save(state(), repository / "sub" / "m.pt")
+    (repository / "sub" / ".gitattributes").write_text("*.pt diff=lfs\n")
+    commit("one")
+    assert "other-driver: 1 checkpoint keeps the diff driver of other attributes: sub/m.pt (lfs)" in done(
+        run("git-setup")
+    )
+
+
+# What git shows -------------------------------------------------------------------------------------------------------
+
+
+def test_git_diff_names_the_changed_tensors_and_the_second_time_from_the_cache(repository: Path, run: Run) -> None:
+    done(run("git-setup"))
+    torch.save(state(), "m.pt")
+    commit("one")
+    torch.save(state(2.0, epoch=4), "m.pt")
+    commit("two")
+    first, runs = textconv_runs("diff", "HEAD~", "HEAD")
+    changed = [line for line in first.splitlines() if re.match(r"[-+][^-+]", line)]
+    digest = {value: ckptool.verify(path(value), digest=True).digests.tensors[0].sha256[:12] for value in (1, 2)}
+    assert changed == [
+        "-epoch  3",
+        f"-state_dict/a.weight  f32 [2, 3]  {digest[1]}",
+        "+epoch  4",
+        f"+state_dict/a.weight  f32 [2, 3]  {digest[2]}",
+    ]
+    assert runs == 2
+    assert textconv_runs("diff", "HEAD~", "HEAD") == (first, 0)
+    assert textconv_runs("log", "-p", "--", "m.pt")[1] == 0
+    assert "Binary files" in git_output("diff", "--no-textconv", "HEAD~", "HEAD")
+    tool = git_output("difftool", "-y", "--tool=ckptool", "HEAD~", "HEAD")
+    assert "state_dict/a.weight" in tool and "differ: 1 of 2 tensors changed" in tool
+    done(run("git-setup", "--remove"))
+    assert "Binary files" in git_output("diff", "HEAD~", "HEAD")
+    assert run_git("rev-parse", "-q", "--verify", "refs/notes/textconv/ckptool").returncode == 1
+
+
+def path(value: float) -> Path:
+    """A state dict of its own with the tensors of `state(value)`."""
+    torch.save(state(value)["state_dict"], "../own.pt")
+    return Path("../own.pt")
+
+
+def shown(file: Path | str, run: Run) -> list[str]:
+    return done(run("git-setup", "--textconv", file)).splitlines()
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kinds=st.dictionaries(
+        st.text("ab.\n\x1b é", min_size=1, max_size=6), st.tuples(st.sampled_from(DTYPES), st.booleans())
+    )
+)
+def test_a_conversion_is_no_change(kinds: dict[str, tuple[torch.dtype, bool]], tmp_path: Path, run: Run) -> None:
+    tensors = {
+        name: torch.arange(6).reshape(2, 3).to(dtype).t() if turned else torch.arange(6).to(dtype)
+        for name, (dtype, turned) in kinds.items()
+    }
+    torch.save(tensors, tmp_path / "a.pt")
+    torch.save(dict(reversed(tensors.items())), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    lines = shown(tmp_path / "a.pt", run)
+    assert len(lines) == max(len(tensors), 1) and lines == sorted(lines)
+    assert shown(tmp_path / "old.pt", run) == lines
+    assert not tensors or shown(tmp_path / "a.safetensors", run) == lines
+    if tensors:
+        ckptool.convert(tmp_path / "a.pt", tmp_path / "ours.safetensors", overwrite=True)
+        assert shown(tmp_path / "ours.safetensors", run) == lines
+
+
+def test_a_module_as_state_dict_and_a_state_dict_alone_are_the_same(tmp_path: Path, run: Run) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    torch.save(net.state_dict(), tmp_path / "a.pt")  # with `_metadata`
+    save_file(net.state_dict(), tmp_path / "a.safetensors", metadata={"format": "pt"})
+    assert shown(tmp_path / "a.pt", run) == shown(tmp_path / "a.safetensors", run)
+
+
+ENTRIES = {
+    "text": "x" * 5000,
+    "bytes": b"a" * 40,
+    "array": numpy.ones((2, 3)),
+    "texts": numpy.array(["a", "b"]),
+    "number": numpy.float64(3),
+    "list": [1, {"b": (2.5, None)}],
+    "object": torch.Size([2]),
+    "lines": "a\nb\x1b[31m",
+}
+OTHERS = {
+    "text": "x" * 4999 + "y",
+    "bytes": b"a" * 39 + b"b",
+    "array": numpy.zeros((2, 3)),
+    "texts": numpy.array(["a", "c"]),
+    "number": numpy.float64(4),
+    "list": [1, {"b": (2.5, False)}],
+    "object": torch.Size([3]),
+    "lines": "a\nb\x1b[32m",
+}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_every_change_of_a_value_is_seen_and_only_in_its_lines(kind: str, tmp_path: Path, run: Run) -> None:
+    torch.save(ENTRIES, tmp_path / "a.pt")
+    torch.save({**ENTRIES, kind: OTHERS[kind]}, tmp_path / "b.pt")
+    one, two = shown(tmp_path / "a.pt", run), shown(tmp_path / "b.pt", run)
+    assert one == shown(tmp_path / "a.pt", run)
+    changed = set(one) ^ set(two)
+    assert len(changed) == 2 and all(line.startswith(kind) for line in changed)
+    assert all(len(line) < 300 and line.isprintable() for line in one)
+
+
+def test_metadata_of_safetensors_is_shown(tmp_path: Path, run: Run) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt", "step": "3\n\x1b[31m"})
+    assert r"metadata step  '3\n\x1b[31m'" in shown(tmp_path / "a.safetensors", run)
+
+
+# What is no checkpoint ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(0, 101, 10))
+def test_a_cut_file_is_told_and_its_name_is_not(number: int, tmp_path: Path, run: Run) -> None:
+    torch.save(state(), tmp_path / "m.pt")
+    whole = (tmp_path / "m.pt").read_bytes()
+    texts = []
+    for name in ("cut.pt", "git-blob-x_cut.pt"):
+        (tmp_path / name).write_bytes(whole[: len(whole) * number // 101])
+        texts.append(shown(tmp_path / name, run))
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    assert re.fullmatch(r"[a-z-]+: .*", texts[0][0]) and re.fullmatch(r"[\d,]+ bytes  [0-9a-f]{12}", texts[0][1])
+
+
+def test_a_text_is_shown_as_it_is(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "pt_BR.pt").write_text("olá\tmundo\n\x1b[31mred\n")
+    assert shown(tmp_path / "pt_BR.pt", run) == ["olá    mundo", r"\x1b[31mred"]
+    (tmp_path / "image.pt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert shown(tmp_path / "image.pt", run)[0] == "not-a-checkpoint: this file is a PNG image, whatever its name says"
+
+
+def test_a_machines_trouble_is_no_text_for_the_cache(tmp_path: Path, run: Run) -> None:
+    assert run("git-setup", "--textconv", tmp_path / "nothing.pt").code == 2
+
+
+def test_hostile_files_run_nothing_and_break_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (title, contents) in enumerate(everything()):
+        (tmp_path / f"{number}.pt").write_bytes(contents)
+        text = done(run("git-setup", "--textconv", f"{number}.pt"))
+        assert text.replace("\n", "").isprintable(), title
+        (tmp_path / f"{number}.pt").unlink()
+        assert not list(tmp_path.iterdir()), title
+
+
+# git-lfs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_lfs(repository: Path, run: Run) -> Path:
+    """A repository with two versions of a checkpoint in git-lfs."""
+    git_output("lfs", "install", "--local")
+    git_output("lfs", "track", "*.pt")
+    done(run("git-setup"))
+    torch.save(state(), "m.pt")
+    commit("one")
+    torch.save(state(2.0), "m.pt")
+    commit("two")
+    return repository
+
+
+@needs_lfs
+def test_files_in_lfs_stay_there_and_are_compared(in_lfs: Path) -> None:
+    assert git_output("cat-file", "blob", "HEAD:m.pt").startswith("version https://git-lfs")
+    said = git_output("check-attr", "-a", "m.pt")
+    assert all(
+        f"{name}: {value}\n" in said for name, value in (("diff", "ckptool"), ("filter", "lfs"), ("merge", "lfs"))
+    )
+    for environment in ({}, {"GIT_LFS_SKIP_SMUDGE": "1"}):  # then git gives us the pointer, and the file is found
+        git_output("update-ref", "-d", "refs/notes/textconv/ckptool")
+        text = git_output("log", "-p", "--", "m.pt", **environment)
+        assert len(re.findall(r"^[-+]state_dict/a.weight  f32", text, re.MULTILINE)) == 3, text
+
+
+@needs_lfs
+def test_a_pointer_says_what_it_points_to_and_how_to_get_it(in_lfs: Path) -> None:
+    objects = shutil.move(in_lfs / ".git" / "lfs" / "objects", in_lfs / "away")
+    pointer = git_output("cat-file", "blob", "HEAD~:m.pt")
+    text = git_output("diff", "HEAD~", "HEAD", GIT_LFS_SKIP_SMUDGE="1")
+    assert f"-oid sha256:{re.search('[0-9a-f]{64}', pointer)[0]}" in text and "git lfs pull" in text
+    shutil.copytree(objects, in_lfs / ".git" / "lfs" / "objects", dirs_exist_ok=True)
+    command = re.search("git lfs pull; (git update-ref .*)", text)[1]
+    subprocess.run(shlex.split(command), check=True)
+    assert "state_dict/a.weight" in git_output("diff", "HEAD~", "HEAD")
+
+
+@needs_lfs
+def test_lfs_that_tracks_more_later_is_set_right_again(in_lfs: Path, run: Run) -> None:
+    git_output("lfs", "track", "*.safetensors")  # which changes our line
+    assert "diff: lfs" in git_output("check-attr", "diff", "x.safetensors")
+    done(run("git-setup"))
+    assert "diff: ckptool" in git_output("check-attr", "diff", "x.safetensors")
+    assert "filter: lfs" in git_output("check-attr", "filter", "x.safetensors")
+
+
+@pytest.mark.parametrize("oid", ["../" * 20 + "etc/passwd", "0" * 63, "0" * 64 + "/../x", "Z" * 64])
+def test_a_pointer_leads_only_to_objects(oid: str, repository: Path, run: Run) -> None:
+    Path("m.pt").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 12\n")
+    assert "root:" not in "".join(shown("m.pt", run))
+
+
+def test_a_safetensors_header_that_lies_is_told(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    assert shown(tmp_path / "m.safetensors", run)[1].startswith("10 bytes")
