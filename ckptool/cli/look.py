@@ -23,7 +23,11 @@ class Sort(str, Enum):
     none = "none"
 
 
-@examples(("ckptool inspect model.pt", "what is in it"), ("ckptool inspect model.pt --all", "every tensor"))
+@examples(
+    ("ckptool inspect model.pt", "what is in it"),
+    ("ckptool inspect model.pt --code", "the modules that made it"),
+    ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
+)
 def inspect(
     files: Files,
     all: Annotated[bool, typer.Option("--all", help="Every tensor and entry, one line each.")] = False,
@@ -37,23 +41,39 @@ def inspect(
         bool,
         typer.Option("--stats", help="Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data."),
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PATTERN",
+            help="Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
+        ),
+    ] = None,
+    code: Annotated[
+        bool, typer.Option("--code", help="The modules that hold the weights, as far as names and shapes tell.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Only addresses, one a line; of a run, its checkpoints.")
+    ] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
     """Show what is in a checkpoint: parts, sizes, notes with the commands that fix them; or a run's checkpoints."""
-    answer = partial(_inspected, at=at, stats=stats, shown={"all": all, "sort": sort.value, "depth": depth})
-    return Answers(each_answer(answer, files, jobs, as_json), as_json, separate=True)
+    options = {"at": at, "stats": stats, "only": only or (), "code": code}
+    shown = {"all": all, "sort": sort.value, "depth": depth, "quiet": quiet}
+    answer = partial(_inspected, options=options, shown=shown)
+    return Answers(each_answer(answer, files, jobs, as_json), as_json, separate=not quiet)
 
 
-def _inspected(file: str, progress: Progress | None, at: str | None, stats: bool, shown: dict[str, Any]) -> Answer:
+def _inspected(file: str, progress: Progress | None, options: dict[str, Any], shown: dict[str, Any]) -> Answer:
     from ckptool.training import is_run
     from ckptool.verbs.inspect import inspect
 
     if is_run(file):
         from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
 
-        return Answer(inspect_run(file))
-    return Answer(inspect(file, at=at, stats=stats), shown)
+        return Answer(inspect_run(file), {"quiet": shown["quiet"]})
+    return Answer(inspect(file, **options), shown)
 
 
 @examples(

@@ -17,7 +17,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.formats import named
 from ckptool.pickles.plain.text import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
-from ckptool.render.json import Json, finite, notes_json, part_json, path_json, tensor_json, type_name
+from ckptool.render.json import Json, fields_json, finite, notes_json, part_json, path_json, tensor_json, type_name
 from ckptool.render.memory_line import memory_json, memory_text
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import (
@@ -34,6 +34,7 @@ from ckptool.render.style import (
     tensor_text,
     value_text,
 )
+from ckptool.reports.code_view import INFERRED, CodeLine
 from ckptool.reports.inspect import (
     ENGINE,
     EntryRow,
@@ -60,21 +61,37 @@ NAMES = 56  # columns for names; longer ones are cut on a terminal, and push the
 
 @provides("text", Inspection)
 def inspect_text(
-    found: Inspection, *, all: bool = False, sort: str = "none", depth: int | None = None, style: Style = PLAIN
+    found: Inspection,
+    *,
+    all: bool = False,
+    sort: str = "none",
+    depth: int | None = None,
+    quiet: bool = False,
+    style: Style = PLAIN,
 ) -> str:
     """The parts of a file, an outline of their tensors, notes with the commands that fix them.
 
     all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline.
+    quiet: only the addresses of what `all` lists.
     """
     listing = found.listing
+    if quiet:
+        rows: list[TensorRow | EntryRow] = [
+            *_sorted_rows(listing.tensors, sort),
+            *_sorted_entries(listing.entries, sort),
+        ]
+        return "".join(f"{printable(row.address)}\n" for row in rows)
     divided = parts(listing)
     blocks = [_heading(listing, style)]
     if found.statistics:
         blocks.append(_statistics(listing, found.statistics, sort, style))
     elif all:
         blocks.append(_everything(listing, divided, sort, style))
+    elif found.code is not None:
+        blocks += _code(found.code, style)
     else:
         blocks.append(_overview(divided, sort, depth, style))
+    blocks.append(_entries(listing, sort, style) if listing.only and not all else "")
     blocks += [_totals(listing, divided, style), notes_text(found.notes, style)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -286,12 +303,26 @@ def _everything(listing: Listing, divided: Sequence[PartSummary], order: str, st
     tensors = _sorted_rows(listing.tensors, order)
     rows = [(printable(row.address) or WHOLE, *_tensor_cells(row, tied.get(id(row)))) for row in tensors]
     blocks = ["\n".join(columns(rows, right=(3,), indent=""))] if rows else []
-    entries = [
-        (printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)
-    ]
-    blocks += ["\n".join([style.bold("entries"), *columns(entries)])] if entries else []
+    blocks += [entries] if (entries := _entries(listing, order, style)) else []
     blocks += [f"… and {counted(listing.unlisted, 'more entry', 'more entries')}"] if listing.unlisted else []
     return "\n\n".join(blocks)
+
+
+def _entries(listing: Listing, order: str, style: Style) -> str:
+    rows = [(printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)]
+    return "\n".join([style.bold("entries"), *columns(rows)]) if rows else ""
+
+
+def _code(code: dict[str, tuple[CodeLine, ...]], style: Style) -> Iterable[str]:
+    """The modules of each set of weights, a line each; what goes on below its line is indented further."""
+    yield style.dim("\n".join(style.prose(INFERRED if code else "no model weights")))
+    for where, view in code.items():
+        lines = [style.bold(printable(where) or WHOLE)]
+        for line in view:
+            indent = "  " * (line.level + 1)
+            name = printable(line.name) + (f" ×{line.times:,}" if line.times > 1 else "")
+            lines += style.prose(f"{indent}{name}{': ' if line.name and line.text else ''}{line.text}", f"{indent}    ")
+        yield "\n".join(lines)
 
 
 def _tensor_cells(row: TensorRow, before: TensorRow | None) -> tuple[str, str, str, str]:
@@ -378,6 +409,9 @@ def inspect_json(found: Inspection) -> Json:
             for row, value in zip(listing.entries, to_jsons([row.value for row in listing.entries]), strict=True)
         ],
         "entries_not_listed": listing.unlisted,
+        "code": None
+        if found.code is None
+        else {at: [fields_json(line) for line in lines] for at, lines in found.code.items()},
         "notes": notes_json(found.notes),
     }
 

@@ -144,8 +144,10 @@ def eval_json(found: Evaluated) -> Json:
 
 
 @provides("text", RunReport)
-def inspect_run_text(found: RunReport, *, style: Style = PLAIN) -> str:
-    """The state of a run, where it resumes, and one line for each checkpoint."""
+def inspect_run_text(found: RunReport, *, quiet: bool = False, style: Style = PLAIN) -> str:
+    """The state of a run, where it resumes, and one line for each checkpoint. quiet: only the paths of these."""
+    if quiet:
+        return "".join(f"{printable(one.path)}\n" for one in found.checkpoints)
     total = size(sum(one.bytes for one in found.checkpoints))
     head = f"{style.bold(printable(found.path))}: a run, {counted(len(found.checkpoints), 'checkpoint')}, {total}"
     if found.damaged:

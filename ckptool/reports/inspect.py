@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, Tens
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import (
     COUNTER,
@@ -22,13 +23,14 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, walk
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, stored_parts, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes, uses_of
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
+    from ckptool.reports.code_view import CodeLine
     from ckptool.reports.statistics import Statistics
 
 WASTE_WORTH_A_NOTE = 1 << 16
@@ -70,7 +72,7 @@ class Listing:
 
     tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the
     first 50,000.
-    part: of what the checkpoint is only a part.
+    part: of what the checkpoint is only a part.  only: the patterns by which these tensors and entries were chosen.
     """
 
     file: str
@@ -87,6 +89,7 @@ class Listing:
     metadata: dict[str, Any]
     unlisted: int = 0
     part: PartOf | None = None
+    only: tuple[str, ...] = ()
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
@@ -132,6 +135,38 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         dict(checkpoint.metadata),
         unlisted,
         checkpoint.part,
+    )
+
+
+def matching_only(found: Listing, only: Sequence[str]) -> Listing:
+    """The tensors and entries whose address matches one of the patterns, or whose key in its part does.
+
+    Raises `NoMatch` naming a pattern that matches nothing.
+    """
+    if not only:
+        return found
+    paths = {root.path for root in found.roots}
+    lengths = sorted({len(path) for path in paths}, reverse=True)
+
+    def owner(row: TensorRow | EntryRow) -> Path:
+        return next((row.path[:length] for length in lengths if row.path[:length] in paths), ())
+
+    everything: list[TensorRow | EntryRow] = [*found.tensors, *found.entries]
+    named = {id(row): {row.address, address(row.path[len(owner(row)) :])} for row in everything}
+    chosen = selected(set().union(*named.values()), only)
+    rows = tuple(row for row in found.tensors if named[id(row)] & chosen)
+    entries = tuple(row for row in found.entries if named[id(row)] & chosen)
+    sizes = {id(part.storage): part.storage.nbytes for row in rows for part in stored_parts(row.tensor)}
+    kept = set(map(owner, rows))
+    roots = tuple(root for root in found.roots if root.path in kept)
+    return replace(
+        found,
+        tensors=rows,
+        entries=entries,
+        roots=roots,
+        storages=len(sizes),
+        tensor_bytes=sum(sizes.values()),
+        only=tuple(only),
     )
 
 
@@ -445,8 +480,10 @@ def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Inspection(Report):
-    """A listing, with the statistics of each tensor by its address if they were asked for."""
+    """A listing; if they were asked for, the statistics of each tensor by its address, and the code view of each set of
+    weights by that of the set."""
 
     listing: Listing
     statistics: dict[str, Statistics]
     notes: tuple[Note, ...]
+    code: dict[str, tuple[CodeLine, ...]] | None = None
