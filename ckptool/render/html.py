@@ -24,7 +24,12 @@ def page_html(title: str, facts: str, rows: Iterable[Sequence[str]], rest: str =
     body = ["".join(f'<td style="{CELL}">{cell}</td>' for cell in row) for row in rows]
     table = fitting([f"<tr>{row}</tr>" for row in body], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     below = fitting([escape(_cut(line, 2_000)) + "\n" for line in rest.splitlines()], LIMIT // 3, "… and {} more lines")
-    return "<div>" + head + (table and f"<table>{table}</table>") + (below and f"<pre>{below}</pre>") + "</div>"
+    return (
+        f'<div style="overflow-x:auto">{head}'
+        + (table and f"<table>{table}</table>")
+        + (below and f'<pre style="margin:0.5em 0 0">{below}</pre>')
+        + "</div>"
+    )
 
 
 def _cut(text: str, most: int) -> str:
@@ -45,5 +50,7 @@ def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
 
 @provides("html", Report)
 def report_html(report: Report) -> str:
-    """A report without a table of its own: its text."""
-    return page_html("", "", (), str(report))
+    """A report without a table of its own: its text, whose first line is its title unless it is a row already."""
+    text = str(report)
+    title, _, rest = text.partition("\n")
+    return page_html("", "", (), text) if "  " in title else page_html(title, "", (), rest.strip("\n"))

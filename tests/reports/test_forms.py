@@ -117,5 +117,12 @@ def test_a_notebook_stays_small_however_many_tensors_there_are(key: str, folder:
         ckptool.diff("many.pt", "others.pt"),
         ckptool.report("many.pt", "others.pt"),
         ckptool.warm_start("many.pt", "others.pt", "out.pt", dry_run=True),
+        ckptool.show("many.pt"),
+        ckptool.doctor("many.pt", against="others.pt"),
+        ckptool.verify("many.pt", finite=True),
+        ckptool.scan("many.pt"),
+        ckptool.rename("many.pt", ["* => y*"], "out.pt", dry_run=True),
+        ckptool.report("many.pt", "others.pt"),
+        ckptool.spec("many.pt"),
     ):
         assert len(report._repr_html_().encode()) <= 30_000
