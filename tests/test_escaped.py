@@ -209,6 +209,7 @@ COMMAND_LINES = {
     "prove": ("prove FILE",),
     "prune": ("prune FILE -n",),
     "plot": ("plot FILE",),
+    "demo": ("demo OUT.demo",),
     "explain": ("explain FILE", "explain FILE --json"),
     "schema": ("schema FILE",),
     "completion": ("completion zsh",),

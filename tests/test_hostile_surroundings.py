@@ -119,6 +119,7 @@ VERBS = {
     "prune": "prune runs/none",
     "plot": "plot runs/none",
     "explain": "explain io",
+    "demo": "demo playground",
     "schema": "schema inspect",
     "completion": "completion zsh",
     "git-setup": "git-setup --textconv in.pt",

@@ -72,11 +72,22 @@ VERBS = {
     "prove": Verb("use"),
     "plot": Verb("use", Use.REFUSES),
     "prune": Verb("use", Use.REFUSES),
+    "demo": Verb("setup", in_python=False),
     "explain": Verb("setup", in_python=False),
     "schema": Verb("setup", in_python=False),
     "completion": Verb("setup", in_python=False),
     "git-setup": Verb("setup", in_python=False),
     "git-check": Verb("setup", in_python=False),
+}
+
+# What people type for them. Only the command line knows these.
+ALIASES = {
+    "ls": "inspect",
+    "info": "inspect",
+    "cat": "show",
+    "compare": "diff",
+    "check": "verify",
+    "strip": "strip-module",
 }
 
 _FLAGS = {"out": "-o", "dir": "-d"}

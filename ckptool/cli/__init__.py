@@ -10,14 +10,14 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ckptool.checkpoint.commands import VERBS, function_name, with_verb
+from ckptool.checkpoint.commands import ALIASES, VERBS, function_name, with_verb
 from ckptool.checkpoint.workers import stop
 from ckptool.cli.output import (
     FORM,
@@ -40,6 +40,16 @@ COMMANDS = VERBS
 INTERRUPTED = 130
 LEAST_WIDTH = 20  # columns
 HELP = ["-h", "--help"]
+FIRST_STEPS = """\
+ckptool looks into PyTorch checkpoints, and fixes, converts and combines them.
+
+  ckptool inspect model.pt          what is in it, and what is wrong with it
+  ckptool doctor model.pt           why it does not load, and what fixes it
+  ckptool diff model.pt other.pt    what differs between two
+
+Two checkpoints to try it on: ckptool demo
+All commands: ckptool --help
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
-    words = with_verb(words)
+    words = with_verb([ALIASES.get(word, word) for word in words[:1]] + words[1:])
     below = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]  # `lora` is the first word of some
     if below and (not words[1:] or words[1] in HELP):
         named, words = below, words[1:]
     elif words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise unknown_command(" ".join(words[: 2 if below else 1]), COMMANDS)
+        raise unknown_command(" ".join(words[: 2 if below else 1]), [*COMMANDS, *ALIASES])
     else:
         named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
     lists = not words or words[0] in (*HELP, "--version")  # no command runs
@@ -92,7 +102,9 @@ def parser(names: Sequence[str], bare: bool = False) -> Any:
     app.callback(invoke_without_command=True)(program)
     for name in names:
         function = function_of(name)
-        add = app.command(name, rich_help_panel=VERBS[name].group.capitalize(), epilog=epilog(function.examples))
+        others = [alias for alias, verb in ALIASES.items() if verb == name]
+        examples = epilog(function.examples, others)
+        add = app.command(name, rich_help_panel=VERBS[name].group.capitalize(), epilog=examples)
         add(_without_options(function) if bare else function)
     return _adjusted(app)
 
@@ -105,10 +117,11 @@ def _without_options(function: Any) -> Callable[[], None]:
     return bare
 
 
-def epilog(examples: Iterable[tuple[str, str]]) -> str:
-    r"""The examples of a command as typer wants them: after `\b` its lines stay lines."""
+def epilog(examples: Iterable[tuple[str, str]], aliases: Sequence[str] = ()) -> str:
+    r"""The examples of a command, and its other names, as typer wants them: after `\b` its lines stay lines."""
     lines = [part for line, purpose in examples for part in (f"# {purpose}", line)]
-    return "\n".join(["\b", "Examples:" if len(lines) > 2 else "Example:", *lines])
+    also = ["", "\b", f"Also: {', '.join(f'ckptool {alias}' for alias in aliases)}"] if aliases else []
+    return "\n".join(["\b", "Examples:" if len(lines) > 2 else "Example:", *lines, *also])
 
 
 def function_of(command: str) -> Any:
@@ -163,8 +176,7 @@ def program(
         say(f"ckptool {__version__}\n")
         raise typer.Exit(0)
     if context.invoked_subcommand is None:
-        with redirect_stdout(sys.stderr), suppress(SystemExit):  # it prints by itself where it is made by rich
-            tell(context.get_help())
+        tell(FIRST_STEPS)
         raise typer.Exit(2)
     return 0
 

@@ -12,12 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, DryRun, Jobs, examples
+from ckptool.cli.options import AsJson, DryRun, Force, Jobs, examples
 from ckptool.cli.output import Answer, Answers, Printed, each_answer, standard_input
 from ckptool.reports.train import Page
 
 if TYPE_CHECKING:
     from ckptool.checkpoint.workers import Progress
+
+
+@examples(("ckptool demo playground", "two checkpoints in a new folder, and what to try"))
+def demo(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The new folder.")] = "ckptool-demo",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> Answers:
+    """Make two small checkpoints to play with, one of them with the usual troubles. Needs no torch."""
+    from ckptool.verbs._demo import demo
+
+    return Answers([Answer(demo(folder, overwrite=force))], as_json)
 
 
 @examples(

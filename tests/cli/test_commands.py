@@ -32,7 +32,7 @@ def test_version_and_no_command(run: Run) -> None:
 
     assert done(run("--version")) == f"ckptool {ckptool.__version__}\n"
     ran = run()
-    assert ran.code == 2 and "Usage: ckptool" in ran.err and ran.out == ""
+    assert ran.code == 2 and "ckptool --help" in ran.err and ran.out == ""
 
 
 # Looking

@@ -53,6 +53,7 @@ PLAIN = {
     "prune": "run",
     "plot": "run",
     "explain": "io",
+    "demo": "playground",
     "schema": "inspect",
     "completion": "bash",
     "git-setup": "--global -n",

@@ -1,0 +1,110 @@
+"""`demo`: a small checkpoint to play with, with the troubles that checkpoints have, and what was trained on from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
+from ckptool.checkpoint.commands import Command, as_argument, command
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.plan import Plan
+from ckptool.errors import printable
+from ckptool.formats import torch_zip
+from ckptool.output import replace_folder
+from ckptool.pickles.reduce import array_entry, from_live
+from ckptool.reports.train import Page
+
+if TYPE_CHECKING:
+    import numpy
+
+    Weights = Mapping[str, numpy.ndarray[Any, Any]]
+
+MODEL, TUNED, CLEAN, WEIGHTS = "model.pt", "finetuned.pt", "clean.pt", "finetuned.safetensors"
+LAYERS, WIDTH, WORDS = 6, 32, 100
+
+
+def demo(folder: str, *, overwrite: bool = False) -> Page:
+    """Writes the two checkpoints into a new folder, and says what to try on them. Needs no torch.
+
+    `model.pt` is a GPT of 6 layers as a training script saves it: from DataParallel on a GPU, with an average of its
+    weights, Adam's state, and a number of numpy's among the plain ones. `finetuned.pt` has its weights alone, of which
+    the upper layers were trained on. With `overwrite` a folder of an earlier demo is replaced. Raises `OutputExists`.
+    """
+    import numpy
+
+    random = numpy.random.default_rng(0)
+    weights = {name: random.standard_normal(shape).astype("f4") for name, shape in _shapes().items()}
+    tuned = {name: _tuned(name, value, random) for name, value in weights.items()}
+    trees = {MODEL: _training(weights, random), TUNED: OrderedDict({k: array_entry(v) for k, v in tuned.items()})}
+    files: dict[str, Any] = {}
+    for name, tree in trees.items():
+        (files[name],) = torch_zip.write(Checkpoint(from_live(tree), torch_zip.NAME)).files.values()
+    replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS])
+    lines = [f"demo: {printable(folder)} holds {MODEL} and {TUNED}. To try:", ""]
+    return Page("\n".join([*lines, *(f"  {each}" for each in commands(folder))]) + "\n")
+
+
+def commands(folder: str) -> list[Command]:
+    """Commands to try on the files in the folder of a demo, in this order."""
+    model, tuned, clean, weights = (as_argument(os.path.join(folder, name)) for name in (MODEL, TUNED, CLEAN, WEIGHTS))
+    return [
+        command("inspect", model),
+        command("doctor", model),
+        command("strip-module", model, out=clean),
+        command("diff", f"{clean}#state_dict", tuned, ignore="device"),
+        command("convert", tuned, out=weights),
+        command("verify", weights),
+    ]
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (WORDS, WIDTH)}
+    for layer in range(LAYERS):
+        for name, shape in {
+            "ln_1": (WIDTH,),
+            "attn.c_attn": (3 * WIDTH, WIDTH),
+            "attn.c_proj": (WIDTH, WIDTH),
+            "mlp.c_fc": (4 * WIDTH, WIDTH),
+            "mlp.c_proj": (WIDTH, 4 * WIDTH),
+        }.items():
+            shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[:1]}
+    return shapes
+
+
+def _tuned(name: str, value: Any, random: Any) -> Any:
+    """The weights after some more training of the upper half, the more the higher."""
+    _, number, *_ = [*name.split("."), "0"]
+    layer = int(number) if number.isdecimal() else 0
+    amount = 0.01 * max(layer - LAYERS // 2 + 1, 0)
+    return (value * (1 + amount * random.standard_normal(value.shape))).astype("f4") if amount else value
+
+
+def _training(weights: Weights, random: Any) -> dict[str, Any]:
+    """What a training script saves: everything on the GPU, but the steps."""
+    import numpy
+
+    state = {
+        number: {
+            "step": array_entry(numpy.float32(1000)),
+            "exp_avg": _on_gpu(0.01 * random.standard_normal(value.shape)),
+            "exp_avg_sq": _on_gpu(0.0001 * random.random(value.shape)),
+        }
+        for number, value in enumerate(weights.values())
+    }
+    adam = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+    group = {**adam, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+    return {
+        "epoch": 10,
+        "best_loss": numpy.float64(2.7183),
+        "state_dict": OrderedDict({f"module.{name}": _on_gpu(value) for name, value in weights.items()}),
+        "ema_state_dict": {name: _on_gpu(0.999 * value) for name, value in weights.items()},
+        "optimizer": {"state": state, "param_groups": [{**group, "params": list(state)}]},
+    }
+
+
+def _on_gpu(value: Any) -> TensorEntry:
+    entry = array_entry(value.astype("f4"))
+    return replace(entry, storage=Storage(entry.storage.data, "cuda:0"))

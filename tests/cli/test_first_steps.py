@@ -1,0 +1,170 @@
+"""The first minute: the program without a command, the names that people type, and a demo to try it all on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckptool
+from ckptool.checkpoint.commands import ALIASES, VERBS
+from ckptool.cli import FIRST_STEPS, main
+from tests.support.cli import Ran, done
+from tests.support.files import saved, weights
+
+Run = Callable[..., Ran]
+PROGRAM = str(Path(sys.executable).parent)
+
+
+def test_without_a_command_it_shows_three_to_try(run: Run) -> None:
+    ran = run()
+    assert (ran.code, ran.out, ran.err) == (2, "", FIRST_STEPS)
+    lines = [line for line in FIRST_STEPS.split("\n") if line.startswith("  ckptool ")]
+    assert len(lines) == 3 and all(len(line) <= 80 for line in FIRST_STEPS.split("\n"))
+    named = re.findall(r"ckptool ([a-z]+) ?", FIRST_STEPS)
+    assert set(named) - {"looks"} <= set(VERBS) and "demo" in named
+
+
+# Names that people type ----------------------------------------------------------------------------------------------
+
+
+def test_an_alias_is_no_verb_and_no_beginning_of_one_with_two_words() -> None:
+    assert set(ALIASES.values()) <= set(VERBS)
+    assert not set(ALIASES) & {word for verb in VERBS for word in (verb, verb.split()[0], verb.replace("-", "_"))}
+    assert not set(ALIASES) & set(ckptool.__all__)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_its_verb(alias: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved({"state_dict": weights("module.a.w"), "epoch": 3}, tmp_path / "a.pt")
+    saved({"state_dict": weights("module.a.w"), "epoch": 4}, tmp_path / "b.pt")
+    verb = ALIASES[alias]
+    words = {"show": ["a.pt#epoch"], "diff": ["a.pt", "b.pt"], "strip-module": ["a.pt", "-n"]}.get(verb, ["a.pt"])
+    assert run(alias, *words) == run(verb, *words)
+    assert run(alias, *words, "--json") == run(verb, *words, "--json")
+    text = done(run(verb, "--help"))
+    assert f"ckptool {alias}" in " ".join(text.split()) and done(run(alias, "--help")) == text
+    assert run(alias, "--nothing").err == run(verb, "--nothing").err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("inspct", "inspect"), ("compar", "compare"), ("stripmodule", "strip-module"), ("chek", "check"), ("inf", "info")],
+)
+def test_a_near_miss_is_told_what_was_probably_meant(typed: str, meant: str, run: Run) -> None:
+    ran = run(typed, "a.pt")
+    assert ran.code == 2 and f"Did you mean '{meant}'?" in ran.err and f"See: ckptool {meant}" in ran.err
+
+
+# Demo ----------------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(100, 32)
+        self.h = nn.ModuleList(Layer(32) for _ in range(6))
+
+
+def printed(text: str) -> list[str]:
+    return [line.strip() for line in text.split("\n") if line.startswith("  ckptool ")]
+
+
+@pytest.mark.parametrize("folder", ["ckptool-demo", "a folder/with 'quotes'", "-x"])
+def test_every_command_that_a_demo_prints_runs_as_it_stands(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    environment = os.environ | {"PATH": f"{PROGRAM}:{os.environ['PATH']}"}
+
+    def sh(line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True)
+
+    made = sh(f"ckptool demo -- {shlex.quote(folder)}")
+    lines = printed(made.stdout)
+    assert made.returncode == 0 and made.stderr == "" and len(lines) >= 3
+    for line in lines:
+        ran = sh(line)
+        assert ran.returncode == (1 if line.split()[1] in ("doctor", "diff") else 0), (line, ran)
+        assert ran.stderr == ""
+        if line.split()[1] == "diff":
+            assert "h.{3..5}" in ran.stdout and re.search("[▁▂▃▄▅▆▇█]{3}", ran.stdout)
+    assert sh(f"ckptool demo -f -- {shlex.quote(folder)}").returncode == 0  # over what these commands wrote
+
+
+def test_torch_reads_the_files_of_a_demo(tmp_path: Path) -> None:
+    folder = str(tmp_path / "demo")
+    assert main(["demo", folder]) == 0
+    with pytest.raises(Exception, match="Weights only load failed"):
+        torch.load(f"{folder}/model.pt", map_location="cpu", weights_only=True)
+    devices = []
+    tree = torch.load(
+        f"{folder}/model.pt", map_location=lambda data, device: devices.append(device) or data, weights_only=False
+    )
+    assert set(devices) == {"cuda:0", "cpu"}
+    net = Net()
+    nn.DataParallel(net).load_state_dict(tree["state_dict"])
+    net.load_state_dict(tree["ema_state_dict"])
+    optimizer = torch.optim.Adam(net.parameters())
+    optimizer.load_state_dict(tree["optimizer"])
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert float(tree["best_loss"]) == 2.7183 and type(tree["best_loss"]).__module__ == "numpy"
+    net.load_state_dict(torch.load(f"{folder}/finetuned.pt", weights_only=True))
+
+
+def test_a_demo_has_the_troubles_that_it_promises(tmp_path: Path) -> None:
+    assert main(["demo", str(tmp_path / "demo")]) == 0
+    codes = {note["code"] for note in ckptool.inspect(tmp_path / "demo" / "model.pt").to_dict()["notes"]}
+    assert {"prefix-module", "cuda-location"} <= codes
+    parts = str(ckptool.inspect(tmp_path / "demo" / "model.pt"))
+    assert "EMA weights" in parts and "Adam state" in parts
+    found = ckptool.doctor(tmp_path / "demo" / "model.pt")
+    assert not found.loads and "numpy" in str(found)
+
+
+def test_a_demo_replaces_nothing_unless_it_is_told_to(tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "demo"
+    done(run("demo", str(folder)))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    ran = run("demo", str(folder))
+    assert ran.code == 2 and "error[output-exists]" in ran.err
+    done(run("demo", str(folder), "-f"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # the same bytes, too
+    (folder / "mine.txt").write_text("x")
+    assert run("demo", str(folder), "-f").code == 2 and (folder / "mine.txt").read_text() == "x"
+    (tmp_path / "file").write_text("x")
+    assert run("demo", str(tmp_path / "file")).code == 2 and run("demo", str(tmp_path / "no" / "where")).code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "file"]
+
+
+def test_a_demo_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from ckptool.cli import main; print(main(['demo', sys.argv[1]]))"
+    words = [sys.executable, "-c", code, str(tmp_path / "demo")]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert text.endswith("\n0\n") and len(printed(text)) >= 3
+    assert main(["demo", str(tmp_path / "other"), "--json"]) == 0
+
+
+def test_json_of_a_demo(tmp_path: Path, run: Run) -> None:
+    assert "ckptool inspect" in json.loads(done(run("demo", str(tmp_path / "d"), "--json")))["text"]
