@@ -44,6 +44,9 @@ class AnswerForm(str, Enum):
 FORM = ContextVar("form", default=AnswerForm.text)  # of the command that runs
 
 
+_NAMES_ALONE = ("quiet", "name_only")  # options with which every line is one name, spaces and all
+
+
 class Answer(NamedTuple):
     """One report, and how it is to be shown as text.  exit_code: its meaning for the whole command."""
 
@@ -53,7 +56,7 @@ class Answer(NamedTuple):
 
     def text(self, style: Style) -> str:
         text: str = provide("text", self.report, style=style, **self.options)
-        return text
+        return text if any(map(self.options.get, _NAMES_ALONE)) else style.page(text)
 
     def json(self) -> Json:
         fields: Json = provide("json", self.report)

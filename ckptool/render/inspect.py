@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 LINES = 40  # of the outline of a file, unless more is asked for
 ROOTS = 200  # parts with a line of their own
 MANY = 4  # repeated parts, from which on they share a line
-NAMES = 56  # columns for names; longer ones are cut on a terminal, and push their line to the right elsewhere
+NAMES = 56  # columns for names; longer ones push their line to the right
 
 
 @provides("text", Inspection)
@@ -105,8 +105,8 @@ def _heading(listing: Listing, style: Style) -> str:
         f", metadata {listed([f'{printable(str(k))}={value_text(v)}' for k, v in said.items()], 4)}" if said else ""
     )
     part = f", {printable(listing.part.label)}" if listing.part else ""
-    head = style.bold(name) + style.fit(f": {listing.container}{part}, {size(listing.bytes)}{metadata}", len(name))
-    return f"{head}\n{style.fit(f'engine: {engine}')}" if engine else head
+    head = f"{style.bold(name)}: {listing.container}{part}, {size(listing.bytes)}{metadata}"
+    return f"{head}\nengine: {engine}" if engine else head
 
 
 def _totals(listing: Listing, divided: Sequence[PartSummary], style: Style) -> str:
@@ -261,28 +261,25 @@ def _aligned(lines: Sequence[Line], biggest: int, style: Style) -> str:
     barred = 0 if not sizes else BAR if width is None or width >= 100 else BAR // 2
     result = []
     for label, nbytes, level, detail in lines:
-        name = label if width is None or len(label) <= names else label[: names - 1] + "…"
-        left = f"{name.ljust(names)}  "
+        left = f"{label.ljust(names)}  "
         if sizes:
             left += f"{'' if nbytes is None else size(nbytes):>{sizes}}  "
         drawn = bar(nbytes or 0, biggest, barred)
         used = len(left) + (barred + 2 if barred else 0)
-        start = (style.bold(name) if level == 0 else name) + left[len(name) :] + style.blue(drawn)
+        start = (style.bold(label) if level == 0 else label) + left[len(label) :] + style.blue(drawn)
         start += " " * (used - len(left) - len(drawn))
-        if level:
-            result.append((start + style.dim(style.fit(detail, used))).rstrip())
-        else:
-            result.append((start + _wrapped(detail, used, width)).rstrip())
+        text = _wrapped(detail, used, width)
+        result.append((start + (style.dim(text) if level else text)).rstrip())
     return "\n".join(result)
 
 
 def _wrapped(text: str, used: int, width: int | None) -> str:
     """The text in the columns that are left of a line, going on below where it is too long."""
-    if width is None or used + len(text) <= width:
+    if width is None or used + len(text) <= width or used > width - 20:
         return text
     from textwrap import wrap
 
-    return ("\n" + " " * used).join(wrap(text, max(width - used, 20)))
+    return ("\n" + " " * used).join(wrap(text, width - used, break_long_words=False, break_on_hyphens=False))
 
 
 def _flat_entries(part: PartSummary) -> str:

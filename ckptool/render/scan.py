@@ -96,12 +96,11 @@ def _table(found: Scan, style: Style) -> list[str]:
             )
         )
     head, *lines = columns(rows, right=(2, 3, 4, 5), indent="")
-    shown = [style.fit(line) for line in lines]
     return [
         style.dim(head),
         *(
             line if file.is_good or file.state == MEMBER else style.red(line)
-            for line, file in zip(shown, found.files, strict=True)
+            for line, file in zip(lines, found.files, strict=True)
         ),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 BAR = 12  # characters
 WIDEST = 72  # column
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COMMAND = re.compile(r"ckptool [a-z-]+ ")
+_WORDS = re.compile(r" *(?:ckptool [a-z-]+ .*|[^ ]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,29 @@ class Style:
             lines[0] = self.bold(title) + self.dim(lines[0][len(title) :])
         elif title:
             lines.insert(0, self.bold(title))
+        return lines
+
+    def page(self, text: str) -> str:
+        """Text in lines as wide as the terminal: what is longer goes on below, between words; commands stay whole."""
+        if self.width is None:
+            return text
+        return "\n".join(part for line in text.split("\n") for part in self._broken(line))
+
+    def _broken(self, line: str) -> list[str]:
+        width, seen = self.width or 0, _COLOURS.sub("", line)
+        start = seen.lstrip(" ")
+        if len(seen) <= width or _COMMAND.match(start):
+            return [line]
+        hang = " " * min(len(seen) - len(start) + 4, width // 2)
+        lines, used = [""], 0
+        for word in _WORDS.findall(line):
+            length = len(_COLOURS.sub("", word))
+            if used and used + length > width:
+                lines.append("")
+                word = hang + word.lstrip(" ")
+                used, length = 0, len(_COLOURS.sub("", word))
+            lines[-1] += word
+            used += length
         return lines
 
     def fit(self, text: str, used: int = 0) -> str:

@@ -36,7 +36,7 @@ def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
     for what, count, names in _rows(report):
         lines.append(f"{style.bold(what)} {count:,}")
         shown = names if style.width is None else names[:_LINES]
-        lines += [style.fit(f"  {line}") for line in shown]
+        lines += [f"  {line}" for line in shown]
         lines += [style.dim(f"  … {counted(len(names) - len(shown), 'more line')}")] if len(shown) < len(names) else []
     lines += [f"{style.dim(note.code)}: {printable(note.message)}" for note in report.normalised]
     lines += _suggestions(report, style)
