@@ -107,6 +107,25 @@ CLAIMS = (
         f"{PEER} diff big.pt other.pt",
         "≤ 0.25 ×",
     ),
+    *(
+        Claim(
+            f"report, {what}, against inspect --stats",
+            f"{CKPTOOL} report {file} -o {{out}}.html",
+            f"{CKPTOOL} inspect {file} --stats",
+            "≤ 1.2 ×, ≤ 64 MB",
+        )
+        for what, file in (
+            ("320 tensors, 2 GB", "big.pt"),
+            ("10,000 tensors, 160 MB", "blocks.pt"),
+            ("four tensors, 1 GB", "wide.pt"),
+        )
+    ),
+    Claim(
+        "report of two files, 2 GB each, against diff and twice inspect --stats",
+        f"{CKPTOOL} report big.pt other.pt -o {{out}}.html",
+        f"sh -c '{CKPTOOL} diff big.pt other.pt; {CKPTOOL} inspect big.pt other.pt --stats'",
+        "≤ 1.2 ×",
+    ),
     Claim(
         "average of three files of 0.5 GB, against a torch script",
         f"{CKPTOOL} average step1.pt step2.pt step3.pt -o {{out}}",

@@ -75,6 +75,21 @@ def tenthousand(path: Path) -> None:
     torch.save({"state_dict": {name: torch.zeros(4) for name in names}, "epoch": 3}, path)
 
 
+def blocks(path: Path) -> None:
+    """10,000 tensors of 4,096 values, in layers."""
+    import torch
+
+    names = [f"layers.{layer}.{part}.weight" for layer in range(1250) for part in "abcdefgh"]
+    torch.save({name: torch.randn(64, 64) for name in names}, path)
+
+
+def wide(path: Path) -> None:
+    """1 GB in four tensors."""
+    import torch
+
+    torch.save({f"{name}.weight": torch.randn(8192, 8192) for name in "abcd"}, path)
+
+
 def tensors(path: Path) -> None:
     """20,000 tensors of 16 values, as torch or safetensors write them."""
     import torch
@@ -167,6 +182,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "gpt2.pt": gpt2,
     "many.pt": many,
     "tenthousand.pt": tenthousand,
+    "blocks.pt": blocks,
+    "wide.pt": wide,
     "tensors.pt": tensors,
     "tensors.safetensors": tensors,
     "big.safetensors": big_tensors,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from functools import cache
 from itertools import pairwise
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Data, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK
@@ -43,6 +44,9 @@ def pictured(entry: TensorEntry, side: int, values: int) -> tuple[Statistics, Te
     return found, sketch.picture(found), dead if once is entry else None
 
 
+_NO_BLOCKS: tuple[Any, Any] = (None, None)
+
+
 class Sketch:
     """The running picture of a tensor, which is read as a matrix of rows that lie behind one another in the storage.
 
@@ -55,16 +59,19 @@ class Sketch:
 
         self.data, self.turned, self.inner = _laid_out(entry)
         self.matrix = len(entry.shape) > 1
+        count = entry.numel
         rows = entry.shape[0] if self.matrix else 1
-        self.rows, self.row = (entry.numel // rows, rows) if self.turned else (rows, entry.numel // rows)
-        step = max(1, -(-entry.numel // values))
-        while step > 1 and gcd(step, entry.numel) > 1:  # else only some of the columns would be seen
+        self.rows, self.row = (count // rows, rows) if self.turned else (rows, count // rows)
+        step = max(1, -(-count // values))
+        while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
         self.step, self.place = step, 0
         self.sample: list[Array] = []
-        self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
-        self.sums = numpy.zeros((len(self.tops), len(self.lefts)))
-        self.missing = numpy.zeros_like(self.sums)  # values of each block that are not finite
+        self.tops, self.lefts = (_starts(self.rows, side), _starts(self.row, side)) if side else ([], [])
+        # Of each block the sum, and how many values are not finite.
+        self.sums, self.missing = _NO_BLOCKS
+        if side:
+            self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
         self.dead = 0
         self.dying = True  # the row that is read has had only zeros so far; of columns, one of them has
         self.zero_columns = numpy.ones(self.row, bool) if self.turned and self.row <= MAX_TURNED else None
@@ -134,20 +141,18 @@ class Sketch:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
         import numpy
 
-        with numpy.errstate(all="ignore"):
-            values = numpy.concatenate(self.sample) if len(self.sample) > 1 else self.sample[0]
-            values.sort()  # NaN last
-            if found.nans or found.infs:
-                values = values[numpy.isfinite(values)]
-            if not len(values) or found.min is None or found.max is None:
-                return TensorPicture((0,) * BINS, 0, (), ())
-            if found.min < found.max:
-                share = numpy.arange(1, BINS) / BINS
-                below = values.searchsorted(found.min * (1 - share) + found.max * share).tolist()
-            else:
-                below = [len(values)] * (BINS - 1)
-            counts = tuple(_sizes([0, *below, len(values)]))
-            return TensorPicture(counts, len(values), _quantiles(values), self._means())
+        values = numpy.concatenate(self.sample) if len(self.sample) > 1 else self.sample[0]
+        values.sort()  # NaN last
+        if found.nans or found.infs:
+            values = values[numpy.isfinite(values)]
+        count = len(values)
+        if not count or found.min is None or found.max is None:
+            return TensorPicture((0,) * BINS, 0, (), ())
+        below = [count] * (BINS - 1)
+        if found.min < found.max:
+            shares = _shares()
+            below = values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
+        return TensorPicture(tuple(_sizes([0, *below, count])), count, _quantiles(values), self._means())
 
     def _means(self) -> tuple[tuple[float | None, ...], ...]:
         import numpy
@@ -155,7 +160,8 @@ class Sketch:
         if not self.tops:
             return ()
         sizes = numpy.multiply.outer(_sizes([*self.tops, self.rows]), _sizes([*self.lefts, self.row]))
-        means = self.sums / (sizes - self.missing)
+        with numpy.errstate(all="ignore"):
+            means = self.sums / (sizes - self.missing)
         rows = (means.T if self.turned else means).tolist()
         return tuple(tuple(mean if mean == mean else None for mean in row) for row in rows)
 
@@ -190,11 +196,17 @@ def _sizes(edges: list[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(edges)]
 
 
+@cache
+def _shares() -> Array:
+    import numpy
+
+    return numpy.arange(1, BINS) / BINS
+
+
 def _quantiles(values: Array) -> tuple[float, ...]:
     """The quantiles of sorted values, as numpy's `linear` has them."""
-    found = []
-    for share in QUANTILES:
-        low, rest = divmod(share * (len(values) - 1), 1)
-        a, b = float(values[int(low)]), float(values[min(int(low) + 1, len(values) - 1)])
-        found.append(a * (1 - rest) + b * rest)
-    return tuple(found)
+    last = len(values) - 1
+    places = [share * last for share in QUANTILES]
+    low = values[[int(place) for place in places]].tolist()
+    high = values[[min(int(place) + 1, last) for place in places]].tolist()
+    return tuple(a * (1 - place % 1) + b * (place % 1) for a, b, place in zip(low, high, places, strict=True))

@@ -6,6 +6,10 @@ import io
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from ckptool.reports.report import CheckpointReport
 from ckptool.training.start import start
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
-from tests.support.files import CORPUS, saved
+from tests.support.files import CORPUS, contents, saved
 from tests.support.small_runs import config, cut_short
 
 
@@ -134,6 +138,39 @@ def test_an_output_that_exists_or_has_no_folder(folder: Path) -> None:
     with pytest.raises(FileProblem, match="there is no folder"):
         ckptool.report("a.pt", out="nowhere/page.html")
     assert ckptool.report("a.pt", out="page.html", overwrite=True).bytes == Path("page.html").stat().st_size
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_where_there_is_no_room_no_part_of_a_page_stays(force: bool, folder: Path) -> None:
+    """The limit on file sizes is what a full disk is to the program; a real one needs root."""
+    target = folder / "page.html"
+    if force:
+        target.write_text("before")
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+    code = f"{limit}import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from ckptool.cli import main; "
+    words = ["report", "a.pt", "-o", "page.html", *["-f"] * force]
+    command = [sys.executable, "-c", f"{code}sys.exit(main({words!r}))"]
+    before = contents(folder)
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "cannot write page.html" in ended.stderr, ended
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_interrupted_it_leaves_the_old_page_or_the_new(how: signal.Signals, folder: Path) -> None:
+    saved({f"l.{number}.weight": torch.randn(64, 64) for number in range(1500)}, folder / "many.pt")
+    target = folder / "page.html"
+    target.write_text("before")
+    words = [sys.executable, "-m", "ckptool", "report", "many.pt", "-o", "page.html", "-f"]
+    for wait in (0.1, 0.6, 1.2, 1.8):
+        going = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(wait)
+        going.send_signal(how)
+        going.wait(60)
+        page = target.read_text()
+        assert page == "before" or page.rstrip().endswith((">", "</html>")), (how, wait)
+    ckptool.report("a.pt", out=target, overwrite=True)  # what a killed one left is swept
+    assert {path.name for path in folder.iterdir()} == {"a.pt", "b.pt", "many.pt", "page.html"}
 
 
 def test_without_jinja2_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
