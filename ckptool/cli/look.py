@@ -158,6 +158,9 @@ def verify(
         typer.Option("--against", metavar="DIGESTS", help="Compare with saved digests, whatever the container."),
     ] = None,
     force: Force = False,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Print only the names of files that are not fine.")
+    ] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
@@ -169,15 +172,15 @@ def verify(
             "Verify them one by one.",
         )
     options: dict[str, Any] = {"finite": finite, "digest": digest, "write_digest": write_digest, "against": against}
-    answer = partial(_verified, at=at, overwrite=force, jobs=jobs if len(files) == 1 else 1, **options)
+    answer = partial(_verified, at=at, quiet=quiet, overwrite=force, jobs=jobs if len(files) == 1 else 1, **options)
     return Answers(each_answer(answer, files, jobs, as_json), as_json)
 
 
-def _verified(file: str, progress: Progress | None, digest: bool, **options: Any) -> Answer:
+def _verified(file: str, progress: Progress | None, digest: bool, quiet: bool, **options: Any) -> Answer:
     from ckptool.verbs.verify import verify
 
     found = verify(file, digest=digest, **options)
-    return Answer(found, {"digests": digest}, exit_code=0 if found.fine else 1)
+    return Answer(found, {"digests": digest, "quiet": quiet}, exit_code=0 if found.fine else 1)
 
 
 @examples(

@@ -13,8 +13,13 @@ SHOWN = 20
 
 
 @provides("text", Verification)
-def verify_text(found: Verification, *, digests: bool = False, style: Style = PLAIN) -> str:
-    """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps."""
+def verify_text(found: Verification, *, digests: bool = False, quiet: bool = False, style: Style = PLAIN) -> str:
+    """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps.
+
+    quiet: only the name of the file, where it is not fine.
+    """
+    if quiet:
+        return "" if found.fine else f"{printable(found.file)}\n"
     lines = [_verdict(found, style)]
     if found.checksums == NONE and found.container:
         lines.append("  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced")

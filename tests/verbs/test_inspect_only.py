@@ -87,3 +87,11 @@ def test_code_is_text_and_json(file: str, run: Run) -> None:
         ]
     }
     assert json.loads(run("inspect", file, "--json").out)["code"] is None
+
+
+def test_verify_names_the_files_that_are_not_fine(file: str, tmp_path: Path, run: Run) -> None:
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(Path(file).read_bytes()[:-40])
+    found = run("verify", "-q", file, str(cut))
+    assert (found.code, found.out.splitlines()) == (1, [str(cut)])
+    assert (run("verify", "-q", file).code, run("verify", "-q", file).out) == (0, "")
