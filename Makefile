@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest house demo bench soak engines fuzz fixtures clean
+.PHONY: help venv test lint pytest house docs demo bench soak engines fuzz fixtures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
 	@echo "make engines   the real engines (DeepSpeed, accelerate, ...) write folders, which are read; installs them apart"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
+	@echo "make docs      the documentation as a site that works offline, in build/site"
 	@echo "make house     how the package is built: lines, modules, layers, circles of imports"
 	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
 	@echo "make venv      only the set-up       make clean    remove everything that was made"
@@ -45,6 +46,10 @@ pytest: $(STAMP)
 
 house: $(STAMP)
 	@$(BIN)/python -m tests.support.house
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 demo: $(STAMP)
 	@$(BIN)/python -m fixtures.demo

@@ -25,7 +25,7 @@ from fixtures.readme import make_readme_files
 
 HOME = Path(__file__).parent.parent
 README = HOME / "README.md"
-PAGES = [README, *sorted((HOME / "docs").glob("*.md"))]
+PAGES = [README, *sorted((HOME / "docs").glob("*.md")), HOME / "docs" / "llms.txt"]
 BLOCK = re.compile(r"```(console|python|sh)\n(.*?)```", re.DOTALL)
 BIN = Path(sys.executable).parent
 

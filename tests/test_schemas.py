@@ -42,6 +42,7 @@ average FILE FILE -o x.pt -n
 warm-start FILE --against m.pt
 spec FILE"""
 ALONE = """inspect m.pt n.pt
+inspect m.pt --code
 inspect nothing.pt
 inspect m.pt nothing.pt
 inspect parameters.pt
@@ -75,6 +76,8 @@ warm-start m.pt --against tied.pt
 train dry.yaml -n
 inspect run
 plot run
+report m.pt n.pt g.pt -o q.html
+report fixtures/training_sgd.pt -o s.html
 report m.pt --against n.pt --run run -o p.html
 scan run
 explain

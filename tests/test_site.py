@@ -1,0 +1,84 @@
+"""The site of `make docs`: what is generated, that every link leads somewhere, and that a browser needs no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ckptool.checkpoint.commands import VERBS, function_name
+from ckptool.cli import parser
+from ckptool.reports.error_texts import KNOWN, recognised
+from ckptool.reports.schema import schema
+
+HOME = Path(__file__).parents[1]
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def generated() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generated", HOME / "docs" / "generated.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="mkdocs-material is not installed: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(words, cwd=HOME, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_known_message_has_a_page_that_is_titled_with_it(generated: ModuleType) -> None:
+    assert {id(recognised(message)) for message in generated.MESSAGES} == {id(known) for known in KNOWN}
+    pages = generated.pages()
+    for message in generated.MESSAGES:
+        text = pages[f"errors/{generated.slug(message)}.md"]
+        assert f"title: {json.dumps(message)}\n" in text and f"# {generated.code_span(message)}\n" in text
+        known = recognised(message)
+        assert known is not None and known.meaning in text
+        assert all(fix.with_words(known.found(message)).__str__() in text for fix in known.fixes)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, generated: ModuleType) -> None:
+    text = generated.pages()[f"reference/{function_name(name)}.md"]
+    shown = [parameter for parameter in parser([name]).commands[name].params if not parameter.hidden]
+    for parameter in shown:
+        assert all(option in text for option in parameter.opts if option.startswith("-")), parameter.opts
+    assert any(f"ckptool.{each}/1" in text for each, (_, verbs) in schema().names.items() if name in verbs)
+
+
+def test_the_site_asks_nobody_for_anything(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 100
+    for page in pages:
+        loaded = re.findall(r'<(?:script|img|iframe|link|source)[^>]*?(?:src|href)="([^"]*)"', page.read_text())
+        assert not [each for each in loaded if re.match(r"(https?:)?//", each)], page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize(
+    ("typed", "page"),
+    [("size mismatch for fc.weight", "errors/runtimeerror-error-s"), ("strip-module", "reference/strip_module")],
+)
+def test_search_works_in_a_browser_from_the_disk(typed: str, page: str, site: Path) -> None:
+    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
+    address = f"{(site / 'index.html').as_uri()}?q={typed.replace(' ', '+')}"
+    log = ["--enable-logging=stderr", f"--user-data-dir={site}/profile"]
+    done = subprocess.run([*words, *log, address], capture_output=True, text=True, check=False, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    results = re.findall(r'href="([^"]*)" class="md-search-result__link"', done.stdout)
+    assert any(page in each for each in results), results
