@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest house docs demo bench soak engines fuzz fixtures clean
+.PHONY: help venv test lint pytest house docs demo bench soak engines fuzz fixtures browser pictures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
 	@echo "make engines   the real engines (DeepSpeed, accelerate, ...) write folders, which are read; installs them apart"
+	@echo "make browser   a Chromium from Debian, if this is root; then the tests of the page of report in it"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
 	@echo "make docs      the documentation as a site that works offline, in build/site"
 	@echo "make house     how the package is built: lines, modules, layers, circles of imports"
@@ -71,6 +72,17 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt | $(STAMP)
 
 engines: $(ENGINES)/.installed
 	DS_ACCELERATOR=cpu $(ENGINES)/bin/python -m pytest -m engines tests/engines
+
+# What make test skips where there is no Chromium.
+browser: $(STAMP)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		test "$$(id -u)" = 0 || { echo "no Chromium: as root, apt-get install chromium chromium-driver" >&2; exit 1; }; \
+		apt-get install -y -q chromium chromium-driver; }
+	$(BIN)/python -m pytest tests/browser
+
+# The screenshots of docs/report.md, and those of many more kinds of files, in build/pictures.
+pictures: $(STAMP)
+	$(BIN)/python -m fixtures.pictures build/pictures
 
 # SECONDS of coverage-guided fuzzing of the readers; findings are kept in build/fuzz.
 SECONDS ?= 300

@@ -9,7 +9,8 @@ from ckptool.errors import MissingExtra, counted, printable
 from ckptool.render.diff import diff_json
 from ckptool.render.doctor import doctor_json
 from ckptool.render.inspect import inspect_json
-from ckptool.render.json import Json, dumps, fields_json, notes_json
+from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.report_page import report_page
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.report import CheckpointReport, FileReport
 
@@ -18,12 +19,11 @@ from ckptool.reports.report import CheckpointReport, FileReport
 def page(report: CheckpointReport) -> str:
     """The page: one file, which makes no requests. Raises `MissingExtra` where jinja2 is not installed."""
     try:
-        import jinja2
+        import jinja2  # noqa: F401
     except ImportError as error:
         what = "the page of a report needs jinja2, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[report]'") from error
-    template = jinja2.Environment(autoescape=True).from_string("<title>{{ title }}</title><pre>{{ facts }}</pre>")
-    return template.render(title=report_text(report), facts=dumps(report_json(report)))
+    return report_page(report)
 
 
 # Text, JSON and notebooks ---------------------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ class PartSummary:
 def parts(listing: Listing) -> list[PartSummary]:
     """Every root of a listing, in order, with its tensors. Those outside of all roots belong to none."""
     if len(listing.roots) == 1:
-        return [_part(listing.roots[0], listing.tensors)]
+        return [summary_of(listing.roots[0], listing.tensors)]
     rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in listing.roots}
     depths = sorted({len(path) for path in rows}, reverse=True)  # of an optimizer within weights, it
     for row in listing.tensors:
@@ -390,7 +390,7 @@ def parts(listing: Listing) -> list[PartSummary]:
             if found is not None:
                 found.append(row)
                 break
-    return [_part(root, rows[root.path]) for root in listing.roots]
+    return [summary_of(root, rows[root.path]) for root in listing.roots]
 
 
 def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:
@@ -414,7 +414,8 @@ def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary
     return alike
 
 
-def _part(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
+def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
+    """A root and its tensors."""
     tied = _tied(rows)
     known: dict[tuple[object, object], tuple[int, int]] = {}  # many tensors are of few shapes
     sizes: list[int] = []

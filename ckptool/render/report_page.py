@@ -1,0 +1,241 @@
+"""The page of `report`: one file without requests, whose template gets plain facts and escapes every one of them."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptool.errors import counted, printable, quoted
+from ckptool.render.inspect import branch_detail, overview
+from ckptool.render.memory_line import memory_text
+from ckptool.render.outline import Branch, outline
+from ckptool.render.report_changes import PageNote, changes, distance_rows, run_facts
+from ckptool.render.report_table import packed, parts_of
+from ckptool.render.style import size
+from ckptool.render.svg import treemap
+from ckptool.reports.code_view import code_view
+from ckptool.reports.inspect import PartSummary, engine_of, parts
+from ckptool.reports.memory import memory_needs
+from ckptool.reports.report import CheckpointReport, FileReport
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).with_name("templates")
+LINES = 90  # of an outline
+RUNS = ("unsafe-global", "custom-class")  # notes on what loading would call
+FOUND = 200  # tensors that a finding names
+
+
+def report_page(report: CheckpointReport) -> str:
+    """The page. Every text on it is escaped, and its control characters are shown."""
+    from markupsafe import Markup
+
+    style, script = (TEMPLATES.joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
+    several = len(report.files) > 1
+    files = [_file(file) | {"letter": letter(number) if several else ""} for number, file in enumerate(report.files)]
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            title=report.files[0].diagnosis.file or "checkpoint",
+            policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+            "base-uri 'none'; form-action 'none'",
+            style=Markup(style),
+            script=Markup(script),
+            files=files,
+            change=changes(report.diff, _models(report)) if report.diff is not None else None,
+            fits=[(f"Does it fit {report.fit.against}?", _findings(report.fit))] if report.fit is not None else [],
+            distances=distance_rows(report.distances) if report.distances is not None else None,
+            run=run_facts(report) if report.run is not None or report.history is not None else None,
+            data=packed(report) if any(file.inspection for file in report.files) else "",
+        )
+    )
+
+
+def letter(number: int) -> str:
+    """What a file is called on a page about several."""
+    return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+def _models(report: CheckpointReport) -> dict[str, int]:
+    """The addresses of the first file's weights, and how many elements each has."""
+    models = [part for part in parts_of(report.files[0]) if part.root.is_model]
+    return {row.address: max(prod(row.tensor.shape or (1,)), 1) for part in models for row in part.rows}
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    made.filters |= {"size": size, "short": _short, "tail": _tail, "counted": lambda n: counted(n, "tensor")}
+    return made
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
+
+
+def _tail(text: str, room: int) -> str:
+    """The end of a name, which tells it from its neighbours, as far as there is room."""
+    text = printable(text)
+    return text if len(text) <= room else f"…{text[1 - room :]}"
+
+
+# A file --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A question about a file with its answer. tone: `good`, `bad`, `warn` or empty."""
+
+    question: str
+    answer: str
+    tone: str
+    detail: str = ""
+    command: str = ""
+
+
+def _file(file: FileReport) -> dict[str, Any]:
+    """Everything that the page says of a file alone."""
+    notes = _findings(file.diagnosis)
+    known = {note.code for note in notes}
+    facts = {"name": file.diagnosis.file or "in memory", "facts": file.diagnosis.is_a}
+    if file.inspection is None:
+        verdict = Verdict("Does it load?", "It cannot be opened", "bad", "What it is, and what to do, stands below.")
+        empty = dict.fromkeys(("cells", "health", "memory", "outline", "code"))
+        return facts | empty | {"verdicts": [verdict], "notes": notes}
+    found, divided = file.inspection.listing, parts_of(file)
+    notes += [
+        PageNote(note.code, note.message, [" ".join(map(quoted, note.fix))] if note.fix else [])
+        for note in file.inspection.notes
+        if note.code not in known
+    ]
+    engine = engine_of(found.metadata)
+    what = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
+    what += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", *([engine] if engine else [])]
+    what += [found.part.label] if found.part else []
+    return facts | {
+        "facts": " · ".join(what),
+        "verdicts": list(_verdicts(file, {note.code for note in notes})),
+        "notes": notes,
+        "memory": memory_text(memory_needs(found)),
+        "cells": treemap(divided, file.inspection.statistics, 1000, 260),
+        "narrow": treemap(divided, file.inspection.statistics, 372, 420),
+        "outline": list(_outline(file)),
+        "code": [line for part in divided for line in _code(part)],
+        "health": _health(file),
+    }
+
+
+def _findings(diagnosis: Any) -> list[PageNote]:
+    return [
+        PageNote(each.code, each.what, list(each.fixes), bool(each.blocks), each.says, str(each.advice))
+        for each in diagnosis.findings
+    ]
+
+
+def _verdicts(file: FileReport, codes: set[str]) -> Iterator[Verdict]:
+    """The four questions, answered as far as was looked."""
+    assert file.inspection is not None
+    blocking = sum(finding.blocks for finding in file.diagnosis.findings)
+    if file.diagnosis.loads:
+        yield Verdict("Does it load?", "Nothing found against it", "good", "Judged by its structure.")
+    else:
+        yield Verdict("Does it load?", f"No: {counted(blocking, 'problem')}", "bad", "The notes say what to do.")
+    if "unsafe-global" in codes:
+        yield Verdict("Would it run anything?", "Yes, with pickle", "bad", "The notes name it; ckptool ran nothing.")
+    elif "custom-class" in codes:
+        yield Verdict("Would it run anything?", "It imports classes", "warn", "The notes name them.")
+    else:
+        yield Verdict(
+            "Would it run anything?", "Nothing unknown", "good", "It calls only what builds tensors and values."
+        )
+    statistics, health = file.inspection.statistics.values(), file.health
+    odd = sum(1 for one in statistics if one.nans or one.infs)
+    read = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
+    if not health.read:
+        yield Verdict("Are the values finite?", "Not looked at", "", read)
+    else:
+        answer = f"{counted(odd, 'tensor')} with NaN or Inf" if odd else "All that were read"
+        yield Verdict("Are the values finite?", answer, "bad" if odd else "good", read)
+    yield Verdict("Do checksums match?", "Not checked", "", "", file.diagnosis.unread)
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineLine:
+    """A line of the folded table. bar: of 100, its share of the largest."""
+
+    label: str
+    level: int
+    times: int
+    detail: str
+    size: str
+    bar: int
+
+
+def _outline(file: FileReport) -> Iterator[OutlineLine]:
+    assert file.inspection is not None
+    shown, hidden = overview(parts(file.inspection.listing))
+    most = max((row.bytes or 0 for row in shown), default=0) or 1
+    deep = sum(1 for row in shown if row.outline is not None) or 1
+    for row in shown:
+        bar = 100 * (row.bytes or 0) // most
+        yield OutlineLine(row.name, 0, 1, row.detail, "" if row.bytes is None else size(row.bytes), bar)
+        if row.outline is not None:
+            branch = outline(row.part, LINES // deep, None, "none")
+            yield from _branches(branch, 1, most)
+    if hidden:
+        yield OutlineLine("…", 0, 1, f"and {counted(hidden, 'more part')}, in the table of all tensors", "", 0)
+
+
+def _branches(branch: Branch, level: int, most: int) -> Iterator[OutlineLine]:
+    for child in branch.expanded:
+        tied = child.leaf is not None and child.times == 1 and child.leaf in child.part.tied
+        detail, bar = branch_detail(child, child.part), 100 * child.size // most
+        yield OutlineLine(
+            child.label,
+            min(level, 8),
+            child.times // branch.times,
+            detail,
+            "" if tied else size(child.size),
+            0 if tied else bar,
+        )
+        yield from _branches(child, level + 1, most)
+    if branch.hidden:
+        yield OutlineLine("…", min(level, 8), 1, f"{branch.hidden:,} more, in the table of all tensors", "", 0)
+
+
+def _code(part: PartSummary) -> Iterator[str]:
+    """The modules of a part as `print(model)` would show them."""
+    for line in code_view(part):
+        times = f"  ×{line.times}" if line.times > 1 else ""
+        yield "    " * line.level + ": ".join(text for text in (line.name, line.text) if text) + times
+
+
+def _health(file: FileReport) -> dict[str, Any]:
+    """Every rule with what it found, and how much of the values was read."""
+    health = file.health
+    found = {finding.rule: finding.details for finding in health.findings}
+    reasons: dict[str, list[str]] = {}
+    for place, reason in health.skipped.items():
+        reasons.setdefault(reason, []).append(place)
+    rules = [(rule, len(found.get(rule, ())), list(found.get(rule, {}).items())[:FOUND]) for rule in health.rules]
+    coverage = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
+    return {"coverage": coverage, "rules": rules, "skipped": list(reasons.items())}
