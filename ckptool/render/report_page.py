@@ -53,7 +53,7 @@ def report_page(report: CheckpointReport) -> str:
             fits=[(f"Does it fit {report.fit.against}?", _findings(report.fit))] if report.fit is not None else [],
             distances=distance_rows(report.distances) if report.distances is not None else None,
             run=run_facts(report) if report.run is not None or report.history is not None else None,
-            data=packed(report) if any(file.inspection for file in report.files) else "",
+            data=packed(report) if any(parts_of(file) for file in report.files) else "",
         )
     )
 
@@ -140,7 +140,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         "narrow": treemap(divided, file.inspection.statistics, 372, 420),
         "outline": list(_outline(file)),
         "code": [line for part in divided for line in _code(part)],
-        "health": _health(file),
+        "health": _health(file) if file.health.tensors else None,
     }
 
 
@@ -232,7 +232,7 @@ def _code(part: PartSummary) -> Iterator[str]:
 def _health(file: FileReport) -> dict[str, Any]:
     """Every rule with what it found, and how much of the values was read."""
     health = file.health
-    found = {finding.rule: finding.details for finding in health.findings}
+    found = {f"{finding.kind}: {finding.rule}": finding.details for finding in health.findings}
     reasons: dict[str, list[str]] = {}
     for place, reason in health.skipped.items():
         reasons.setdefault(reason, []).append(place)

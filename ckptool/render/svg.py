@@ -22,11 +22,13 @@ HUES = 6
 class Cell:
     """A module in the treemap.
 
-    name: its tensors' addresses begin so.  leaf: it is a tensor.  hue: of the largest module that it is in, from 0.
+    name: its tensors' addresses begin so.  label: the same without what all names of the part have in common.
+    leaf: it is a tensor.  hue: of the largest module that it is in, from 0.
     not_finite: of its tensors, those with NaN or Inf.
     """
 
     name: str
+    label: str
     part: int
     leaf: bool
     tensors: int
@@ -94,7 +96,7 @@ def _modules(part: PartSummary, number: int, statistics: dict[str, Statistics], 
         odd = sum(1 for one in known if one.nans or one.infs)
         leaf = len(items) == 1 and items[0][0] == name
         if nbytes := sum(size for _, size in items):
-            yield Cell(name, number, leaf, len(items), nbytes, hue, odd)
+            yield Cell(name, name[start:] or name, number, leaf, len(items), nbytes, hue, odd)
 
 
 def _by_piece(items: Sequence[Item], start: int) -> dict[str, list[Item]]:

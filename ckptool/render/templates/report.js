@@ -92,7 +92,7 @@ const FIELDS = [
   ["shape", "shape", "shape", shapeText, (i) => (columns.shape[i] || []).reduce((a, b) => a * b, 1)],
   ["bytes", "bytes", "num", (i) => size(columns.bytes[i]), (i) => columns.bytes[i]],
   ...["min", "max", "mean", "std", "norm"].map((name) => [name, name, "num", (i) => number(columns[name][i], name !== "min" && name !== "max" || isFloat(i), 4), (i) => columns[name][i], name[0] === "m" ? 2 : 1]),
-  ["zeros", "zeros", "num", (i) => columns.zeros[i] === null ? "–" : columns.zeros[i] ? `${(100 * columns.zeros[i] / columns.count[i]).toFixed(1)}%` : "0", (i) => columns.zeros[i] / columns.count[i], 1],
+  ["zeros", "zeros", "num", (i) => columns.zeros[i] === null ? "–" : columns.zeros[i] ? `${(100 * columns.zeros[i] / columns.count[i]).toFixed(1)}%` : "0", (i) => columns.zeros[i] / columns.count[i], 2],
   ["odd", "NaN, Inf", "num", (i) => columns.nans[i] === null ? "–" : commas(columns.nans[i] + columns.infs[i]), (i) => columns.nans[i] + columns.infs[i], 1],
   ["hist", "histogram", "hist", histogram, null, 1],
   ["thumb", "means", "thumb", thumbnail, null, 1],
@@ -354,6 +354,7 @@ let start = "all";
   $("json").onclick = () => save("tensors.json", "application/json", json());
   $("copycsv").onclick = (event) => clip(csv(), event.target);
   $("tensors").hidden = false;
+  $("grid").style.height = `${Math.min(Math.max(columns.name.length * ROW + 38, 390), 620)}px`;
   $("table").classList.toggle("diff", table.diff);
   head();
   find();
