@@ -245,7 +245,7 @@ function details(i, index) {
     add("values", `${commas(columns.count[i])}: ${commas(columns.zeros[i])} zero, ${commas(columns.nans[i])} NaN, ${commas(columns.infs[i])} Inf`);
   } else add("values", "not read");
   const quantiles = columns.quantiles[i];
-  if (quantiles && quantiles.length) add("quantiles", ["5", "25", "50", "75", "95"].map((q, k) => `${q}%: ${number(quantiles[k])}`).join("  "));
+  if (quantiles && quantiles.length) add("quantiles", ["5", "25", "50", "75", "95"].map((q, k) => `${q}%: ${number(quantiles[k])}`).join(", "));
   const pictures = make("div", {}, histogram(i)), thumb = thumbnail(i);
   if (columns.hist[i]) pictures.append(make("p", { className: "soft", textContent: `${number(columns.min[i])} … ${number(columns.max[i])}` }));
   if (thumb) pictures.append(thumb, make("p", { className: "soft", textContent: `Means of ${columns.thumb[i][0]} × ${columns.thumb[i][1]} blocks; blue −${columns.thumb[i][2]}, orange +${columns.thumb[i][2]}.` }));
