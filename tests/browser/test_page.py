@@ -19,6 +19,7 @@ import ckptool
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import printable
 from tests.support.browser import Browser
+from tests.support.small_runs import config
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -465,3 +466,16 @@ def test_findings_stand_beside_their_rules(browser: Browser, page: Path) -> None
     assert rows == len(found.rules) + 1 and all(rule in text for rule in found.rules)
     assert found.findings and all(place in text for finding in found.findings for place in finding.details)
     assert browser.js("return document.querySelectorAll('td.warn').length") == len(found.findings)
+
+
+def test_a_run_is_drawn_with_its_saves(browser: Browser, tmp_path: Path, harness: None) -> None:
+    ckptool.train(config("eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run"))
+    found = ckptool.report(tmp_path / "run", out=tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    titles = browser.js("return [...document.querySelectorAll('.charts svg')].map((s) => s.ariaLabel.split(':')[0])")
+    assert set(titles) <= set(found.history.curves) and "loss" in titles
+    marks = browser.js("return document.querySelector('.charts').querySelector('svg').querySelectorAll('.save').length")
+    assert marks == len(found.history.saves) > 0
+    rows = browser.js("return [...document.querySelectorAll('h2 ~ details tbody tr, h2 ~ details tr code')].length")
+    assert found.norms is not None and rows >= len(found.norms.norms) > 0
+    assert browser.js(NAMELESS) == []
