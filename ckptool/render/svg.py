@@ -49,7 +49,7 @@ def treemap(
 ) -> list[Cell]:
     """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
     total = sum(part.bytes for part in divided)
-    most = int(CELLS * width / 1_000)
+    most = max(int(CELLS * width / 1_000), 56)
     largest = heapq.nlargest(most, enumerate(divided), key=lambda one: one[1].bytes)
     shown = [(number, part) for number, part in largest if part.bytes]
     areas = squarify([part.bytes for _, part in shown], (0, 0, width, height))
