@@ -15,7 +15,7 @@ def memory_text(needs: MemoryNeeds) -> str:
     facts = []
     if needs.sets:
         counts = "weights" if needs.parameters is None else counted(needs.parameters, "parameter", shown=short)
-        counts += f" in {needs.sets:,} sets of weights" if needs.sets > 1 else ""
+        counts += f" in {counted(needs.sets, 'set')} of weights" if needs.sets > 1 else ""
         facts.append(f"{counts}: {' + '.join(f'{size(n)} {name}' for name, n in needs.dtypes) or '0 B'}")
     facts += [f"EMA {size(needs.average)}"] if needs.average else []
     facts += [f"optimizer {size(needs.optimizer)} ({needs.optimizer_share:.0%})"] if needs.optimizer else []

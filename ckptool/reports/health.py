@@ -107,4 +107,4 @@ def _unlike_siblings(weights: Iterable[_Values]) -> Iterator[tuple[str, str]]:
         for each, norm in zip(group, norms, strict=True):
             apart = abs(norm - middle) >= DEVIATIONS * spread
             if len(group) >= SIBLINGS and apart and middle and not middle / FACTOR < norm < middle * FACTOR:
-                yield each.address, f"norm {norm:.4g}; median of {len(group):,} siblings {middle:.4g}"
+                yield each.address, f"norm {norm:.4g}; median of {counted(len(group), 'sibling')} {middle:.4g}"

@@ -117,7 +117,11 @@ def problem_of(command: str, around: Surroundings, plain: Ended, ended: Ended) -
         return ""
     written = {name.replace(around.names("out"), "out"): data for name, data in ended.files.items()}
     written = {name.replace(around.names("m.pt"), "m.pt"): data for name, data in written.items()}
-    new = {name for name in plain.files | written if written.get(name) != plain.files.get(name)}
+    new = {
+        name
+        for name in plain.files | written
+        if written.get(name) != plain.files.get(name) and not (name.endswith(".html") and name in written)
+    }  # a page names the files as they were typed
     if (around.harmless or ended.code == 0) and new:
         return f"writes other files than elsewhere: {sorted(new)} {told[:300]}"
     if ended.code == 2 and any("/out" in name for name in written) and (around.after not in FULL or new):

@@ -61,7 +61,7 @@ def test_an_unknown_option_names_the_nearest(command: str, run: Run) -> None:
 
 def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
     for typed, meant in {
-        "strip": "strip-module",
+        "strip-mod": "strip-module",
         "strip_module": "strip-module",
         "warm": "warm-start",
         "insp": "inspect",
