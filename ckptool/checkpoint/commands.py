@@ -99,9 +99,11 @@ def function_name(verb: str) -> str:
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
-    """The words of a command line with a verb of two as one word."""
+    """The words of a command line with its verb as one word, in the place of an alias, too."""
     joined = " ".join(words[:2])
-    return [joined, *words[2:]] if joined in VERBS else list(words)
+    if joined in VERBS:
+        return [joined, *words[2:]]
+    return [ALIASES.get(word, word) for word in words[:1]] + list(words[1:])
 
 
 class Slot(str):

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
-    words = with_verb([ALIASES.get(word, word) for word in words[:1]] + words[1:])
+    words = with_verb(words)
     below = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]  # `lora` is the first word of some
     if below and (not words[1:] or words[1] in HELP):
         named, words = below, words[1:]

@@ -23,7 +23,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.checkpoint.commands import VERBS
+from ckptool.checkpoint.commands import ALIASES, VERBS
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
 from ckptool.cli import HELP, parser
 from ckptool.cli.completion import VALUES, candidates
@@ -280,3 +280,9 @@ def test_codes_and_verbs_are_offered_to_what_explains_them(run: Run) -> None:
         assert [each.text for each in candidates([verb], "") or ()] == list(VALUES[kind]())
         for value in list(VALUES[kind]())[::9]:
             assert run(verb, value).code == 0, value
+
+
+@pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
+def test_an_alias_is_completed_as_its_command(alias: str, verb: str, hostile: Path) -> None:
+    for rest in ("--", "0.pt#", "a\\ model.pt#model/"):
+        assert asked(f"ckptool {alias} {rest}", hostile) == asked(f"ckptool {verb} {rest}", hostile) != (0, [])
