@@ -409,6 +409,11 @@ def without_wrappers(key: str) -> str:
     return ".".join([*modules, name])
 
 
+def bare(path: Path) -> Path:
+    """The path of an entry, with each key as the bare module has it."""
+    return tuple(without_wrappers(part) if type(part) is str else part for part in path)
+
+
 def unwrapped_front(key: str) -> str:
     """The key without the `_` wrappers that stand before anything else."""
     parts = key.split(".")

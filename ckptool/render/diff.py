@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.registry import provides
-from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain.text import to_json
@@ -60,7 +60,7 @@ def _differing(found: Diff) -> Iterable[str]:
     return dict.fromkeys(printable(name) or WHOLE for name in names)
 
 
-_EVIDENCE = {
+EVIDENCE = {
     "bytes": "byte for byte",
     "stored checksums": "by their stored checksums (not read)",
     "values": "by their values",
@@ -70,7 +70,7 @@ _EVIDENCE = {
 
 def _verdict(found: Diff) -> str:
     if found.same:
-        evidence = _EVIDENCE.get(found.evidence, found.evidence)
+        evidence = EVIDENCE.get(found.evidence, found.evidence)
         same = "same in what matches" if found.only else "same"
         return f"{same}: {counted(found.tensors, 'tensor')}, {evidence}"
     tensors = sum(1 for change in found.changed if _is_tensor(change.left))
@@ -81,7 +81,7 @@ def _verdict(found: Diff) -> str:
     facts += [f"{len(found.only_right):,} only in {printable(found.right)}"] if found.only_right else []
     facts += ["different ties"] if found.ties else []
     facts += ["a different order"] if found.order_differs else []
-    equal = f"; {counted(found.equal, 'tensor')} the same, {_EVIDENCE.get(found.evidence, found.evidence)}"
+    equal = f"; {counted(found.equal, 'tensor')} the same, {EVIDENCE.get(found.evidence, found.evidence)}"
     return f"differ: {', '.join(facts)}{equal if found.equal else ''}"
 
 
@@ -91,11 +91,11 @@ def _is_tensor(node: Any) -> bool:
 
 def _differences(found: Diff, style: Style, all: bool) -> list[list[str]]:
     blocks = [
-        _only(f"only in {printable(found.left)}", found.only_left, style, all),
-        _only(f"only in {printable(found.right)}", found.only_right, style, all),
-        _aspects(found, style, all),
+        _block(f"only in {printable(found.left)}", only_rows(found.only_left), style, all),
+        _block(f"only in {printable(found.right)}", only_rows(found.only_right), style, all),
+        _block("other than by value", aspect_rows(found), style, all),
         _values_table(found, style, all),
-        _entries_changed(found, style, all),
+        _block("entries", entry_rows(found), style, all),
     ]
     sides = {"left": printable(found.left), "right": printable(found.right)}
     ties = [f"  tied only in {sides[side]}: {listed([printable(n) for n in names], 20)}" for side, names in found.ties]
@@ -106,12 +106,12 @@ def _differences(found: Diff, style: Style, all: bool) -> list[list[str]]:
     return blocks
 
 
-def _only(title: str, entries: Sequence[tuple[Any, Any]], style: Style, all: bool) -> list[str]:
-    rows = [(address(path), tensor_text(node) if _is_tensor(node) else value_text(node)) for path, node in entries]
-    return _block(title, rows, style, all)
+def only_rows(entries: Iterable[tuple[Path, Any]]) -> list[tuple[str, str]]:
+    """What is in one file only: its address, and what it is."""
+    return [(address(path), _entry(node)) for path, node in entries]
 
 
-def _aspects(found: Diff, style: Style, all: bool) -> list[str]:
+def aspect_rows(found: Diff) -> list[tuple[str, str]]:
     """Shapes, types, devices and the like, old and new."""
     rows = []
     for change in found.changed:
@@ -122,19 +122,20 @@ def _aspects(found: Diff, style: Style, all: bool) -> list[str]:
         ]
         if texts:
             rows.append((change.address, ", ".join(texts)))
-    return _block("other than by value", rows, style, all)
+    return rows
 
 
 def _side(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else printable(str(value))
 
 
-def _entries_changed(found: Diff, style: Style, all: bool) -> list[str]:
+def entry_rows(found: Diff) -> list[tuple[str, str]]:
+    """What is no tensor on both sides, old and new."""
     rows = []
     for change in found.changed:
         if "value" in change.aspects or ("values" in change.aspects and not _is_tensor(change.left)):
             rows.append((change.address, f"{_entry(change.left)} → {_entry(change.right)}"))
-    return _block("entries", rows, style, all)
+    return rows
 
 
 def _entry(value: Any) -> str:
@@ -143,24 +144,27 @@ def _entry(value: Any) -> str:
 
 def _block(title: str, rows: Sequence[tuple[str, str]], style: Style, all: bool) -> list[str]:
     """Names with a text each; those with the same text in groups, unless `all` are to be shown."""
-    cells = [(_shown(name), text) for name, text in rows]
-    if not all:
-        by_text: dict[str, list[tuple[str, None]]] = {}
-        for name, text in rows:
-            by_text.setdefault(text, []).append((name, None))
-        cells = [
-            (_shown(group) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
-            for text, names in by_text.items()
-            for group, members in _folded(names)
-        ]
+    cells = [(_shown(name), text) for name, text in rows] if all else grouped_rows(rows)
     return [style.bold(f"{title} ({len(rows):,})"), *style.table(cells)] if rows else []
+
+
+def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names with a text each: those with the same text in groups, with their number."""
+    by_text: dict[str, list[tuple[str, None]]] = {}
+    for name, text in rows:
+        by_text.setdefault(text, []).append((name, None))
+    return [
+        (_shown(group) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
+        for text, names in by_text.items()
+        for group, members in folded(names)
+    ]
 
 
 def _shown(name: str) -> str:
     return printable(name) or WHOLE
 
 
-def _folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
+def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
     """What has a name each, in groups of names: the text of each group, and all that it stands for."""
     by_name: dict[str, list[Item]] = {}
     for name, item in rows:
@@ -171,15 +175,15 @@ def _folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _tensors_changed(found: Diff) -> list[tuple[str, Difference]]:
+def tensors_changed(found: Diff) -> list[tuple[str, Difference]]:
     """The tensors whose values differ, by their addresses."""
     return [(each.address, each) for each in found.changed if "values" in each.aspects and _is_tensor(each.left)]
 
 
 def _values_table(found: Diff, style: Style, all: bool) -> list[str]:
     """A row for each tensor, or for each group of tensors where those are fewer."""
-    rows = _tensors_changed(found)
-    groups = [] if all else _folded(rows)
+    rows = tensors_changed(found)
+    groups = [] if all else folded(rows)
     if not rows:
         return []
     title, counted_ones = f"values ({len(rows):,})", [change.values for _, change in rows if change.values is not None]
@@ -192,7 +196,7 @@ def _values_table(found: Diff, style: Style, all: bool) -> list[str]:
     else:
         top = max((values.mean_rel or 0 for values in counted_ones), default=0)
         heads = ("", "tensors", "elements changed", "max |a-b|", "cosine", "change")
-        cells = [(_shown(text), *_group_facts(members, top)) for text, members in groups]
+        cells = [(_shown(text), *group_facts(members, top)) for text, members in groups]
         lines = style.table([heads, *cells], right=range(1, 5), title=title)
         scale = f"change: mean |a-b| / max(|a|, |b|) of each layer or member in turn, from 0 (▁) to {number(top)} (█)"
         lines += [style.dim(line) for line in style.prose(f"  {scale}; each tensor: --all", "    ")]
@@ -215,7 +219,7 @@ def _cosine(value: float | None) -> str:
     return "–" if value is None else f"{value:.6f}"
 
 
-def _group_facts(members: Members, top: float) -> tuple[str, ...]:
+def group_facts(members: Members, top: float) -> tuple[str, ...]:
     """The number of tensors, what changed in them together, the range of their cosines, and the strip of change."""
     all_values = [change.values for changes in members.values() for change in changes]
     values = [each for each in all_values if each is not None]
@@ -284,17 +288,16 @@ def _reservations(found: Diff) -> list[str]:
     if found.only:
         patterns = listed([printable(pattern) for pattern in found.only], 20)
         lines.append(f"compared only what matches {patterns}; nothing else was read, and no ties were looked for")
-    if found.only_left and found.only_right and "prefix" not in found.ignored:
-        left, right = (
-            {_bare(path) for path, node in side if _is_tensor(node)} for side in (found.only_left, found.only_right)
-        )
-        if left and left == right:
-            lines.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
+    if differs_by_prefix(found):
+        lines.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
     return lines
 
 
-def _bare(path: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(without_wrappers(segment) if isinstance(segment, str) else segment for segment in path)
+def differs_by_prefix(found: Diff) -> bool:
+    """True if the names of what is in one file only differ by nothing but a wrapper's prefix."""
+    sides = (found.only_left, found.only_right)
+    left, right = ({bare(path) for path, node in side if _is_tensor(node)} for side in sides)
+    return bool(left) and left == right and "prefix" not in found.ignored
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------

@@ -8,18 +8,30 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.checkpoint.tree import address
+from ckptool.checkpoint.state_dicts import bare
+from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, printable
-from ckptool.render.style import number, short, size, tensor_text, value_text
+from ckptool.render.diff import (
+    EVIDENCE,
+    aspect_rows,
+    entry_rows,
+    folded,
+    group_facts,
+    grouped_rows,
+    only_rows,
+    tensors_changed,
+)
+from ckptool.render.style import WHOLE, number, size
 from ckptool.render.svg import polyline
 from ckptool.reports.diff import Diff
-from ckptool.reports.report import CheckpointReport, Distances, NormsOverTime
+from ckptool.reports.report import CheckpointReport, Distances, FileReport, NormsOverTime
 
 LAYERS, KINDS, LISTED = 60, 36, 300  # rows and columns of a heatmap, rows of a list
 WIDE, HIGH = 24, 16  # of a cell with its gap
 LEVELS = (0, 0.01, 0.1, 0.5, 1)  # of a share: shades 0 … 5
 CURVE = (420, 106)
+VALUES, ONLY = ("", "tensors", "elements that differ", "largest |a−b|", "cosine"), ("", "what")
+SIDES = {"left": "A", "right": "B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,15 @@ class PageNote:
     advice: str = ""
 
 
+def place(diff: Diff, side: int, path: Path) -> str | None:
+    """What the differences call an entry of a file, the first or the second; None where it was not compared."""
+    base = diff.bases[side]
+    if path[: len(base)] != base:
+        return None
+    inside = path[len(base) :]
+    return address(bare(inside) if "prefix" in diff.ignored else inside)
+
+
 def level(share: float) -> int:
     """The shade of a share: 0 for nothing, 5 for all."""
     return sum(1 for most in LEVELS if share > most) + (share >= 1)
@@ -42,70 +63,89 @@ def level(share: float) -> int:
 # Two files -----------------------------------------------------------------------------------------------------------
 
 
-def changes(diff: Diff, tensors: dict[str, int]) -> dict[str, Any]:
-    """Two files compared. tensors: elements of the first one's weights, by address, for the heatmap."""
-    tensors_changed = [change for change in diff.changed if _is_tensor(change.left)]
-    moved = {change.address: change.values for change in tensors_changed if change.values is not None}
-    entries = [change for change in diff.changed if not _is_tensor(change.left)]
-    same = (
-        "They are the same" if diff.same else f"{len(tensors_changed):,} of {counted(diff.tensors, 'tensor')} changed"
-    )
-    counts = [(len(entries), "entry", "entries")]
-    rest = [counted(count, one, many) + " changed" for count, one, many in counts if count]
-    rest += [f"{len(only):,} only in {side}" for side, only in (("A", diff.only_left), ("B", diff.only_right)) if only]
-    equal = f"{counted(diff.equal, 'tensor')} equal, by {diff.evidence}"
-    lists = [
-        (f"Only in {side}", [(address(path), _text(node)) for path, node in only])
-        for side, only in (("A", diff.only_left), ("B", diff.only_right))
+def changes(report: CheckpointReport, sizes: dict[str, int]) -> dict[str, Any]:
+    """Two files compared. sizes: elements of the first one's weights, by address, for the heatmap."""
+    diff = report.diff
+    assert diff is not None
+    values = tensors_changed(diff)
+    groups = [(text, *group_facts(members, 0)[:4]) for text, members in folded(values)]
+    only = [(f"Only in {side}", ONLY, grouped_rows(only_rows(found))) for side, found in _only(diff)]
+    lists: list[tuple[str, tuple[str, ...], list[Any]]] = [
+        ("Changed in value", VALUES, groups),
+        ("Changed other than by value", ("", "old → new"), grouped_rows(aspect_rows(diff))),
+        *only,
+        ("Entries that changed", ("", "old → new"), grouped_rows(entry_rows(diff))),
+        ("Tied in one file only", ("in", "names"), [(SIDES[side], ", ".join(names[:20])) for side, names in diff.ties]),
+        ("In another order", ("keys of",), [(name,) for name in diff.order_differs]),
     ]
-    lists += [("Entries that changed", [(one.address, f"{_text(one.left)} → {_text(one.right)}") for one in entries])]
-    other = [
-        (
-            one.address,
-            ", ".join(f"{name} {_side(a)} → {_side(b)}" for name, (a, b) in one.aspects.items() if name != "values"),
-        )
-        for one in tensors_changed
-        if set(one.aspects) - {"values"}
-    ]
-    lists += [("Changed other than by value", other)]
-    lists += [("Tied in one file only", [(side, ", ".join(names[:20])) for side, names in diff.ties])]
-    shown = [
-        (f"{title} ({len(rows):,})", rows[:LISTED] + [("…", f"{len(rows) - LISTED:,} more")] * (len(rows) > LISTED))
-        for title, rows in lists
-        if rows
-    ]
+    remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
+    if any("shape" in change.aspects for change in diff.changed):
+        remarks.append("Values are compared only where the shapes agree.")
+    verdict = "; ".join(_clauses(report))
     return {
-        "same": diff.same,
-        "verdict": "; ".join([same, *rest, equal]) + ".",
+        "verdict": verdict[:1].upper() + verdict[1:],
+        "equal": f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}.",
         "moved": _moved(diff),
-        "remarks": [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])],
-        "lists": shown,
-        **_heatmap(moved, tensors),
+        "remarks": remarks,
+        "lists": [(title, heads, rows[:LISTED], max(len(rows) - LISTED, 0)) for title, heads, rows in lists if rows],
+        **_heatmap({name: one.values for name, one in values if one.values is not None}, sizes),
     }
 
 
+def _only(diff: Diff) -> list[tuple[str, Any]]:
+    return [(side, found) for side, found in (("A", diff.only_left), ("B", diff.only_right)) if found]
+
+
+def _clauses(report: CheckpointReport) -> Iterator[str]:
+    """What changed, in a few words for each kind of change."""
+    diff = report.diff
+    assert diff is not None
+    odd = [_not_finite(diff, side, file) for side, file in enumerate(report.files)]
+    for side, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
+        if new:
+            yield f"NaN or Inf only in {side}: {_named(sorted(new))}"
+    by_text: dict[str, list[str]] = {}
+    for name, text in aspect_rows(diff):
+        by_text.setdefault(text, []).append(name)
+    yield from (f"{_cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3])
+    if len(by_text) > 3:
+        yield f"{len(by_text) - 3:,} more changes of that kind"
+    if values := tensors_changed(diff):
+        _, share, most, _, _ = group_facts({name: [change] for name, change in values}, 0)
+        far = f": {share} elements, by up to {most}" if most else ""
+        yield f"values changed in {_named([name for name, _ in values])}{far}"
+    for side, found in _only(diff):
+        yield f"only in {side}: {_named([address(path) for path, _ in found], 'entry')}"
+    if entries := [f"{_cut(name, 60)} {_cut(text, 60)}" for name, text in entry_rows(diff)]:
+        more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
+        yield f"entries changed: {', '.join(entries[:3])}{more}"
+    yield from ["different ties"] * bool(diff.ties) + ["a different order of keys"] * bool(diff.order_differs)
+    if "prefix" in diff.ignored:
+        yield "the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else "")
+
+
+def _not_finite(diff: Diff, side: int, file: FileReport) -> set[str]:
+    """What was compared of a file and holds NaN or Inf."""
+    rows = file.inspection.listing.tensors if file.inspection is not None else ()
+    numbers = file.inspection.statistics if file.inspection is not None else {}
+    odd = [row for row in rows if (one := numbers.get(row.address)) is not None and (one.nans or one.infs)]
+    return {name for row in odd if (name := place(diff, side, row.path)) is not None}
+
+
+def _named(names: list[str], one: str = "tensor") -> str:
+    """Their number, and the first two of their groups."""
+    groups = [text for text, _ in folded((name, None) for name in names)]
+    text = ", ".join(_cut(group, 90) or WHOLE for group in groups[:2]) + ", …" * (len(groups) > 2)
+    return text if len(names) == 1 else f"{counted(len(names), one, 'entries' if one == 'entry' else '')} ({text})"
+
+
 def _moved(diff: Diff) -> str:
-    """How many elements moved, and how large a patch of them would be."""
-    changed, total, patch = (getattr(diff, name, None) for name in ("changed_elements", "elements", "patch_bytes"))
-    if changed is None:
-        found = [change.values for change in diff.changed if change.values is not None]
-        return f"{counted(sum(one.changed for one in found), 'element')} moved in them." if found else ""
-    share = f" ({changed / total:.2%} of {short(total)})" if total else ""
-    return f"{counted(changed, 'element')} moved{share}." + (
-        f" A sparse patch would have {size(patch)}." if patch else ""
-    )
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, (TensorEntry, Composite))
-
-
-def _text(node: Any) -> str:
-    return tensor_text(node) if _is_tensor(node) else value_text(node)
-
-
-def _side(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    """How many elements differ, and how large a patch of them would be."""
+    if not diff.changed_elements:
+        return ""
+    share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
+    patch = f"; a sparse patch would take {size(diff.patch_bytes)}" if diff.patch_bytes else ""
+    return f"{diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share}){patch}."
 
 
 def _place(name: str) -> tuple[str, str]:

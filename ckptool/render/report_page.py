@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from re import finditer
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import counted, printable, quoted
 from ckptool.render.inspect import branch_detail, overview
 from ckptool.render.memory_line import memory_text
 from ckptool.render.outline import Branch, outline
-from ckptool.render.report_changes import PageNote, changes, distance_rows, run_facts
+from ckptool.render.report_changes import PageNote, changes, distance_rows, place, run_facts
 from ckptool.render.report_table import packed, parts_of
 from ckptool.render.style import size
 from ckptool.render.svg import treemap
@@ -39,6 +40,8 @@ def report_page(report: CheckpointReport) -> str:
     style, script = (TEMPLATES.joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
     several = len(report.files) > 1
     files = [_file(file) | {"letter": letter(number) if several else ""} for number, file in enumerate(report.files)]
+    rules = dict.fromkeys(rule for file in report.files for rule in file.health.rules)
+    found = {f"{finding.kind}: {finding.rule}" for file in report.files for finding in file.health.findings}
     return (
         _environment()
         .get_template("report.html")
@@ -49,7 +52,8 @@ def report_page(report: CheckpointReport) -> str:
             style=Markup(style),
             script=Markup(script),
             files=files,
-            change=changes(report.diff, _models(report)) if report.diff is not None else None,
+            clear=[rule for rule in rules if rule not in found],
+            change=changes(report, _models(report)) if report.diff is not None else None,
             fits=[(f"Does it fit {report.fit.against}?", _findings(report.fit))] if report.fit is not None else [],
             distances=distance_rows(report.distances) if report.distances is not None else None,
             run=run_facts(report) if report.run is not None or report.history is not None else None,
@@ -64,9 +68,11 @@ def letter(number: int) -> str:
 
 
 def _models(report: CheckpointReport) -> dict[str, int]:
-    """The addresses of the first file's weights, and how many elements each has."""
+    """What was compared of the first file's weights, and how many elements each has."""
+    assert report.diff is not None
     models = [part for part in parts_of(report.files[0]) if part.root.is_model]
-    return {row.address: max(prod(row.tensor.shape or (1,)), 1) for part in models for row in part.rows}
+    sizes = ((place(report.diff, 0, row.path), row.tensor.shape) for part in models for row in part.rows)
+    return {name: max(prod(shape or (1,)), 1) for name, shape in sizes if name is not None}
 
 
 def _hash(text: str) -> str:
@@ -84,7 +90,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    made.filters |= {"size": size, "short": _short, "tail": _tail, "counted": lambda n: counted(n, "tensor")}
+    made.filters |= {
+        "size": size,
+        "short": _short,
+        "tail": _tail,
+        "fit": fit,
+        "counted": lambda n: counted(n, "tensor"),
+    }
     return made
 
 
@@ -96,6 +108,20 @@ def _tail(text: str, room: int) -> str:
     """The end of a name, which tells it from its neighbours, as far as there is room."""
     text = printable(text)
     return text if len(text) <= room else f"…{text[1 - room :]}"
+
+
+def fit(text: str, room: int) -> tuple[str, str]:
+    """As many of a name's last pieces as there is room for, and of those before them; a number stays with its name."""
+    text = printable(text)
+    start = _start(text, room, r"[./](?=\D|\d+$)")
+    above = text[: max(start - 1, 0)]
+    return text[start:], above[_start(above, room, "[./]") :]
+
+
+def _start(text: str, room: int, sign: str) -> int:
+    """Where the first piece of a name begins from which on there is room; its end where there is none."""
+    starts = [0, *(match.end() for match in finditer(sign, text))]
+    return next((at for at in starts if len(text) - at <= room), len(text))
 
 
 # A file --------------------------------------------------------------------------------------------------------------
@@ -156,7 +182,7 @@ def _verdicts(file: FileReport, codes: set[str]) -> Iterator[Verdict]:
     assert file.inspection is not None
     blocking = sum(finding.blocks for finding in file.diagnosis.findings)
     if file.diagnosis.loads:
-        yield Verdict("Does it load?", "Nothing found against it", "good", "Judged by its structure.")
+        yield Verdict("Does it load?", "No problem found", "good", "Judged by its structure.")
     else:
         yield Verdict("Does it load?", f"No: {counted(blocking, 'problem')}", "bad", "The notes say what to do.")
     if "unsafe-global" in codes:
@@ -230,12 +256,11 @@ def _code(part: PartSummary) -> Iterator[str]:
 
 
 def _health(file: FileReport) -> dict[str, Any]:
-    """Every rule with what it found, and how much of the values was read."""
+    """What was found, with its rule, and how much of the values was read."""
     health = file.health
-    found = {f"{finding.kind}: {finding.rule}": finding.details for finding in health.findings}
     reasons: dict[str, list[str]] = {}
-    for place, reason in health.skipped.items():
-        reasons.setdefault(reason, []).append(place)
-    rules = [(rule, len(found.get(rule, ())), list(found.get(rule, {}).items())[:FOUND]) for rule in health.rules]
+    for name, reason in health.skipped.items():
+        reasons.setdefault(reason, []).append(name)
+    found = [(each.kind, each.rule, len(each.details), list(each.details.items())[:FOUND]) for each in health.findings]
     coverage = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
-    return {"coverage": coverage, "rules": rules, "skipped": list(reasons.items())}
+    return {"coverage": coverage, "found": found, "skipped": list(reasons.items())}

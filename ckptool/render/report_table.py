@@ -14,6 +14,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import printable
+from ckptool.render.report_changes import place
 from ckptool.reports.diff import Diff, Difference
 from ckptool.reports.inspect import PartSummary, TensorRow, parts, summary_of
 from ckptool.reports.report import CheckpointReport, FileReport, TensorPicture
@@ -39,7 +40,7 @@ def packed(report: CheckpointReport) -> str:
             names.append({"file": number, "at": part.root.address, "model": part.root.is_model, "is": part.root.kind})
             for index, row in enumerate(part.rows):
                 _add(columns, len(names) - 1, part, index, row, file, cells)
-                columns["change"].append(_change(report.diff, changes, row) if number < 2 else 0)
+                columns["change"].append(_change(report.diff, changes, number, row) if number < 2 else 0)
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": report.diff is not None, "columns": columns}
     text = json.dumps(table, separators=(",", ":"), allow_nan=False)
@@ -65,10 +66,10 @@ def _add(
     file: FileReport,
     cells: int,
 ) -> None:
-    tensor, place = row.tensor, row.address
+    tensor, at = row.tensor, row.address
     assert file.inspection is not None
-    statistics, picture = file.inspection.statistics.get(place), file.pictures.get(place)
-    columns["name"].append(place)
+    statistics, picture = file.inspection.statistics.get(at), file.pictures.get(at)
+    columns["name"].append(at)
     columns["part"].append(number)
     columns["dtype"].append(tensor.dtype.name if tensor.dtype else "?")
     columns["shape"].append(None if tensor.shape is None else list(tensor.shape))
@@ -149,15 +150,16 @@ def _changes(diff: Diff) -> tuple[dict[str, Difference], dict[str, str]]:
     return {change.address: change for change in diff.changed}, only
 
 
-def _change(diff: Diff | None, changes: Any, row: TensorRow) -> Any:
+def _change(diff: Diff | None, changes: Any, side: int, row: TensorRow) -> Any:
     """A word; elements that moved and all of them; then the largest difference and the cosine, where they are known."""
     if diff is None:
         return 0
     changed, only = changes
-    place = row.address
-    if (change := changed.get(place)) is None:
-        above = (place[:at] for at, sign in enumerate(f"{place}/") if sign == "/")
-        return [next((only[name] for name in above if name in only), f"same: {diff.evidence}")]
+    if (name := place(diff, side, row.path)) is None:
+        return ["not compared"]
+    if (change := changed.get(name)) is None:
+        above = (name[:at] for at, sign in enumerate(f"{name}/") if sign == "/")
+        return [next((only[part] for part in above if part in only), f"same: {diff.evidence}")]
     aspects = ", ".join(name for name in change.aspects if name != "values")
     if change.values is None:
         return [aspects or "values"]

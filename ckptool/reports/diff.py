@@ -16,7 +16,7 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.selection import Chosen, topmost
-from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.state_dicts import bare, without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.errors import Conflict, UsageError, printable
@@ -58,7 +58,7 @@ class Diff(Report):
     ties: groups of names that share a storage in one file and not in the other, as (side, names).  only: patterns;
     where given, `same` is about what matches, without ties.  elements: of all tensors that were compared.
     changed_elements, patch_bytes: those that differ, and the size of a sparse patch of the left one, as `sparse_patch`
-    counts; None where elements were compared for equality only.
+    counts; None where elements were compared for equality only.  bases: where in each file the parts lie.
     """
 
     verdict = "same"
@@ -81,6 +81,7 @@ class Diff(Report):
     elements: int = 0
     changed_elements: int | None = None
     patch_bytes: int | None = None
+    bases: tuple[Path, Path] = ((), ())
 
 
 _Aspects = dict[str, tuple[Any, Any]]
@@ -205,9 +206,8 @@ class _Comparer:
             kinds = [ARRAY if isinstance(node, Object) else "tensor" for node in (a, b)]
             mixed = kinds[0] != kinds[1]
             self.mixed |= mixed
-            self._tensors(
-                path, *arrays, "tensor" in kinds, {"kind": (kinds[0], kinds[1])} if mixed and self.pickled else {}
-            )
+            aspects: _Aspects = {"kind": (kinds[0], kinds[1])} if mixed and self.pickled else {}
+            self._tensors(path, *arrays, "tensor" in kinds, aspects)
         elif isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
@@ -491,6 +491,5 @@ def _storage_by_name(tree: Any, comparer: _Comparer) -> dict[str, int]:
     names: dict[str, int] = {}
     for path, node in walk(tree):
         if isinstance(node, TensorEntry) and node.storage.nbytes:
-            parts = tuple(without_wrappers(part) if strip and type(part) is str else part for part in path)
-            names[address(parts)] = id(node.storage)
+            names[address(bare(path) if strip else path)] = id(node.storage)
     return names

@@ -12,6 +12,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, is_optimizer, one_state_dict
+from ckptool.checkpoint.tree import Path, walk
 from ckptool.errors import listed, printable
 from ckptool.formats import members
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
@@ -44,12 +45,20 @@ def diff(
     if _is_one_file(a, b):
         b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
     parts, remarks = _comparable(a, b)
+    bases = _base(a, parts[0]), _base(b, parts[1])
     if "prefix" in ignore:
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     remarks += tuple(_not_joined(each) for each in (a, b) if each.at is None and members.beside(each.checkpoint))
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         options: dict[str, Any] = {"atol": atol, "rtol": rtol, "quick": quick, "statistics": stat}
-        return compare(*parts, ignore=ignore, remarks=remarks, only=several(only), **options)
+        found = compare(*parts, ignore=ignore, remarks=remarks, only=several(only), **options)
+    return replace(found, bases=bases)
+
+
+def _base(opened: Opened, part: Checkpoint) -> Path:
+    """Where in a file the part lies that is compared; empty for all of it."""
+    walked = () if opened.checkpoint.tree is part.tree else walk(opened.checkpoint.tree)
+    return next((path for path, node in walked if node is part.tree), ())
 
 
 def _is_one_file(a: Opened, b: Opened) -> bool:

@@ -15,6 +15,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.output import check_target, replace_file
+from ckptool.render.diff import differs_by_prefix
 from ckptool.reports.distances import Unreadable, Weights, distances, norms_over_time, weights_of
 from ckptool.reports.health import health
 from ckptool.reports.inspect import Inspection, Listing, listing
@@ -88,11 +89,16 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
 
 
 def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike]) -> Diff:
-    """The differences of two files; a part by the name that it was given, as what is compared depends on it."""
+    """The differences of two files; a part by the name that it was given, as what is compared depends on it. Without
+    a wrapper's prefix, where names differ by nothing else."""
     from ckptool.verbs.diff import diff
 
     left, right = (each.checkpoint if each.at is None else file for each, file in zip(opened, files, strict=True))
-    return diff(left, right)
+    found = diff(left, right)
+    try:
+        return diff(left, right, ignore="prefix") if differs_by_prefix(found) else found
+    except Conflict:  # a name is there with the prefix and without it
+        return found
 
 
 def _distances(opened: Sequence[Opened]) -> Distances:

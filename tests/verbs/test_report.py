@@ -50,7 +50,7 @@ def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
     assert facts["fit"] == ckptool.doctor("a.pt", against="b.pt").to_dict()
     assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
     assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
-    assert found.html().count("<title>") == 1 and found.out == "" and found.bytes == 0
+    assert found.html().count("</html>") == 1 and found.out == "" and found.bytes == 0
 
 
 def test_a_part_of_a_file(folder: Path) -> None:

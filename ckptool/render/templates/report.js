@@ -176,7 +176,7 @@ function row(place) {
     const cell = make(name === "name" ? "th" : "td", { className: `f-${name}${width === "num" ? " num" : ""}${optional ? ` opt opt${optional}` : ""}` }), value = text(i);
     if (name === "name") {
       cell.scope = "row";
-      cell.append(make("button", { textContent: value.slice(0, 300), title: value.slice(0, 1000), onclick: () => toggle(i) }));
+      cell.append(make("button", { title: value.slice(0, 1000), onclick: () => toggle(i) }, make("bdi", { dir: "ltr", textContent: value.length > 300 ? "…" + value.slice(-299) : value })));
     } else cell.append(value);
     line.append(cell);
   }
