@@ -21,7 +21,7 @@ def git_setup_text(found: GitSetup, *, style: Style = PLAIN) -> str:
     lines += [f"  {' '.join(map(quoted, command))}" for command in found.commands]
     if found.patterns:
         what = "without" if found.removed else "with"
-        text = f"{printable(found.attributes)}: {what} diff=ckptool for {listed([*found.patterns], 99)}"
+        text = f"{printable(found.attributes)}: {what} diff=ckptool for {listed([*map(printable, found.patterns)], 99)}"
         lines += [f"  {line}" for line in style.prose(text)]
     return "\n".join([*lines, *filter(None, [notes_text(found.notes, style)])]) + "\n"
 

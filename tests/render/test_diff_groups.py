@@ -52,7 +52,7 @@ def blocks(text: str) -> dict[str, list[str]]:
     for block in text.split("\n\n"):
         title = re.match(r"(only in .* one|other than by value|values|entries) \(", block)
         if title:
-            rows = [line for line in block.split("\n")[1:] if " changed (" not in line]
+            rows = [line for line in block.split("\n")[1:] if not re.search(r" changed \(|  max \|a-b\|", line)]
             found[title[1]] = [row for row in rows if not row.startswith("  change: ")]
     return found
 

