@@ -64,7 +64,7 @@ def report_page(report: CheckpointReport) -> str:
 
 def letter(number: int) -> str:
     """What a file is called on a page about several."""
-    return chr(ord("A") + number) if number < 26 else str(number + 1)
+    return chr(ord("A") + number) if number < 26 else str(number + 1)  # as `letter` of report.js
 
 
 def _models(report: CheckpointReport) -> dict[str, int]:
@@ -200,7 +200,8 @@ def _verdicts(file: FileReport, codes: set[str]) -> Iterator[Verdict]:
         yield Verdict("Are the values finite?", "Not looked at", "", read)
     else:
         answer = f"{counted(odd, 'tensor')} with NaN or Inf" if odd else "All that were read"
-        yield Verdict("Are the values finite?", answer, "bad" if odd else "good", read)
+        tone = "bad" if odd else "warn" if any(reason != "empty" for reason in health.skipped.values()) else "good"
+        yield Verdict("Are the values finite?", answer, tone, read)
     yield Verdict("Do checksums match?", "Not checked", "", "", file.diagnosis.unread)
 
 

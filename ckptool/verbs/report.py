@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 50  # checkpoints of a run that are read
 MOST_NAMES = 50_000  # tensors of all of them
+_DOCTYPE = b"<!DOCTYPE html>"
 
 
 def report(
@@ -173,17 +174,23 @@ def _check_output(out: PathLike, inputs: Iterable[object], overwrite: bool) -> N
     for given in inputs:
         path = split(given)[0] if isinstance(given, (str, os.PathLike)) else ""
         for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
-            if place and os.path.exists(place) and os.path.exists(name) and _holds(place, name):
+            if place and os.path.exists(place) and os.path.exists(name) and os.path.samefile(place, name):
                 what = f"{printable(name)} is an input of the report"
                 raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
+    if overwrite and os.path.isfile(name) and not _is_page(name):  # a shard of an index, a rank beside another, …
+        what = f"{printable(name)} is not a page"
+        raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
     check_target(out, overwrite=overwrite)
 
 
-def _holds(place: str, name: str) -> bool:
-    """True if it is that file, or one in that folder; older pages in it may be replaced."""
-    folder = os.path.join(os.path.realpath(place), "")
-    inside = os.path.realpath(name).startswith(folder) and not name.endswith(".html")
-    return os.path.samefile(place, name) or inside
+def _is_page(name: str) -> bool:
+    if os.path.realpath(name).lower().endswith((".html", ".htm")):
+        return True
+    try:
+        with open(name, "rb") as file:
+            return file.read(len(_DOCTYPE)) == _DOCTYPE
+    except OSError:
+        return False
 
 
 def _written(found: CheckpointReport, out: str, overwrite: bool) -> CheckpointReport:

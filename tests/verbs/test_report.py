@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
 import ckptool
@@ -51,6 +53,13 @@ def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
     assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
     assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
     assert found.html().count("</html>") == 1 and found.out == "" and found.bytes == 0
+
+
+@pytest.mark.parametrize("unread", [torch.eye(3).to_sparse(), torch.ones(2, device="meta"), torch.ones(0), None])
+def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, folder: Path) -> None:
+    saved({"a": torch.ones(2)} | ({} if unread is None else {"b": unread}), folder / "c.pt")
+    tone = "good" if unread is None or (not unread.numel() and not unread.is_meta) else "warn"
+    assert f'<dt>Are the values finite?</dt><dd class="{tone}">All that were read' in ckptool.report("c.pt").html()
 
 
 def test_a_part_of_a_file(folder: Path) -> None:
@@ -128,6 +137,32 @@ def test_a_page_in_the_folder_of_a_model_replaces_only_pages(folder: Path) -> No
         ckptool.report("model", out="model/page.html", overwrite=True)
     with pytest.raises(Conflict):
         ckptool.report("model", out="model/model.safetensors", overwrite=True)
+
+
+def test_a_page_replaces_no_file_that_a_named_one_leads_to(folder: Path) -> None:
+    """Shards of an index, a shard beside a shard, ranks, what a link leads to, and whatever else lies there."""
+    Path("model").mkdir()
+    shards = [f"model/model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    weights = {f"fc{number}.weight": torch.randn(6, 5) for number in range(2)}
+    for shard, (name, tensor) in zip(shards, weights.items(), strict=True):
+        save_file({name: tensor}, shard)
+    index = {"weight_map": dict(zip(weights, (Path(shard).name for shard in shards), strict=True))}
+    Path("model/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    Path("model/config.json").write_text("{}")
+    Path("link.html").symlink_to(shards[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(weights, checkpoint_id="dcp", no_dist=True)
+    before = contents(folder)
+    files = ("model/model.safetensors.index.json", shards[0], "dcp/.metadata", "dcp/__0_0.distcp", "dcp", "a.pt")
+    for file in files:
+        for out in (*shards, "model/config.json", "link.html", "dcp/.metadata", "dcp/__0_0.distcp", "b.pt"):
+            for inputs in ({}, {"against": file}):
+                with pytest.raises(CkptoolError, match=r"is not a page|is an input|only a part"):
+                    ckptool.report("a.pt" if inputs else file, out=out, overwrite=True, **inputs)  # type: ignore[arg-type]
+    assert contents(folder) == before
+    for _ in range(2):
+        ckptool.report("a.pt", out="page", overwrite=True)
 
 
 def test_an_output_that_exists_or_has_no_folder(folder: Path) -> None:
