@@ -213,7 +213,7 @@ def _is_leaf(node: Any) -> bool:
     if isinstance(node, (dict, list, tuple)):
         return not node
     return (
-        not isinstance(node, Set)
+        not (isinstance(node, Set) and node.items)
         if not isinstance(node, Object)
         else not (node.items or node.elements or node.attributes)
     )

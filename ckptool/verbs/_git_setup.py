@@ -19,7 +19,7 @@ from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.tree import Path, address
+from ckptool.checkpoint.tree import Path, address, item_at
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -95,6 +95,9 @@ def git_setup(*, everywhere: bool = False, remove: bool = False, dry_run: bool =
             commands.append(("git", "config", scope, "--replace-all", key, value))
     if remove and not everywhere and git("rev-parse", "-q", "--verify", CACHE, ok=(0, 1)) is not None:
         commands.append(("git", "update-ref", "-d", CACHE))
+    if not everywhere and not remove and os.path.islink(path):
+        why = "git does not follow a link of that name, and would see none of our lines."
+        raise Conflict(f"{printable(path)} is a link", why, "For all your repositories: ckptool git-setup --global")
     before = _content(path)
     after = _without_block(before, path) if remove else _with_block(before, path)
     if not dry_run:
@@ -134,9 +137,9 @@ def _write(path: str, content: bytes | None) -> None:
 
 # Of the block: what the file was before it.
 _NEW, _OPEN = b" (a new file)", b" (after a line without an end)"
-_BEGIN, _END = b"# >>> ckptool git-setup", b"# <<< ckptool git-setup\n"
-_OURS = f" {DRIVER}\n".encode()
-_BLOCK = re.compile(rb"^" + _BEGIN + rb"(| \([a-z ]+\))\n((?:(?!# [<>]{3}).*\n)*)" + _END, re.MULTILINE)
+_BEGIN, _END = b"# >>> ckptool git-setup", b"# <<< ckptool git-setup"
+_OURS, _OURS_CRLF = f" {DRIVER}\n".encode(), f" {DRIVER}\r\n".encode()  # an editor or autocrlf may end lines so
+_BLOCK = re.compile(rb"^" + _BEGIN + rb"(| \([a-z ]+\))\r?\n((?:(?!# [<>]{3}).*\n)*)" + _END + rb"\r?\n", re.MULTILINE)
 
 
 def _with_block(content: bytes | None, path: str) -> bytes:
@@ -147,7 +150,7 @@ def _with_block(content: bytes | None, path: str) -> bytes:
     if content is not None and found and content.endswith(found[0]) and found[2] == own:
         return content
     before = _NEW if rest is None else _OPEN if rest and not rest.endswith(b"\n") else b""
-    return (rest or b"") + b"\n" * (before is _OPEN) + _BEGIN + before + b"\n" + own + _END
+    return (rest or b"") + b"\n" * (before is _OPEN) + _BEGIN + before + b"\n" + own + _END + b"\n"
 
 
 def _without_block(content: bytes | None, path: str) -> bytes | None:
@@ -163,15 +166,15 @@ def _without_block(content: bytes | None, path: str) -> bytes | None:
             )
         return content
     before, after = content[: found.start()], content[found.end() :]
-    theirs = b"".join(line for line in found[2].splitlines(keepends=True) if not line.endswith(_OURS))
+    theirs = b"".join(line for line in found[2].splitlines(keepends=True) if not line.endswith((_OURS, _OURS_CRLF)))
     if found[1] == _OPEN and not theirs + after:
-        before = before.removesuffix(b"\n")
+        before = before.removesuffix(b"\n").removesuffix(b"\r")
     return None if found[1] == _NEW and not before + theirs + after else before + theirs + after
 
 
 def _patterns(content: bytes | None) -> tuple[str, ...]:
     found = _BLOCK.search(content or b"")
-    return tuple(os.fsdecode(line) for line in found[2].split(_OURS)[:-1]) if found else ()
+    return tuple(os.fsdecode(line) for line in found[2].replace(_OURS_CRLF, _OURS).split(_OURS)[:-1]) if found else ()
 
 
 def _overridden(dry_run: bool) -> Iterator[Note]:
@@ -229,7 +232,7 @@ def textconv(path: str) -> str:
 def _tensor_lines(source: Source) -> list[str]:
     checkpoint = formats.read_alone(source)
     found = listing(checkpoint)
-    entries = list(_entries(found.entries))
+    entries = list(_entries(found.entries, checkpoint.tree))
     arrays = [(row.path, array) for row in entries if (array := array_entry(row.value)) is not None]
     pairs: list[tuple[Path, Tensor]] = [*((row.path, row.tensor) for row in found.tensors), *arrays]
     as_arrays = [""] * len(found.tensors) + ["numpy "] * len(arrays)
@@ -238,7 +241,9 @@ def _tensor_lines(source: Source) -> list[str]:
         for (path, tensor), digest, kind in zip(pairs, path_digests(checkpoint.tree, pairs), as_arrays, strict=True)
     ]
     lines += [f"{_name(row.path)}  {_value(row.value)}" for row in entries if array_entry(row.value) is None]
-    lines += [f"… and {counted(found.unlisted, 'more entry', 'more entries')}"] if found.unlisted else []
+    if found.unlisted:  # a change of one of them is to be seen, too
+        more = counted(found.unlisted, "more entry", "more entries")
+        lines.append(f"… and {more}, in a file with the digest  {digest_of(source.path)[:DIGITS]}")
     if formats.named(checkpoint.container).tensors_only:
         said = {str(key): value for key, value in found.metadata.items()}
         lines += [f"metadata {printable(key)}  {_value(said[key])}" for key in said if not _OF_WRITERS.match(key)]
@@ -249,12 +254,20 @@ def _name(path: Path) -> str:
     return printable(address(path)) or WHOLE
 
 
-def _entries(rows: Sequence[EntryRow]) -> Iterator[EntryRow]:
+def _entries(rows: Sequence[EntryRow], tree: Any) -> Iterator[EntryRow]:
     """The plain values: not what an object is made of that is shown as a value, nor a state dict's versions of
     modules, which no other container has."""
     above: Path | None = None
+    versions: dict[Path, bool] = {}
     for row in rows:
-        if "_metadata" in row.path or (above is not None and row.path[: len(above)] == above):
+        if "_metadata" in row.path:  # as an attribute of the state dict: an entry called so is one like others
+            base = row.path[: row.path.index("_metadata")]
+            if base not in versions:
+                node = item_at(tree, base)
+                versions[base] = not (isinstance(node, dict) and "_metadata" in node)
+            if versions[base]:
+                continue
+        if above is not None and row.path[: len(above)] == above:
             continue
         above = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
         yield row
@@ -265,7 +278,7 @@ def _value(value: Any) -> str:
     content: Any = expand(value) if isinstance(value, Object) else value
     while isinstance(content, (StorageRef, Storage, Array, LazyBytes)):
         content = content.storage if isinstance(content, StorageRef) else content.data
-    if isinstance(content, str) and len(content) > WIDTH // 2:
+    if isinstance(content, str) and (len(content) > WIDTH // 2 or "\\" in content):  # which escapes others, too
         content = content.encode("utf-8", "surrogatepass")
     if isinstance(content, (bytes, bytearray)):
         content = InlineBytes(bytes(content))

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import struct
 import subprocess
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy
@@ -115,6 +116,32 @@ def test_lines_without_their_end_are_not_deleted(repository: Path, run: Run) -> 
         found = run("git-setup", *flags)
         assert found.code == 2 and "Delete them by hand" in found.err
     assert (path.read_text(), (repository / ".git" / "config").read_text()) == (before, kept)
+
+
+@pytest.mark.parametrize("contents", [b"*.txt text\r\n", b"*.txt text", None])
+def test_lines_that_were_given_other_ends_are_ours_still(contents: bytes | None, repository: Path, run: Run) -> None:
+    path = repository / ".gitattributes"
+    if contents is not None:
+        path.write_bytes(contents)
+    done(run("git-setup"))
+    once = path.read_bytes()
+    for again in (False, True):
+        path.write_bytes(re.sub(rb"\r?\n", b"\r\n", once))
+        if again:
+            done(run("git-setup"))
+            assert path.read_bytes() in (once, once.replace(b"*.txt text\n", b"*.txt text\r\n"))
+        done(run("git-setup", "--remove"))
+        assert (path.read_bytes() if path.exists() else None) == contents
+
+
+def test_attributes_that_are_a_link_are_told_as_git_follows_none(repository: Path, run: Run) -> None:
+    (repository / "real").write_text("*.pt diff=ckptool\n")
+    (repository / ".gitattributes").symlink_to("real")
+    assert "unspecified" in git_output("check-attr", "diff", "--", "m.pt")
+    ran = run("git-setup")
+    assert ran.code == 2 and "is a link" in ran.err
+    assert (repository / "real").read_text() == "*.pt diff=ckptool\n"
+    assert not run_git("config", "--local", "--get-regexp", "ckptool").stdout
 
 
 def test_outside_of_a_repository(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +254,10 @@ ENTRIES = {
     "list": [1, {"b": (2.5, None)}],
     "object": torch.Size([2]),
     "lines": "a\nb\x1b[31m",
+    "escaped": "a\nb",
+    "set": {"a": {1}},
+    "named like versions": {"_metadata": {"fc": {"version": 1}}},
+    "versions in order": OrderedDict(_metadata={"fc": {"version": 1}}),
 }
 OTHERS = {
     "text": "x" * 4999 + "y",
@@ -237,6 +268,10 @@ OTHERS = {
     "list": [1, {"b": (2.5, False)}],
     "object": torch.Size([3]),
     "lines": "a\nb\x1b[32m",
+    "escaped": "a\\nb",
+    "set": {"a": {2}},
+    "named like versions": {"_metadata": {"fc": {"version": 2}}},
+    "versions in order": OrderedDict(_metadata={"fc": {"version": 2}}),
 }
 
 
@@ -249,6 +284,19 @@ def test_every_change_of_a_value_is_seen_and_only_in_its_lines(kind: str, tmp_pa
     changed = set(one) ^ set(two)
     assert len(changed) == 2 and all(line.startswith(kind) for line in changed)
     assert all(len(line) < 300 and line.isprintable() for line in one)
+
+
+def test_an_empty_set_and_what_there_is_no_room_to_list_are_seen(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": 1, "set": set(), "b": frozenset()}, tmp_path / "a.pt")
+    assert [line.split()[0] for line in shown(tmp_path / "a.pt", run)] == ["a", "b", "set"]
+    monkeypatch.setattr("ckptool.reports.inspect.MAX_ENTRIES", 2)
+    texts = []
+    for last in (1, 2):
+        torch.save({"a": 1, "b": 2, "c": 3, "d": last}, tmp_path / "a.pt")
+        texts.append(shown(tmp_path / "a.pt", run))
+    assert texts[0] != texts[1] and "and 2 more entries" in texts[0][-1]
 
 
 def test_metadata_of_safetensors_is_shown(tmp_path: Path, run: Run) -> None:
