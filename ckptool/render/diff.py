@@ -227,8 +227,8 @@ def group_facts(members: Members, top: float) -> tuple[str, ...]:
         return f"{len(all_values):,}", "differ", "", "", ""
     share = f"{sum(each.changed for each in values):,} of {sum(each.total for each in values):,}"
     most = max((each.max_abs for each in values if each.max_abs is not None), default=None)
-    cosines = sorted({_cosine(each.cosine) for each in values})
-    cosine = " to ".join(dict.fromkeys((min(cosines), max(cosines))))
+    cosines = sorted(each.cosine for each in values if each.cosine is not None)
+    cosine = " to ".join(dict.fromkeys(map(_cosine, (cosines[0], cosines[-1]) if cosines else (None,))))
     return f"{len(all_values):,}", share, number(most), cosine, _strip(members, top)
 
 

@@ -40,8 +40,10 @@ class Cell:
     @property
     def glob(self) -> str:
         """What to search for in order to see its tensors, and no other's."""
-        escaped = "".join("?" if c.isspace() else f"[{c}]" if c in "*?[" else c for c in self.name)
-        return escaped if self.leaf else f"{escaped}[./]*"
+        signs = ["?" if c in "! " or not c.isprintable() else f"[{c}]" if c in "*?[" else c for c in self.name]
+        if signs[0] not in ("?", "[*]", "[?]", "[[]") and (self.leaf or self.name.startswith("re:")):
+            signs[0] = f"[{signs[0]}]"  # a pattern, neither a part of names nor an expression
+        return "".join(signs) + ("" if self.leaf else "[./]*")
 
 
 def treemap(

@@ -134,3 +134,13 @@ def test_a_patch_counts_each_storage_once_and_whole_tensors_where_that_is_less()
     assert (same.changed_elements, same.patch_bytes) == (0, 0)
     blind = diff(Checkpoint({"w": a}, "torch-zip"), Checkpoint({"w": b}, "torch-zip"), statistics=False)
     assert (blind.changed_elements, blind.patch_bytes) == (None, None)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=6))
+def test_a_group_gives_the_least_and_the_greatest_cosine(cosines: list[float]) -> None:
+    left = {f"h.{number}.w": entry([1.0, 0.0]) for number in range(len(cosines))}
+    right = {f"h.{number}.w": entry([2 * cos, 2 * math.sqrt(1 - cos * cos)]) for number, cos in enumerate(cosines)}
+    found = differences(left, right)
+    known = [change.values.cosine for change in found.changed if change.values and change.values.cosine is not None]
+    ends = dict.fromkeys(f"{end:.6f}" for end in (min(known), max(known)))
+    assert f" {' to '.join(ends)} " in diff_text(found)

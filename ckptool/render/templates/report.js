@@ -81,7 +81,8 @@ const ROW = 30, DETAILS = 300;
 const short = (i) => { const at = table.parts[columns.part[i]].at; return at && columns.name[i].startsWith(at) ? columns.name[i].slice(at.length + 1) || columns.name[i] : columns.name[i]; };
 const isFloat = (i) => /^(f|bf|c)\d/.test(columns.dtype[i]);
 const share = (i) => { const change = columns.change[i]; return !change ? -2 : change.length > 2 ? change[1] / change[2] : change[0].startsWith("same") ? -1 : 2; };
-const partName = (p) => `${table.files.length > 1 ? String.fromCharCode(65 + p.file) + " · " : ""}${printable(p.at) || p.is}`;
+const letter = (k) => k < 26 ? String.fromCharCode(65 + k) : String(k + 1);
+const partName = (p) => `${table.files.length > 1 ? letter(p.file) + " · " : ""}${printable(p.at) || p.is}`;
 const changeText = (i) => { const c = columns.change[i]; return !c ? "" : c.length > 2 ? `${c[0]}: ${commas(c[1])} of ${commas(c[2])}` : c[0]; };
 const shapeText = (i) => columns.shape[i] ? `[${columns.shape[i].join(", ")}]` : "";
 // Name, title, width, text of a row, key to sort by, whether narrow screens leave it out.
@@ -277,8 +278,8 @@ function save(name, type, text) {
 }
 const COLUMNS = ["name", "file", "dtype", "shape", "bytes", "count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs"];
 const record = (i) => COLUMNS.map((name) => name === "file" ? table.files[table.parts[columns.part[i]].file] : name === "shape" ? columns.shape[i]?.join("x") ?? "" : columns[name][i]);
-function csv() {  // a cell that a spreadsheet would take for a formula gets a quote before it
-  const cell = (v) => { const text = v === null ? "" : printable(String(v)), safe = typeof v === "string" && /^[=+\-@]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text; return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe; };
+function csv() {  // what a spreadsheet would take for a formula gets a quote before it; some divide cells at ;
+  const cell = (v) => { const text = v === null ? "" : printable(String(v)), safe = typeof v === "string" && /^\s*[=+\-@＝＋－＠]/u.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text; return /[",;\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe; };
   return [COLUMNS, ...shown.map(record)].map((line) => line.map(cell).join(",")).join("\n") + "\n";
 }
 const json = () => JSON.stringify(shown.map((i) => Object.fromEntries(COLUMNS.map((name, k) => [name, name === "shape" ? columns.shape[i] : record(i)[k]]))), null, 1);
@@ -339,7 +340,7 @@ let start = "all";
   table = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   columns = table.columns;
   const choices = [["all", "All parts"]];
-  table.files.forEach((name, k) => { if (table.files.length > 1) choices.push([`file:${k}`, `${String.fromCharCode(65 + k)} · ${printable(name)}`.slice(0, 60)]); });
+  table.files.forEach((name, k) => { if (table.files.length > 1) choices.push([`file:${k}`, `${letter(k)} · ${printable(name)}`.slice(0, 60)]); });
   if (table.parts.length > table.files.length) table.parts.forEach((p, k) => choices.push([`part:${k}`, partName(p).slice(0, 60)]));
   $("part").replaceChildren(...choices.map(([value, text]) => make("option", { value, textContent: text })));
   $("part").hidden = choices.length < 2;
