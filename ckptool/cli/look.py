@@ -25,7 +25,7 @@ class Sort(str, Enum):
 
 @examples(
     ("ckptool inspect model.pt", "what is in it"),
-    ("ckptool inspect model.pt --code", "the modules that made it"),
+    ("ckptool inspect model.pt --code", "the modules that hold the weights"),
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
 )
 def inspect(
@@ -53,7 +53,7 @@ def inspect(
         bool, typer.Option("--code", help="The modules that hold the weights, as far as names and shapes tell.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Only addresses, one a line; of a run, its checkpoints.")
+        bool, typer.Option("-q", "--quiet", help="Only addresses, one per line; of a run, its checkpoints.")
     ] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
@@ -274,17 +274,21 @@ def report(
     ],
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="RUN", help="Show the checkpoints of the run in this folder."),
+        typer.Option("--run", metavar="RUN", help="Show the checkpoints and curves of the run in this folder."),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="TARGET", help="The model that the first is for, as doctor takes it."),
+        typer.Option(
+            "--against",
+            metavar="TARGET",
+            help="The model for the first file: a checkpoint, a spec, or file.py:factory.",
+        ),
     ] = None,
     out: Out = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Write a page about checkpoints: contents, values in pictures, health, changes. It opens in any browser."""
+    """Write an HTML page about checkpoints: contents, histograms, health, changes. It opens in any browser, offline."""
     from ckptool.verbs.report import report
 
     with redirect_stdout(sys.stderr):  # what the model's own code prints

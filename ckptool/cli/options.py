@@ -58,7 +58,7 @@ Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Work on N files 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsForm = Annotated[
     AnswerForm | None,
-    typer.Option("--format", metavar="FORM", help="text, json, or markdown for the summary of a job or a comment."),
+    typer.Option("--format", metavar="FORM", help="text, json, or markdown: for a job summary or a comment."),
 ]
 Only = Annotated[
     list[str] | None,

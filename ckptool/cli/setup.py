@@ -26,15 +26,15 @@ def demo(
     force: Force = False,
     as_json: AsJson = False,
 ) -> Answers:
-    """Make two small checkpoints to play with, one of them with the usual troubles. Needs no torch."""
+    """Write two small checkpoints to try things on, one of them with the usual problems. Needs no torch."""
     from ckptool.verbs._demo import demo
 
     return Answers([Answer(demo(folder, overwrite=force))], as_json)
 
 
 @examples(
-    ("ckptool explain prefix-module", "a code: what it means, what fixes it"),
-    ("python train.py 2>&1 | ckptool explain -", "any error message, ours or another's"),
+    ("ckptool explain prefix-module", "a code: what it means, and what fixes it"),
+    ("python train.py 2>&1 | ckptool explain -", "any error message, ckptool's or not"),
 )
 def explain(
     code: Annotated[
@@ -47,7 +47,7 @@ def explain(
     ] = "",
     as_json: AsJson = False,
 ) -> Answers:
-    """Explain a note, an error code or an error message, and what fixes it. Exit 1: it is not known."""
+    """Explain a note, an error code or an error message, and say what fixes it. Exit 1: unknown."""
     from ckptool.reports.explain import explain, explain_text
 
     found = explain_text(standard_input()) if code == "-" else explain(code)
@@ -90,21 +90,21 @@ def completion(
     shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
     as_json: AsJson = False,
 ) -> Answers:
-    """Print the shell's completion: of verbs, options, values, and addresses in files: show model.pt#state_dict/la"""
+    """Print a shell's completion script: commands, options, values, and after model.pt# the names in the file."""
     return Answers([Answer(Page((Path(__file__).with_name("shells") / shell.value).read_text()))], as_json)
 
 
 @examples(("ckptool git-setup -n", "what it would do"), ("ckptool git-setup --remove", "git as it was before"))
 def git_setup(
     everywhere: Annotated[
-        bool, typer.Option("--global", help="For all your repositories, not only the one that you are in.")
+        bool, typer.Option("--global", help="Set up all your repositories, not only this one.")
     ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Take out exactly what git-setup put in.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove exactly what git-setup added.")] = False,
     dry_run: DryRun = False,
     textconv: Annotated[str | None, typer.Option("--textconv", metavar="FILE", hidden=True)] = None,
     as_json: AsJson = False,
 ) -> Answers:
-    """Have git diff, git log -p and git difftool compare checkpoints by their tensors, LFS or not."""
+    """Make git diff, git log -p and git difftool compare checkpoints by their tensors, with or without git-lfs."""
     from ckptool.verbs import _git_setup as verbs
 
     if textconv is not None:
@@ -116,14 +116,12 @@ def git_setup(
 
 @examples(
     ("ckptool git-check model.pt", "may it be committed?"),
-    ("ckptool git-check model.pt --allow non-finite", "whatever its values"),
+    ("ckptool git-check model.pt --allow non-finite", "NaN and Inf are accepted"),
 )
 def git_check(
-    files: Annotated[
-        list[str], typer.Argument(metavar="FILE", help="Files that are to be committed.", show_default=False)
-    ],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Files to be committed.", show_default=False)],
     max_size: Annotated[
-        float, typer.Option("--max-size", min=0, metavar="MB", help="What git may hold of a file without git-lfs.")
+        float, typer.Option("--max-size", min=0, metavar="MB", help="Largest file that git may store without git-lfs.")
     ] = 10,
     allow: Annotated[
         list[str] | None, typer.Option("--allow", metavar="CODE", help="Accept this problem. Repeatable.")
@@ -131,7 +129,7 @@ def git_check(
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
-    """Check checkpoints before a commit: whole, finite, nothing that would run, large ones in git-lfs. Exit 1: no."""
+    """Check files before a commit: intact, finite, no code to run, git-lfs for large ones. Exit 1: problems found."""
     answer = partial(_git_checked, max_size=max_size, allow=allow or ())
     return Answers(each_answer(answer, files, jobs, as_json), as_json)
 

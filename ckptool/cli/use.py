@@ -327,11 +327,11 @@ def plot(
     ],
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only this curve, or those that a pattern matches. Repeatable."),
+        typer.Option("--only", metavar="NAME", help="Draw only this curve, or those that match a pattern. Repeatable."),
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
-    """Draw the loss, the learning rate and the metrics of a run over its steps, also while it is training."""
+    """Draw a run's loss, learning rate and metrics over its steps, even while it is training."""
     from ckptool.verbs.plot import plot
 
     return Answers([Answer(plot(run, only=only or ()))], as_json)

@@ -16,7 +16,7 @@ def git_setup_text(found: GitSetup, *, style: Style = PLAIN) -> str:
         head = "nothing to remove" if found.removed else "set up already"
     else:
         verb = "would remove" if found.removed else "would set up"
-        head = verb if found.dry_run else "removed" if found.removed else "git shows what is in checkpoints"
+        head = verb if found.dry_run else "removed" if found.removed else "git compares checkpoints by their tensors"
     lines = [f"{style.bold('git-setup')}: {head}"]
     lines += [f"  {' '.join(map(quoted, command))}" for command in found.commands]
     if found.patterns:
@@ -35,7 +35,7 @@ def git_setup_json(found: GitSetup) -> Json:
 
 @provides("text", GitCheck)
 def git_check_text(found: GitCheck, *, style: Style = PLAIN) -> str:
-    """A line for a file that may be committed; for any other what speaks against it."""
+    """A line for a file that may be committed; for any other its problems."""
     name = style.bold(printable(found.file))
     if found.fine:
         return f"{name}: {style.green('fine')}{', a git-lfs pointer' if found.pointer else ''}\n"

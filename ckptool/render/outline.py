@@ -18,7 +18,6 @@ from ckptool.reports.inspect import PartSummary
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 
-
 Item = tuple[Sequence[str], int, str]
 """The pieces of a tensor's name, which lie between its slashes and dots, the index of its row in the part, the name."""
 
@@ -186,10 +185,8 @@ def _folded(branches: list[Branch]) -> list[Branch]:
 
     def alike(one: int, other: int) -> bool:
         first, second = branches[one], branches[other]
-        return (first.size, len(first.items)) == (
-            second.size,
-            len(second.items),
-        ) and first.structure == second.structure
+        same_size = first.size == second.size and len(first.items) == len(second.items)
+        return same_size and first.structure == second.structure
 
     return [_one([branches[index] for index in run]) for run in runs([branch.label for branch in branches], alike)]
 

@@ -21,7 +21,7 @@ def plot_text(found: RunHistory, *, style: Style = PLAIN) -> str:
     """Each curve above an axis with what happened on the way, and the meaning of its letters."""
     first, last = found.span
     step = "" if found.step is None else f" at step {found.step:,}"
-    lines = style.prose(f"{style.bold(printable(found.path))}: " + (f"{found.event}{step}" or "nothing noted yet"))
+    lines = style.prose(f"{style.bold(printable(found.path))}: " + (f"{found.event}{step}" or "nothing recorded yet"))
     if not found.curves:
         return "\n".join([*lines, "", "  nothing was logged yet"]) + "\n"
     margin = max(len(number(end)) for curve in found.curves.values() for end in _ends(curve)) + 2
@@ -83,7 +83,7 @@ def _legend(found: RunHistory) -> Iterator[tuple[str, str]]:
     for letter, word, steps in (
         ("s", "saved", found.saves),
         ("r", "resumed", found.resumes),
-        ("k", "killed before it began again", found.kills),
+        ("k", "killed, then restarted", found.kills),
         ("x", "stopped, failed or done", found.stops),
         ("!", "NaN or infinite", sorted({step for curve in found.curves.values() for step in curve.odd_steps})),
     ):

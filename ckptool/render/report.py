@@ -21,7 +21,7 @@ def page(report: CheckpointReport) -> str:
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        what = "the page of a report needs jinja2, which is not installed"
+        what = "a report page needs jinja2, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[report]'") from error
     return report_page(report)
 

@@ -57,7 +57,7 @@ def all_codes() -> dict[str, Code]:
 
 
 def explain(code: str = "") -> Explanation:
-    """The explanation of a code; without one the list of all. Raises `NoMatch` for a code that there is not."""
+    """The explanation of a code; without one the list of all. Raises `NoMatch` for an unknown code."""
     codes = all_codes()
     if not code:
         return Explanation(tuple(codes.values()), is_list=True)

@@ -51,8 +51,6 @@ def structure(part: PartSummary, rows: Sequence[int], names: Sequence[object]) -
     A tie within the block is to a place in it, any other to one row of the part.
     """
     place = {row: number for number, row in enumerate(rows)} if part.tied else {}
-    if not place:
-        return [(name, _facts(part.rows[row].tensor)) for row, name in zip(rows, names, strict=True)]
     return [
         (name, _facts(part.rows[row].tensor), _tie(part.tied.get(row), place))
         for row, name in zip(rows, names, strict=True)

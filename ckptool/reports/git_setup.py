@@ -27,7 +27,7 @@ class GitSetup(Report):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GitCheck(Report):
-    """A file that is to be committed, and what speaks against it. pointer: it is one of git-lfs, not the file."""
+    """A file to be committed, and its problems. pointer: it is a git-lfs pointer, not the file itself."""
 
     verdict = "fine"
 

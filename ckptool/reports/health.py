@@ -1,4 +1,4 @@
-"""Tensors whose values are conspicuous, by rules that are all named. None of them is a diagnosis."""
+"""Tensors with conspicuous values, by rules that are all named. None of them is a diagnosis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ckptool.reports.report import Health, HealthFinding
 from ckptool.reports.statistics import Statistics
 
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
-_WEIGHT = "a weight is a floating tensor of a model, called so, with two dimensions or more that are larger than 1"
+_WEIGHT = (
+    "a weight is a floating-point tensor of a model, with weight in its name and two or more dimensions larger than 1"
+)
 _SIBLINGS = "weights of one shape whose names differ only in a number between dots"
 
 
@@ -29,12 +31,12 @@ class _Values(NamedTuple):
 _RULES = {
     "nan": "a value is NaN",
     "inf": "a value is infinite",
-    "all-zero": f"every value of a weight is 0 ({_WEIGHT}; not the half of a LoRA that starts so)",
+    "all-zero": f"every value of a weight is 0 ({_WEIGHT}; except the half of a LoRA that starts at 0)",
     "constant": "all values of a weight are the same, and not 0",
-    "dead-rows": "two rows of a weight or more, not all, hold nothing but 0 (one row is an embedding's padding); "
-    "a row is all that belongs to one index of the first dimension",
-    "norm": f"the norm of a weight is {FACTOR} times the median of its siblings, or a third, and at least {DEVIATIONS} "
-    f"median absolute deviations from it; {SIBLINGS} siblings or more: {_SIBLINGS}",
+    "dead-rows": "two or more rows of a weight, but not all, are all 0 (a single one may be an embedding's padding); "
+    "a row is everything at one index of the first dimension",
+    "norm": f"the norm of a weight is at least {FACTOR} times the median of its siblings or at most 1/{FACTOR} of it, "
+    f"and at least {DEVIATIONS} median absolute deviations away; at least {SIBLINGS} siblings: {_SIBLINGS}",
 }
 
 

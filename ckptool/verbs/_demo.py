@@ -1,4 +1,4 @@
-"""`demo`: a small checkpoint to play with, with the troubles that checkpoints have, and what was trained on from it."""
+"""`demo`: a small checkpoint with the problems that checkpoints have, and one that was fine-tuned from it."""
 
 from __future__ import annotations
 

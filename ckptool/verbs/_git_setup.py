@@ -80,9 +80,9 @@ def settings() -> dict[str, str]:
 
 
 def git_setup(*, everywhere: bool = False, remove: bool = False, dry_run: bool = False) -> GitSetup:
-    """Has git compare checkpoints by their tensors, in this repository or everywhere; or takes that out again.
+    """Makes git compare checkpoints by their tensors, in this repository or everywhere; or undoes that.
 
-    Raises `RunFailed` outside of a repository, `Conflict` where our lines of the attributes were edited.
+    Raises `RunFailed` outside of a repository, `Conflict` where our lines in the attributes were edited.
     """
     scope = "--global" if everywhere else "--local"
     commands: list[tuple[str, ...]] = []
@@ -160,8 +160,8 @@ def _without_block(content: bytes | None, path: str) -> bytes | None:
     if content is None or found is None:
         if _BEGIN in (content or b""):
             raise Conflict(
-                f"the end of the lines of ckptool in {printable(path)} is missing",
-                "What is not ours is not changed.",
+                f"the end marker of ckptool's lines in {printable(path)} is missing",
+                "Lines that are not its own are never changed.",
                 f"Delete them by hand, and the line: {_BEGIN.decode()}",
             )
         return content
@@ -183,9 +183,9 @@ def _overridden(dry_run: bool) -> Iterator[Note]:
     said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
     others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
     if others and not dry_run:
-        count = counted(len(others), "checkpoint keeps", "checkpoints keep")
+        count = counted(len(others), "checkpoint has", "checkpoints have")
         which = listed([printable(name) for name in others], 3)
-        yield Note("other-driver", f"{count} the diff driver of other attributes: {which}")
+        yield Note("other-driver", f"{count} another diff driver, set by other attributes: {which}")
 
 
 # What git compares ----------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def textconv(path: str) -> str:
 
     A line says address, dtype, shape and the first twelve digits of the tensor's digest, which are equal for equal
     values in any container. For a damaged file, a git-lfs pointer, or what is no checkpoint the text says so. Raises
-    only `FileProblem`: git keeps the text, and a machine's troubles are not to be kept.
+    only `FileProblem`: git caches the text, and a passing trouble of this machine must not be cached.
     """
     source = Source(path)
     pointer = _POINTER.match(source.read(0, min(source.size, SMALL)))
@@ -215,7 +215,7 @@ def textconv(path: str) -> str:
         path = os.path.join(here, oid[:2], oid[2:4], oid)
         if not os.path.isfile(path):
             return (
-                f"a git-lfs pointer: the file is not here\noid sha256:{oid}\nsize {int(pointer[2])}\n"
+                f"a git-lfs pointer: the file itself is not here\noid sha256:{oid}\nsize {int(pointer[2])}\n"
                 f"To compare the files: git lfs pull; git update-ref -d {CACHE}\n"
             )
         source = Source(path)
@@ -302,9 +302,9 @@ def _other_lines(source: Source, error: CkptoolError) -> list[str]:
 
 
 def git_check(file: str, *, max_size: float = 10, allow: Collection[str] = ()) -> GitCheck:
-    """Checks a file that is to be committed: whole, finite, nothing that would run, with git-lfs where it is large.
+    """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
 
-    max_size: megabytes of a file that git may hold without git-lfs.  allow: codes of problems that are none here.
+    max_size: megabytes that git may store of a file without git-lfs.  allow: codes of problems to accept.
     Outside of a repository only the contents are checked.
     """
     source = Source(file)
@@ -314,7 +314,7 @@ def git_check(file: str, *, max_size: float = 10, allow: Collection[str] = ()) -
 
 
 def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Problem]:
-    """Problems of where git is to keep a file: what is staged of it counts, before what the attributes promise."""
+    """Problems with where git would store a file: what is staged takes precedence over what the attributes promise."""
     said = git("check-attr", "-z", "filter", "--", file, ok=(0, 128))
     if said is None:
         return
@@ -322,15 +322,15 @@ def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Probl
     staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
     held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
     if pointer and not in_lfs:
-        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets these few lines."
+        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
         yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {_track(file)}")
     if held > max(most, SMALL):
         why = (
-            "The attributes give it to git-lfs, which did not store it: git lfs install; git add --renormalize ."
+            "git-lfs should have stored it, by the attributes, but did not: git lfs install; git add --renormalize ."
             if in_lfs
-            else f"Every version of it stays in the repository for ever. {_track(file)}"
+            else f"Every version of it would stay in the repository forever. {_track(file)}"
         )
-        yield Problem("large-file", f"git itself would keep {size_text(held)}", why)
+        yield Problem("large-file", f"git itself would store {size_text(held)}", why)
 
 
 def _track(file: str) -> str:

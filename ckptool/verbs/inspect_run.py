@@ -25,7 +25,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     name = os.fspath(run)
     if not is_run(name):
         raise UsageError(
-            f"{printable(name)} is not a run: it has no run.yaml and checkpoints",
+            f"{printable(name)} is not a run: it lacks run.yaml or checkpoints",
             "",
             Advice("Look: ", command("scan", name)),
         )

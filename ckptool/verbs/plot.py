@@ -33,7 +33,7 @@ def plot(run: PathLike, *, only: str | Sequence[str] = ()) -> RunHistory:
     folder = os.fspath(run)
     if not is_run(folder):
         raise UsageError(
-            f"{printable(folder)} is not a run: it has no run.yaml and checkpoints",
+            f"{printable(folder)} is not a run: it lacks run.yaml or checkpoints",
             "",
             Advice("Look: ", command("scan", folder)),
         )
@@ -41,7 +41,7 @@ def plot(run: PathLike, *, only: str | Sequence[str] = ()) -> RunHistory:
     for fact in Lines(os.path.join(folder, METRICS)).read():
         curves.add(fact)
     logged = {*curves.wanted}
-    for fact in events:  # what a loop of one's own evaluates is noted with its checkpoints
+    for fact in events:  # metrics of your own loop are recorded with its checkpoints
         if fact["event"] == "save" and isinstance(found := fact.get("metrics"), dict):
             curves.add({**{name: value for name, value in found.items() if name not in logged}, "step": fact["step"]})
     curves.check()

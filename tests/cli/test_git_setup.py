@@ -168,7 +168,7 @@ def test_a_driver_that_attributes_below_choose_is_told(repository: Path, run: Ru
     torch.save(state(), repository / "sub" / "m.pt")
     (repository / "sub" / ".gitattributes").write_text("*.pt diff=lfs\n")
     commit("one")
-    assert "other-driver: 1 checkpoint keeps the diff driver of other attributes: sub/m.pt (lfs)" in done(
+    assert "other-driver: 1 checkpoint has another diff driver, set by other attributes: sub/m.pt (lfs)" in done(
         run("git-setup")
     )
 
