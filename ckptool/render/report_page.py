@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATES = Path(__file__).with_name("templates")
-LINES = 90  # of an outline
+LINES, CODE = 90, 500  # of an outline, of a code view
 RUNS = ("unsafe-global", "custom-class")  # notes on what loading would call
 FOUND = 200  # tensors that a finding names
 
@@ -40,6 +40,7 @@ def report_page(report: CheckpointReport) -> str:
     style, script = (TEMPLATES.joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
     several = len(report.files) > 1
     files = [_file(file) | {"letter": letter(number) if several else ""} for number, file in enumerate(report.files)]
+    listed = any(file.inspection is not None and file.inspection.listing.tensors for file in report.files)
     rules = dict.fromkeys(rule for file in report.files for rule in file.health.rules)
     found = {f"{finding.kind}: {finding.rule}" for file in report.files for finding in file.health.findings}
     return (
@@ -57,7 +58,7 @@ def report_page(report: CheckpointReport) -> str:
             fits=[(f"Does it fit {report.fit.against}?", _findings(report.fit))] if report.fit is not None else [],
             distances=distance_rows(report.distances) if report.distances is not None else None,
             run=run_facts(report) if report.run is not None or report.history is not None else None,
-            data=packed(report) if any(parts_of(file) for file in report.files) else "",
+            data=packed(report) if listed else "",
         )
     )
 
@@ -148,6 +149,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         empty = dict.fromkeys(("cells", "health", "memory", "outline", "code"))
         return facts | empty | {"verdicts": [verdict], "notes": notes}
     found, divided = file.inspection.listing, parts_of(file)
+    code = [line for part in divided for line in _code(part)]
     notes += [
         PageNote(note.code, note.message, [" ".join(map(quoted, note.fix))] if note.fix else [])
         for note in file.inspection.notes
@@ -165,7 +167,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         "cells": treemap(divided, file.inspection.statistics, 1000, 260),
         "narrow": treemap(divided, file.inspection.statistics, 372, 420),
         "outline": list(_outline(file)),
-        "code": [line for part in divided for line in _code(part)],
+        "code": code[:CODE] + ["… all of it: ckptool inspect --code"] * (len(code) > CODE),
         "health": _health(file) if file.health.tensors else None,
     }
 
@@ -251,7 +253,7 @@ def _branches(branch: Branch, level: int, most: int) -> Iterator[OutlineLine]:
 
 def _code(part: PartSummary) -> Iterator[str]:
     """The modules of a part as `print(model)` would show them."""
-    for line in code_view(part):
+    for line in code_view(part, CODE + 1):
         times = f"  ×{line.times}" if line.times > 1 else ""
         yield "    " * line.level + ": ".join(text for text in (line.name, line.text) if text) + times
 

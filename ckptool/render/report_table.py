@@ -44,7 +44,7 @@ def packed(report: CheckpointReport) -> str:
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": report.diff is not None, "columns": columns}
     text = json.dumps(table, separators=(",", ":"), allow_nan=False)
-    return b64encode(compress(text.encode(), 9)).decode()
+    return b64encode(compress(text.encode(), 5)).decode()
 
 
 def parts_of(file: FileReport) -> list[PartSummary]:

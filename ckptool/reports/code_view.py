@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 
 from ckptool.checkpoint.quantized import find_quantized, may_be_quantized
 from ckptool.checkpoint.quantized_formats import QuantizedWeight
@@ -51,9 +51,9 @@ class _Module:
     quantized: QuantizedWeight | None = None
 
 
-def code_view(part: PartSummary) -> tuple[CodeLine, ...]:
-    """The modules of a set of weights, equal numbered ones folded."""
-    return tuple(_ModuleTree(part).lines()) if part.root.is_model else ()
+def code_view(part: PartSummary, most: int | None = None) -> tuple[CodeLine, ...]:
+    """The modules of a set of weights, equal numbered ones folded; the first `most` lines."""
+    return tuple(islice(_ModuleTree(part).lines(), most)) if part.root.is_model else ()
 
 
 class _ModuleTree:
