@@ -114,7 +114,7 @@ def _tail(text: str, room: int) -> str:
 def fit(text: str, room: int) -> tuple[str, str]:
     """As many of a name's last pieces as there is room for, and of those before them; a number stays with its name."""
     text = printable(text)
-    start = _start(text, room, r"[./](?=\D|\d+$)")
+    start = _start(text, room, r"[./](?=\D)")
     above = text[: max(start - 1, 0)]
     return text[start:], above[_start(above, room, "[./]") :]
 
