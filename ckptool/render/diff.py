@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, TensorEntry
@@ -41,7 +42,9 @@ def diff_text(
         return ""
     if name_only:
         return "".join(f"{name}\n" for name in _differing(found))
-    remarks = (printable(remark) for remark in found.remarks)
+    remarks = [printable(remark) for remark in found.remarks]
+    if differs_by_prefix(found):
+        remarks.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
     verdict, *facts = style.prose(_verdict(found))
     word, colon, rest = verdict.partition(":")
     blocks = [
@@ -134,7 +137,10 @@ def entry_rows(found: Diff) -> list[tuple[str, str]]:
     rows = []
     for change in found.changed:
         if "value" in change.aspects or ("values" in change.aspects and not _is_tensor(change.left)):
-            rows.append((change.address, f"{_entry(change.left)} → {_entry(change.right)}"))
+            sides = [_entry(node) for node in (change.left, change.right)]
+            if sides[0] == sides[1]:
+                sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
+            rows.append((change.address, " → ".join(sides)))
     return rows
 
 
@@ -203,7 +209,10 @@ def _values_table(found: Diff, style: Style, all: bool) -> list[str]:
     if found.changed_elements and found.patch_bytes:
         share = f"{100 * found.changed_elements / max(found.elements, 1):.3g} %"
         counts = f"{found.changed_elements:,} of {counted(found.elements, 'element')} changed ({share})"
-        lines += style.prose(f"  {counts}; a sparse patch would take {size(found.patch_bytes)}", "    ")
+        whole = ", with all that is new" if any(_is_tensor(node) for _, node in found.only_right) else ""
+        lines += style.prose(f"  {counts}; a sparse patch would take {size(found.patch_bytes)}{whole}", "    ")
+    if any(values.max_abs == inf for values in counted_ones):
+        lines += style.prose("  inf: NaN or infinite on one side only; cosine and relative change leave it out", "    ")
     return lines
 
 
@@ -227,8 +236,10 @@ def group_facts(members: Members, top: float) -> tuple[str, ...]:
         return f"{len(all_values):,}", "differ", "", "", ""
     share = f"{sum(each.changed for each in values):,} of {sum(each.total for each in values):,}"
     most = max((each.max_abs for each in values if each.max_abs is not None), default=None)
-    cosines = sorted(each.cosine for each in values if each.cosine is not None)
-    cosine = " to ".join(dict.fromkeys(map(_cosine, (cosines[0], cosines[-1]) if cosines else (None,))))
+    cosines = [each.cosine for each in values if each.cosine is not None]
+    cosine = " to ".join(dict.fromkeys(map(_cosine, (min(cosines), max(cosines))))) if cosines else "–"
+    if cosines and len(cosines) < len(values):
+        cosine += f" ({len(values) - len(cosines):,} without)"
     return f"{len(all_values):,}", share, number(most), cosine, _strip(members, top)
 
 
@@ -288,8 +299,6 @@ def _reservations(found: Diff) -> list[str]:
     if found.only:
         patterns = listed([printable(pattern) for pattern in found.only], 20)
         lines.append(f"compared only what matches {patterns}; nothing else was read, and no ties were looked for")
-    if differs_by_prefix(found):
-        lines.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
     return lines
 
 

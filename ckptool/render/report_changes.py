@@ -109,7 +109,7 @@ def _clauses(report: CheckpointReport) -> Iterator[str]:
         by_text.setdefault(text, []).append(name)
     yield from (f"{_cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3])
     if len(by_text) > 3:
-        yield f"{len(by_text) - 3:,} more changes of that kind"
+        yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
     if values := tensors_changed(diff):
         _, share, most, _, _ = group_facts({name: [change] for name, change in values}, 0)
         far = f": {share} elements, by up to {most}" if most else ""

@@ -161,7 +161,7 @@ def _file(file: FileReport) -> dict[str, Any]:
     what += [found.part.label] if found.part else []
     return facts | {
         "facts": " · ".join(what),
-        "verdicts": list(_verdicts(file, {note.code for note in notes})),
+        "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
         "notes": notes,
         "memory": memory_text(memory_needs(found)),
         "cells": treemap(divided, file.inspection.statistics, 1000, 260),

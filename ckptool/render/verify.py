@@ -81,7 +81,7 @@ def _problem_lines(group: list[Problem], style: Style) -> list[str]:
 
 def _values(found: Verification, style: Style) -> list[str]:
     if found.non_finite is None:
-        return []
+        return ["  NaN and Inf were not looked for (--finite)"] if found.fine else []
     lines = []
     if found.non_finite:
         lines.append(style.bold(f"not finite ({len(found.non_finite):,} of {counted(found.tensors, 'tensor')})"))

@@ -175,7 +175,7 @@ def of_checkpoint(
     compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
     filled = tuple(each.filled(chain) for each in in_order(findings, compact))
     against_name = against.name if against is not None else ""
-    return Diagnosis(file, _is_a(found), filled, str(command("verify", file or FILE)), against_name)
+    return Diagnosis(file, _is_a(found), filled, str(command("verify", file or FILE, finite=True)), against_name)
 
 
 def _of_a_part(findings: Iterable[Finding], part: PartOf) -> list[Finding]:

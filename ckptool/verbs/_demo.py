@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     Weights = Mapping[str, numpy.ndarray[Any, Any]]
 
-MODEL, TUNED, CLEAN, WEIGHTS = "model.pt", "finetuned.pt", "clean.pt", "finetuned.safetensors"
+MODEL, TUNED, CLEAN, WEIGHTS, PAGE = "model.pt", "finetuned.pt", "clean.pt", "finetuned.safetensors", "report.html"
 LAYERS, WIDTH, WORDS = 6, 32, 100
 
 
@@ -42,21 +43,23 @@ def demo(folder: str, *, overwrite: bool = False) -> Page:
     files: dict[str, Any] = {}
     for name, tree in trees.items():
         (files[name],) = torch_zip.write(Checkpoint(from_live(tree), torch_zip.NAME)).files.values()
-    replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS])
+    replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS, PAGE])
     lines = [f"demo: {printable(folder)} holds {MODEL} and {TUNED}. To try:", ""]
     return Page("\n".join([*lines, *(f"  {each}" for each in commands(folder))]) + "\n")
 
 
 def commands(folder: str) -> list[Command]:
     """Commands to try on the files in the folder of a demo, in this order."""
-    model, tuned, clean, weights = (as_argument(os.path.join(folder, name)) for name in (MODEL, TUNED, CLEAN, WEIGHTS))
+    names = (MODEL, TUNED, CLEAN, WEIGHTS, PAGE)
+    model, tuned, clean, weights, page = (as_argument(os.path.join(folder, name)) for name in names)
     return [
         command("inspect", model),
         command("doctor", model),
         command("strip-module", model, out=clean),
         command("diff", f"{clean}#state_dict", tuned, ignore="device"),
         command("convert", tuned, out=weights),
-        command("verify", weights),
+        command("verify", weights, finite=True),
+        *([command("report", clean, tuned, out=page)] if find_spec("jinja2") else []),
     ]
 
 
