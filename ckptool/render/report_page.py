@@ -191,6 +191,8 @@ def _verdicts(file: FileReport, codes: set[str]) -> Iterator[Verdict]:
         yield Verdict("Would it run anything?", "Yes, with pickle", "bad", "The notes name it; ckptool ran nothing.")
     elif "custom-class" in codes:
         yield Verdict("Would it run anything?", "It imports classes", "warn", "The notes name them.")
+    elif "torchscript" in codes:
+        yield Verdict("Would it run anything?", "It holds a program", "warn", "It runs when the model is called.")
     else:
         yield Verdict(
             "Would it run anything?", "Nothing unknown", "good", "It calls only what builds tensors and values."

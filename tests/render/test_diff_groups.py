@@ -6,13 +6,16 @@ import math
 import re
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.render.diff import LAYERS, STRIP, diff_text
@@ -144,3 +147,17 @@ def test_a_group_gives_the_least_and_the_greatest_cosine(cosines: list[float]) -
     known = [change.values.cosine for change in found.changed if change.values and change.values.cosine is not None]
     ends = dict.fromkeys(f"{end:.6f}" for end in (min(known), max(known)))
     assert f" {' to '.join(ends)} " in diff_text(found)
+
+
+def test_what_a_number_does_not_say_is_said() -> None:
+    nan, zero = entry([1.0, float("nan")]), entry([0.0, 0.0])
+    assert "inf: NaN or infinite on one side only" in diff_text(differences({"w": BEFORE}, {"w": nan}))
+    layers = {f"h.{i}.w": zero if i < 2 else BEFORE for i in range(5)}
+    tuned = dict.fromkeys(layers, KINDS["values"])
+    assert "0.989949 (2 without)" in diff_text(differences(layers, tuned))
+
+
+def test_equal_texts_have_their_kinds(tmp_path: Path) -> None:
+    for name, loss in (("a.pt", numpy.float64(2.5)), ("b.pt", 2.5)):
+        torch.save({"loss": loss}, tmp_path / name)
+    assert re.search(r"2\.5 \(numpy\S+\) → 2\.5 \(float\)", str(ckptool.diff(tmp_path / "a.pt", tmp_path / "b.pt")))

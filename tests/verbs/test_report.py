@@ -13,6 +13,7 @@ import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -343,3 +344,33 @@ def test_every_kind_of_fixture_gives_a_report(name: str, tmp_path: Path) -> None
         assert not (tmp_path / "page.html").exists()
     else:
         assert found.bytes == (tmp_path / "page.html").stat().st_size
+
+
+# What would run, as scan says it -------------------------------------------------------------------------------------
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return print, ("ran",)
+
+
+KINDS_OF_FILES: dict[str, tuple[Any, str]] = {
+    "plain": ({"epoch": 1}, "Nothing unknown"),
+    "a number of numpy": ({"loss": numpy.float64(2.5)}, "Nothing unknown"),
+    "a call": ({"x": Runs()}, "Yes, with pickle"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_what_would_run_is_what_scan_says(kind: str, folder: Path) -> None:
+    value, verdict = KINDS_OF_FILES[kind]
+    torch.save({"w": torch.ones(2), **value}, "kind.pt")
+    said = ckptool.report("kind.pt").html().partition("<dt>Would it run anything?</dt>")[2][:100]
+    assert verdict in said and bool(ckptool.scan("kind.pt").findings) == ("Yes" in said)
+
+
+def test_a_program_is_said_to_be_one(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), "script.pt")
+    assert "It holds a program" in ckptool.report("script.pt").html()
