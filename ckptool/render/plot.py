@@ -72,7 +72,7 @@ def _braille(curve: Curve, first: int, last: int, width: int, lines: int) -> lis
 
 def _axis(found: RunHistory, curve: Curve, width: int) -> str:
     marks = ["─"] * width
-    events = (("s", found.saves), ("x", found.stops), ("r", found.resumes), ("k", found.kills))
+    events = (("s", found.saves), ("x", found.stops), ("d", found.done), ("r", found.resumes), ("k", found.kills))
     for letter, steps in (*events, ("!", curve.odd_steps)):
         for step in steps:
             marks[column(step, *found.span, width)] = letter
@@ -82,9 +82,10 @@ def _axis(found: RunHistory, curve: Curve, width: int) -> str:
 def _legend(found: RunHistory) -> Iterator[tuple[str, str]]:
     for letter, word, steps in (
         ("s", "saved", found.saves),
-        ("r", "resumed", found.resumes),
+        ("r", "resumed", [step for step in found.resumes if step not in found.kills]),
         ("k", "killed, then restarted", found.kills),
-        ("x", "stopped, failed or done", found.stops),
+        ("x", "stopped or failed", found.stops),
+        ("d", "done", found.done),
         ("!", "NaN or infinite", sorted({step for curve in found.curves.values() for step in curve.odd_steps})),
     ):
         if steps:

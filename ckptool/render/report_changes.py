@@ -261,7 +261,10 @@ def run_facts(report: CheckpointReport) -> dict[str, Any]:
     if run is not None:
         said = [f"{run.path}: {counted(len(run.checkpoints), 'checkpoint')}"]
         said += [f"{counted(run.damaged, 'damaged one')}"] if run.damaged else []
-        said += [f"resumes at step {run.resumes:,}"] if run.resumes is not None else []
+        if run.event == "done":
+            said += [f"done at step {run.step:,}"] if run.step is not None else ["done"]
+        elif run.resumes is not None:
+            said += [f"resumes at step {run.resumes:,}"]
     return {
         "text": "; ".join([*said, *unread]),
         "curves": [curve for curve in curves if curve.paths],

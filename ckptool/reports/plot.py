@@ -66,7 +66,7 @@ class RunHistory(Report):
     """The curves of a run by name, and the steps at which things happened to it.
 
     saves: checkpoints.  resumes: where it went on.  kills: where it began again though no end was noted.  stops: where
-    it was stopped, failed, or was done.  event, step: the last of these.  left_out: curves for which there was no room.
+    it was stopped or failed.  event, step: the last of these.  left_out: curves for which there was no room.
     """
 
     path: str
@@ -85,10 +85,15 @@ class RunHistory(Report):
         return {name: (curve.steps, curve.values) for name, curve in self.curves.items()}
 
     @property
+    def done(self) -> tuple[int, ...]:
+        """The step at which it was done, where that is the last that happened to it."""
+        return (self.step,) if self.event == "done" and self.step is not None else ()
+
+    @property
     def span(self) -> tuple[int, int]:
         """The first and the last step of all curves and events: the axis."""
         steps = [step for curve in self.curves.values() for step in (curve.steps[0], curve.steps[-1])]
-        steps += [*self.saves, *self.resumes, *self.kills, *self.stops]
+        steps += [*self.saves, *self.resumes, *self.kills, *self.stops, *self.done]
         return min(steps, default=0), max(steps, default=0)
 
 

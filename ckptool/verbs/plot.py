@@ -63,12 +63,12 @@ def _marks(events: Iterable[Mapping[str, Any]]) -> tuple[Steps, Steps, Steps, St
     is_running = False
     for fact in events:
         event, step = fact["event"], fact["step"]
-        steps["end" if event in _ENDS else event].add(step)
+        steps["stop" if event in _ENDS and event != "done" else event].add(step)
         if is_running and event in ("start", "resume"):
             steps["kill"].add(step)
         is_running = event not in _ENDS
-    saves, resumes, kills, ends = (tuple(sorted(steps[name])) for name in ("save", "resume", "kill", "end"))
-    return saves, resumes, kills, ends
+    saves, resumes, kills, stops = (tuple(sorted(steps[name])) for name in ("save", "resume", "kill", "stop"))
+    return saves, resumes, kills, stops
 
 
 class _Curves:

@@ -53,7 +53,7 @@ def test_a_run_of_the_harness(tmp_path: Path) -> None:
         expected = {line["step"]: line[name] for line in lines if name in line}
         assert found.series[name] == (tuple(expected), tuple(expected.values()))
     assert "epoch" not in found.curves and list(ckptool.plot(tmp_path / "run", only="epoch").curves) == ["epoch"]
-    assert found.saves[-1] == 20 and found.stops == (20,) and found.resumes == () == found.kills
+    assert found.saves[-1] == 20 and found.done == (20,) and not found.stops and found.resumes == () == found.kills
 
 
 OWN = """
@@ -86,7 +86,7 @@ def test_a_loop_of_ones_own_that_was_killed(tmp_path: Path) -> None:
     assert running.event == "save" and running.saves == (10,) and running.curves["loss"].points >= 16
     subprocess.run(words, check=True)
     found = ckptool.plot(tmp_path / "run")
-    assert (found.saves, found.resumes, found.kills, found.stops) == ((10, 20, 30), (10,), (10,), (30,))
+    assert (found.saves, found.resumes, found.kills, found.stops) == ((10, 20, 30), (10,), (10,), ())
     assert found.curves["loss"].points == 30 and found.series["val_acc"][0] == (10, 20, 30)
 
 
