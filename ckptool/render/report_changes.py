@@ -268,7 +268,7 @@ def run_facts(report: CheckpointReport) -> dict[str, Any]:
     return {
         "text": "; ".join([*said, *unread]),
         "curves": [curve for curve in curves if curve.paths],
-        "marks": ", ".join(counted(count, kind) for kind, count in kinds if count),
+        "marks": [(kind, counted(count, kind)) for kind, count in kinds if count],
         "norms": rows[:LISTED],
         "steps": ", ".join(f"{step:,}" for step in (norms.steps if norms is not None else ())[:12]),
     }
