@@ -98,7 +98,8 @@ def _modules(part: PartSummary, number: int, statistics: dict[str, Statistics], 
         odd = sum(1 for one in known if one.nans or one.infs)
         leaf = len(items) == 1 and items[0][0] == name
         if nbytes := sum(size for _, size in items):
-            yield Cell(name, name[start:] or name, number, leaf, len(items), nbytes, hue, odd)
+            label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
+            yield Cell(name, label, number, leaf, len(items), nbytes, hue, odd)
 
 
 def _by_piece(items: Sequence[Item], start: int) -> dict[str, list[Item]]:

@@ -82,12 +82,13 @@ const short = (i) => { const at = table.parts[columns.part[i]].at; return at && 
 const isFloat = (i) => /^(f|bf|c)\d/.test(columns.dtype[i]);
 const share = (i) => { const change = columns.change[i]; return !change ? -2 : change.length > 2 ? change[1] / change[2] : change[0].startsWith("same") ? -1 : 2; };
 const letter = (k) => k < 26 ? String.fromCharCode(65 + k) : String(k + 1);
+const named = (i) => table.parts.length > table.files.length && !$("part").value.startsWith("part:") ? columns.name[i] : short(i);  // two parts may have the same names
 const partName = (p) => `${table.files.length > 1 ? letter(p.file) + " · " : ""}${printable(p.at) || p.is}`;
 const changeText = (i) => { const c = columns.change[i]; return !c ? "" : c.length > 2 ? `${c[0]}: ${commas(c[1])} of ${commas(c[2])}` : c[0]; };
 const shapeText = (i) => columns.shape[i] ? `[${columns.shape[i].join(", ")}]` : "";
 // Name, title, width, text of a row, key to sort by, whether narrow screens leave it out.
 const FIELDS = [
-  ["name", "name", "name", (i) => printable(short(i)), (i) => columns.name[i]],
+  ["name", "name", "name", (i) => printable(named(i)), (i) => columns.name[i]],
   ["change", "change", "change", changeText, share],
   ["dtype", "dtype", "dtype", (i) => columns.dtype[i], (i) => columns.dtype[i], 1],
   ["shape", "shape", "shape", shapeText, (i) => (columns.shape[i] || []).reduce((a, b) => a * b, 1)],
