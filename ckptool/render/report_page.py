@@ -167,7 +167,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         "cells": treemap(divided, file.inspection.statistics, 1000, 260),
         "narrow": treemap(divided, file.inspection.statistics, 372, 420),
         "outline": list(_outline(file)),
-        "code": code[:CODE] + ["… all of it: ckptool inspect --code"] * (len(code) > CODE),
+        "code": code[:CODE] + ["… all of it: ckptool inspect FILE --code"] * (len(code) > CODE),
         "health": _health(file) if file.health.tensors else None,
     }
 

@@ -78,4 +78,4 @@ def test_it_says_what_it_has_not_read(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     text = doctor_text(ckptool.doctor(name))
     (line,) = [line for line in text.splitlines() if "not the tensors' data" in line]
-    assert re.search(r"ckptool verify (\./)?\S+$", line) and "None" not in text
+    assert re.search(r"ckptool verify (\./)?\S+ --finite$", line) and "None" not in text
