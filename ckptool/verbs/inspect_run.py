@@ -22,13 +22,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
 
     Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
     """
-    name = os.fspath(run)
-    if not is_run(name):
-        raise UsageError(
-            f"{printable(name)} is not a run: it lacks run.yaml or checkpoints",
-            "",
-            Advice("Look: ", command("scan", name)),
-        )
+    name = folder_of(run)
     number, config = _config(os.path.join(name, CONFIG))
     history = list(Lines(os.path.join(name, HISTORY)).read())
     _, config = last_config(name, number, config)
@@ -54,6 +48,18 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         _count(_section(config, "train"), "epochs") or None,
         _seconds(history),
     )
+
+
+def folder_of(run: PathLike) -> str:
+    """The name of a run's folder. Raises `UsageError` for one that is no run."""
+    name = os.fspath(run)
+    if not is_run(name):
+        raise UsageError(
+            f"{printable(name)} is not a run: it lacks run.yaml or checkpoints",
+            "",
+            Advice("Look: ", command("scan", name)),
+        )
+    return name
 
 
 def _config(path: str) -> tuple[str, dict[str, Any]]:

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckptool.checkpoint.commands import Advice, command, several
+from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import NoMatch, UsageError, listed, printable
+from ckptool.errors import NoMatch, listed, printable
 from ckptool.formats.opening import PathLike, refuse_address
 from ckptool.reports.plot import CurveBuilder, RunHistory
-from ckptool.training import HISTORY, METRICS, is_run
+from ckptool.training import HISTORY, METRICS
 from ckptool.training.store import Lines
+from ckptool.verbs.inspect_run import folder_of
 
 MOST_CURVES = 100  # of one run
 _ENDS = ("stop", "early-stop", "failed", "done")
@@ -30,13 +31,7 @@ def plot(run: PathLike, *, only: str | Sequence[str] = ()) -> RunHistory:
     its last whole line. Raises `UsageError` for a folder that is no run, `NoMatch` for a name that was never logged.
     """
     refuse_address("plot", run)
-    folder = os.fspath(run)
-    if not is_run(folder):
-        raise UsageError(
-            f"{printable(folder)} is not a run: it lacks run.yaml or checkpoints",
-            "",
-            Advice("Look: ", command("scan", folder)),
-        )
+    folder = folder_of(run)
     curves, events = _Curves(several(only)), list(_events(folder))
     for fact in Lines(os.path.join(folder, METRICS)).read():
         curves.add(fact)
