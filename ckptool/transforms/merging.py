@@ -81,11 +81,18 @@ class Mean:
         import numpy
 
         total = read(0, "merge total")
+        # The shares of equal values add up to that value, but in f64 nothing would round away what 1/n lacks.
+        whole = total.dtype.itemsize == 8 and abs(math.fsum(self.weights) - 1) < 1e-12
+        first = total.copy() if whole else total
+        equal = numpy.full(len(first), whole)
         numpy.multiply(total, self.weights[0], out=total)
         for number, weight in enumerate(self.weights[1:], 1):
             term = read(number, "merge term")
+            if whole:
+                equal &= term.view("i8") == first.view("i8")
             numpy.multiply(term, weight, out=term)
             numpy.add(total, term, out=total)
+        numpy.copyto(total, first, where=equal)
         return total
 
 

@@ -216,3 +216,22 @@ def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, n
 @pytest.mark.soak
 def test_two_gigabytes_stay_below_128_mb(tmp_path: Path) -> None:
     assert memory(tmp_path, 3, 2 << 30) < 128_000_000
+
+
+def test_the_average_of_equal_files_is_that_file(tmp_path: Path) -> None:
+    """Judged by bytes: for every floating type, up to nine files, plain, exponential and weighted means."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3000, dtype=torch.float64, generator=generator) * 10 ** torch.arange(-150, 150, 0.1)
+    values[:3] = torch.tensor([torch.inf, -torch.inf, -0.0])
+    types = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    state = {str(dtype): values.to(dtype) for dtype in types}
+    state["complex"] = torch.complex(values, values.flip(0))
+    torch.save(state, tmp_path / "a.pt")
+    for count in range(2, 10):
+        rising = [(number + 1) * 2 / count / (count + 1) for number in range(count)]
+        for how in ({}, {"ema": 0.9}, {"weights": rising}):
+            mean = ckptool.average([tmp_path / "a.pt"] * count, tmp_path / "mean.pt", overwrite=True, **how)
+            assert mean.facts["averaged"] == len(state)
+            found = torch.load(tmp_path / "mean.pt", weights_only=True)
+            for name, tensor in state.items():
+                assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), (name, count, how)
