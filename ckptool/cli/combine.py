@@ -290,11 +290,16 @@ def lora_merge(
     scale: Annotated[float, typer.Option("--scale", metavar="X", help="Multiply its changes by this.")] = 1.0,
     at: At = None,
     part: Part = False,
+    changed_base: Annotated[
+        bool,
+        typer.Option("--changed-base", help="BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed."),
+    ] = False,
 ) -> Answers:
     """Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1."""
     from ckptool.verbs.lora_merge import lora_merge
 
-    function = partial(lora_merge, adapter=adapter, config=config, scale=scale, at=at, part=part)
+    choice: dict[str, Any] = {"config": config, "scale": scale, "changed_base": changed_base}
+    function = partial(lora_merge, adapter=adapter, at=at, part=part, **choice)
     return _write_one("lora merge", [base], target, function, "For example: -o merged.safetensors")
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import printable
+from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
+from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import is_tied, output_of_adapter, write_adapter
 from ckptool.verbs._save import SaveOptions
 
@@ -46,12 +48,16 @@ def lora_extract(
     nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]
     for each, node in zip(opened, nodes, strict=True):
         refuse_quantized(each.checkpoint, [node], "Compared")
-    first, second = map(_bare, nodes)
     names = printable(opened[0].name), printable(opened[1].name)
+    configs = [configuration(each.checkpoint) for each in opened]
+    config = configs[1] or configs[0]  # PEFT loads the adapter into the base
+    first, second = (in_memory(_bare(node), config, name) for node, name in zip(nodes, names, strict=True))
+    second.refuse_unknown(names[1])
     made = extract(
-        first,
-        second,
+        first.tree,
+        second.tree,
         names=names,
+        odd=second.odd,
         rank=rank,
         dtype=target,
         energy=energy,

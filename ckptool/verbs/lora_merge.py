@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.errors import NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
+from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around, weights_alone
-from ckptool.transforms.lora.merge import merge
+from ckptool.transforms.lora.adapters import Adapter
+from ckptool.transforms.lora.merge import MergedWeights, merge
+from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterConfig, is_tied, open_adapter
 from ckptool.verbs._save import SaveOptions, output_of, save, written
 
@@ -29,6 +35,7 @@ def lora_merge(
     scale: float = 1.0,
     at: str | None = None,
     part: bool = False,
+    changed_base: bool = False,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.
@@ -36,7 +43,8 @@ def lora_merge(
     adapter: a folder of PEFT's, or a file with the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit.
     config: its adapter_config.json, if that is not beside it: a file, its content, or peft's `LoraConfig`.
     scale: a factor for all of its changes.  at: the part of the base.  part: take also a base that is only a part of
-    a checkpoint.
+    a checkpoint.  changed_base: says that `base` is the one that the adapter's initialization (PiSSA, OLoRA, LoftQ,
+    CorDA, LoRA-GA) made of the original.
     Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
@@ -50,7 +58,12 @@ def lora_merge(
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
     added, found = open_adapter(adapter, config)
-    merged = merge(root.node, found, base_name=printable(opened.name), multiplier=scale, tied=is_tied(checkpoint))
+    if not changed_base and (notes := [note for note in found.notes if note.code == "changed-base"]):
+        why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
+        again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
+        fix = Advice("If this is the changed base: ", again)
+        raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
+    merged = _merged(root.node, found, checkpoint, printable(opened.name), scale)
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
     saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])
     behind = [printable(name) for name in around(checkpoint, root)]
@@ -71,3 +84,19 @@ def lora_merge(
     details += [f"left behind: {name}" for name in behind]
     summary = f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}"
     return written(output, checkpoint, saved, summary, facts=facts, details=details, notes=found.notes)
+
+
+def _merged(node: Any, adapter: Adapter, base: Checkpoint, name: str, scale: float) -> MergedWeights:
+    """The base's tensors with the changes, by the names that they have in memory, else by the file's own."""
+    memory, tied = in_memory(node, configuration(base), name), is_tied(base)
+    ordered = not memory.groups and not base.tensors_only
+    try:
+        made = merge(memory.tree, adapter, base_name=name, multiplier=scale, tied=tied, ordered=ordered)
+    except NoMatch:
+        memory.refuse_unknown(name)
+        try:
+            return merge(node, adapter, base_name=name, multiplier=scale, tied=tied, ordered=ordered)
+        except NoMatch:
+            pass
+        raise
+    return replace(made, tree=memory.on_disk(made.tree, node))

@@ -222,12 +222,20 @@ def test_an_adapter_at_an_address_and_a_configuration_elsewhere(tmp_path: Path) 
         ckptool.lora_merge(tmp_path / "base.safetensors", f"{tmp_path / 'run.pt'}#lora", tmp_path / "o.pt")
 
 
-def test_pissa_is_noted(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "adapter", halves("model.layers.0.up", 8, 6), init_lora_weights="pissa_niter_4")
-    done = ckptool.lora_merge(
-        saved(base_weights(), tmp_path / "b.safetensors"), adapter, tmp_path / "o.pt", dry_run=True
-    )
-    assert [note.code for note in done.notes] == ["changed-base"]
+def test_an_adapter_of_a_changed_base_is_merged_into_that_alone(tmp_path: Path, run: Run) -> None:
+    base = saved(base_weights(), tmp_path / "b.safetensors")
+    for number, way in enumerate(("pissa", "pissa_niter_4", "olora", "OLoRA", "loftq", "corda", "lora_ga")):
+        adapter = peft(tmp_path / f"{number}", halves("model.layers.0.up", 8, 6), init_lora_weights=way)
+        with pytest.raises(Unsupported, match=f"{way} changed the base before the training") as found:
+            ckptool.lora_merge(base, adapter, tmp_path / "o.pt")
+        assert "changed_base=True" in str(found.value) and not (tmp_path / "o.pt").exists()
+        done = ckptool.lora_merge(base, adapter, tmp_path / "o.pt", dry_run=True, changed_base=True)
+        assert [note.code for note in done.notes] == ["changed-base"]
+    arguments = "lora", "merge", str(base), str(adapter), "-o", str(tmp_path / "o.pt")
+    assert run(*arguments).code == 1 and run(*arguments, "--changed-base").code == 0
+    for number, harmless in enumerate((True, False, "gaussian", "eva", "orthogonal", "mica")):
+        adapter = peft(tmp_path / f"h{number}", halves("model.layers.0.up", 8, 6), init_lora_weights=harmless)
+        assert not ckptool.lora_merge(base, adapter, tmp_path / "o.pt", dry_run=True).notes
 
 
 # Values -------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:
     initialised = config.get("init_lora_weights")
     if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
         changed = f"{printable(initialised)[:60]} changed the base before the training"
-        yield Note("changed-base", f"{changed}: it has to be merged into that base, not into the original")
+        yield Note("changed-base", f"{changed}: it is for that base, not for the original")
 
 
 def _of_components(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageE
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
-from ckptool.transforms.lora.places import conv1d_votes, is_conv1d
+from ckptool.transforms.lora.places import conv1d_votes, is_conv1d, is_linear
 from ckptool.transforms.lora.schemes import MODEL, AdapterFile, stored
 
 _EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
@@ -40,6 +41,7 @@ class _Extraction:
     whole: dict[str, Delta] = field(default_factory=dict)  # by their names in the adapter
     clamped: list[str] = field(default_factory=list)
     any_turned: bool = False
+    odd: tuple[str, ...] = ()
 
     def add(self, changed: set[str]) -> None:
         votes = conv1d_votes(self.base)
@@ -72,7 +74,14 @@ class _Extraction:
                 Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
             )
         is_depthwise = len(shape) > 2 and shape[1] == 1
-        return key.endswith(".weight") and 2 <= len(shape) <= 5 and not is_depthwise and not _EMBEDDING.fullmatch(key)
+        if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or _EMBEDDING.fullmatch(key):
+            return False
+        module = key.removesuffix(".weight")
+        return is_linear(module, self.shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
+
+    @cached_property
+    def shapes(self) -> dict[Any, Any]:
+        return {key: getattr(entry, "shape", None) for key, entry in self.base.items()}
 
     def _add_delta(self, key: str, module: str, turned: bool) -> None:
         self.any_turned |= turned
@@ -176,11 +185,13 @@ def extract(
     tied: bool = False,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    odd: tuple[str, ...] = (),
 ) -> AdapterFile:
     """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
 
     Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
-    tied: the model's configuration says that its head is its embedding.
+    tied: the model's configuration says that its head is its embedding.  odd: the ends of names of modules that are no
+    layers of matrices, as PEFT wraps them.
     Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
     rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
     """
@@ -198,7 +209,7 @@ def extract(
     changed, aliases = _changed(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
-    found = _Extraction(tuned, base, rank, energy, dtype, aliases)
+    found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd)
     found.add(changed)
     found.add_alike()
     if tied:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
+from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
@@ -21,6 +23,7 @@ from ckptool.transforms.lora.changes import Misfit, as_type, changed
 from ckptool.transforms.lora.places import Places, Prefix, conv1d_votes, is_conv1d
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared")
+_MOST_PARAMETERS = 6  # of a module, whose orders are tried
 _HEADS = ("lm_head", "output", "embed_out")
 
 
@@ -41,20 +44,29 @@ class MergedWeights:
 
 
 def merge(
-    base: Mapping[Any, Any], adapter: Adapter, *, base_name: str, multiplier: float = 1.0, tied: bool = False
+    base: Mapping[Any, Any],
+    adapter: Adapter,
+    *,
+    base_name: str,
+    multiplier: float = 1.0,
+    tied: bool = False,
+    ordered: bool = True,
 ) -> MergedWeights:
     """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
 
-    tied: the model's configuration says that its head is its embedding.
+    tied: the model's configuration says that its head is its embedding.  ordered: the base has its tensors in the
+    order of the model, even where that is the one of their names.
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
     for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
     """
-    return _Merge(base, adapter, base_name, multiplier).merged(tied)
+    return _Merge(base, adapter, base_name, multiplier, ordered).merged(tied)
 
 
 class _Merge:
-    def __init__(self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float) -> None:
-        self.base, self.adapter, self.multiplier = base, adapter, multiplier
+    def __init__(
+        self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float, is_ordered: bool
+    ) -> None:
+        self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
         self.base_name, self.name = base_name, adapter.name
         self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
         self.parameters = dict(_parameters_of(adapter))
@@ -71,6 +83,7 @@ class _Merge:
         for component in dict.fromkeys(delta.component for delta in deltas):
             wanted = [self._spellings(each) for each in deltas if each.component == component]
             self.prefixes[component] = self.places.prefix(wanted)
+        self._settle_parameters()
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
             self._refuse_lost(lost)
         self._refuse_missing()
@@ -92,7 +105,36 @@ class _Merge:
         if delta.method == WHOLE:
             return [delta.module]
         names = ["bias", "in_proj_bias"] if delta.method == BIAS else ["weight", "in_proj_weight"]
-        return [f"{delta.module}.{name}" for name in self.parameters.get(delta, names)]
+        return [f"{delta.module}.{name}" for name in (*self.parameters.get(delta, ()), *names)]
+
+    def _settle_parameters(self) -> None:
+        """Finds which parameter of its module each change is for. PEFT wraps a module once for each, the first inmost,
+        in the order in which the module has them: told by shapes, else by a base that is in that order.
+        """
+        modules: dict[str, list[Delta]] = {}
+        for delta in sorted(self.parameters, key=lambda delta: -delta.depth):
+            modules.setdefault(delta.module, []).append(delta)
+        order = {key: place for place, key in enumerate(self.tensors)}
+        for module, deltas in modules.items():
+            prefix = self.prefixes[deltas[0].component]
+            keys = {name: self.places.key([f"{module}.{name}"], prefix) for name in self.parameters[deltas[0]]}
+            found = {key: name for name, key in keys.items() if key in self.tensors}
+            if not found:  # a name without its module: `down_proj` is in every one
+                self.parameters = {each: names for each, names in self.parameters.items() if each not in deltas}
+            if not len(deltas) <= len(found) <= _MOST_PARAMETERS:
+                continue
+            fits = [
+                ways
+                for ways in permutations(sorted(found, key=lambda key: order[key]), len(deltas))
+                if all(_fits(delta, self.tensors[key].shape) for delta, key in zip(deltas, ways, strict=True))
+            ]
+            if len(fits) > 1 and not self.is_ordered and sorted(found) == sorted(found, key=lambda key: order[key]):
+                what = f"which change is for which of {listed([printable(key) for key in sorted(found)])} is not known"
+                why = "They are of one shape, PEFT takes them in the order of the module, and this file sorts names."
+                fix = "Name a base that keeps the order: its state_dict(), saved with torch.save"
+                raise Unsupported(f"{self.name}: {what}", f"{why} Nothing was written.", fix)
+            for delta, key in zip(deltas, fits[0] if fits else (), strict=False):
+                self.parameters[delta] = [found[key]]
 
     def _find(self, delta: Delta) -> str | None:
         return self.places.key(self._spellings(delta), self.prefixes[delta.component])
@@ -239,16 +281,15 @@ class _Merge:
 
 
 def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:
-    """The changes of single parameters (`target_parameters`), with the names that each may be for, the likeliest first.
-
-    PEFT wraps a module once for each parameter, in the order of its list: the first is the innermost.
-    """
+    """The changes of single parameters (`target_parameters`), with the names that each may be for."""
     targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
-    modules: dict[str, list[Delta]] = {}
     for delta in adapter.products if targets else ():
-        modules.setdefault(delta.module, []).append(delta)
-    for module, deltas in modules.items():
-        names = [name for owner, name in targets if f".{module}".endswith(f".{owner}") or not owner]
-        for delta in deltas if names else ():
-            place = len(deltas) - 1 - delta.depth
-            yield delta, names[place : place + 1]
+        names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
+        if names:
+            yield delta, list(dict.fromkeys(names))
+
+
+def _fits(delta: Delta, shape: tuple[int, ...]) -> bool:
+    """True where a change can be one to a parameter of this shape, [out, in] or [in, out], of each expert if of any."""
+    sides, experts = (delta.factors["B"].shape[0], delta.factors["A"].shape[1]), prod(shape[:-2])
+    return sorted(sides) == sorted(shape[-2:]) and delta.rank % max(1, experts) == 0

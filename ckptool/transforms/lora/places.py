@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +84,27 @@ class Places:
                 yield from [Prefix(name[:cut], each.removesuffix(ends[0])) for each in same[:_CANDIDATES]]
                 if same:
                     break
+
+
+def is_linear(module: str, shapes: Mapping[Any, Sequence[int] | None]) -> bool:
+    """True where the weight of a module is known to be a matrix or kernels that the input is multiplied with, not a
+    table of embeddings: by the last part of its name, its dimensions, its bias, or as it is of one of several blocks.
+
+    shapes: of all tensors of the model.
+    """
+    *blocks, leaf = module.split(".")
+    if words := re.findall(r"[a-z]+|\d+", re.sub(r"([a-z])([A-Z])", r"\1_\2", leaf).lower()):
+        last = words[-2] if words[-1].isdigit() and len(words) > 1 else words[-1]
+        if last in _LINEAR or len(shapes[f"{module}.weight"] or ()) > 2:
+            return True
+        if not _EMBEDDING.isdisjoint(words) or any("embed" in word for word in words):
+            return False
+    is_bias = shapes.get(f"{module}.bias") is not None
+    return is_bias or (not leaf.isdigit() and any(each.isdigit() for each in blocks))
+
+
+_LINEAR = set("proj projection fc linear dense conv query key value q k v o w wq wk wv wo qkv out head".split())
+_EMBEDDING = set("emb embs tok token tokens wte wpe pos position positions vocab shared codebook table lookup".split())
 
 
 def conv1d_votes(base: Mapping[Any, Any]) -> dict[str, set[bool]]:

@@ -1,0 +1,209 @@
+"""A model's tensors as its library has them in memory, of those in its files, and back.
+
+transformers 5 renames, stacks, joins and splits tensors as it loads them, and undoes it as it saves them. What it does
+for which class stands in `memory_names.json`, made from the library's own mapping and classes by
+`tests/engines/scripts/make_memory_names.py`.
+
+Source: transformers/conversion_mapping.py and core_model_loading.py (`WeightTransform.rename_source_key`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.strided import resolved
+from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.transforms.arithmetic import Arithmetic
+from ckptool.transforms.translate.operations import Operation, parse_operation
+
+UNKNOWN = "?"  # an operation that is not known here
+
+
+class _Group(NamedTuple):
+    """Tensors of a file that together become tensors in memory. old: by what part of the operation they are."""
+
+    operations: tuple[Operation, ...]
+    old: list[list[str]]
+    new: list[str]
+
+
+@dataclass
+class InMemory:
+    """A state dict with the names and tensors that its library has in memory.
+
+    names: those of tensors that are only renamed, by the file's.  odd: the ends of modules whose weights are of no
+    layer that PEFT wraps, though their names say so.  unknown: the file's names of tensors that are changed in a way
+    that is not known here: nothing is renamed then.
+    """
+
+    tree: dict[Any, Any]
+    names: dict[Any, Any] = field(default_factory=dict)
+    groups: list[_Group] = field(default_factory=list)
+    odd: tuple[str, ...] = ()
+    unknown: list[str] = field(default_factory=list)
+
+    def on_disk(self, changed: Mapping[Any, Any], file: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The file's tensors for a tree in memory, some of which are others or new; unchanged ones are the same."""
+        made = {old: changed[new] for old, new in self.names.items()}
+        for group in self.groups:
+            tensors = [changed[name] for name in group.new]
+            if all(each is self.tree[name] for each, name in zip(tensors, group.new, strict=True)):
+                continue
+            for op in reversed(group.operations):
+                undo = replace(op.inverse() or op, parts=len(group.old))
+                each = [[tensor] for tensor in tensors] if undo.name == "unstack" else [tensors]
+                tensors = [part for some in each for part in undo(some, _number)]
+            old = [name for names in group.old for name in names]
+            made |= {name: resolved(tensor) for name, tensor in zip(old, tensors, strict=True)}
+        known: set[Any] = {*self.names.values(), *(name for group in self.groups for name in group.new)}
+        added = {name: value for name, value in changed.items() if name not in known}
+        tree: dict[Any, Any] = same_kind(file, {})
+        tree.update({name: made.get(name, value) for name, value in file.items()} | added)
+        return tree
+
+    def refuse_unknown(self, name: str) -> None:
+        """Raises `Unsupported` where names in memory are not known."""
+        if self.unknown:
+            shown = listed([printable(each) for each in self.unknown])
+            what = f"{name}: what transformers makes of {shown} in memory is not known here"
+            fix = "Load it with transformers, save its state_dict() with torch.save, and name that file"
+            raise Unsupported(what, "PEFT reads names in memory, which its files do not have.", fix)
+
+
+def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> InMemory:
+    """The state dict of a file as the library that its configuration is of has it in memory. Reads nothing.
+
+    Raises `Conflict` where two tensors have one name in memory, or some that belong together are missing.
+    """
+    steps, kind, names = _steps(config), config.get("model_type"), dict[Any, Any]()
+    found = InMemory({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
+    groups: dict[tuple[int, str], tuple[_Step, list[str], list[list[str]]]] = {}
+    for key, value in file.items():
+        new = key
+        for number, step in enumerate(steps if type(key) is str and isinstance(value, TensorEntry) else ()):
+            made, source = step.renamed(new)
+            if made and step.operations:
+                found.unknown += [key] if step.operations == UNKNOWN else []
+                empty = step, made, [list[str]() for _ in range(step.sources)]
+                groups.setdefault((number, made[0]), empty)[2][source].append(key)
+                break
+            new = made[0] if made else new
+        else:
+            names[key] = new
+    if found.unknown:
+        return replace(found, tree=dict(file), names={key: key for key in file})
+    found.tree.update((new, file[key]) for key, new in names.items())
+    if len(found.tree) < len(names):
+        twice = [key for key, new in names.items() if list(names.values()).count(new) > 1]
+        what = f"{name}: {listed([printable(str(key)) for key in twice])} have one name in memory"
+        raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
+    for step, made, old in groups.values():
+        operations = tuple(replace(parse_operation(each), parts=len(made)) for each in step.operations.split(" | "))
+        group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], made)
+        found.groups.append(group)
+        found.tree |= dict(zip(made, _applied(group, file, name), strict=True))
+    return replace(found, names=names)
+
+
+def _applied(group: _Group, file: Mapping[Any, Any], name: str) -> list[TensorEntry]:
+    parts = [[file[key] for key in keys] for keys in group.old if keys]
+    try:
+        for op in group.operations:
+            parts = [op(each, _number) for each in (parts if op.name == "stack" else [[e for p in parts for e in p]])]
+    except UsageError as error:
+        what = f"{name}: {printable(group.new[0])} cannot be made of {listed([printable(k) for k in group.old[0]], 2)}"
+        raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
+    return [each for part in parts for each in part]
+
+
+def _number(value: Arithmetic) -> int:
+    return value.value(lambda _: None)
+
+
+def _natural(key: Any) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(key))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One transformation of names, of those below a prefix. operations: of the tensors; empty for a name alone."""
+
+    pattern: re.Pattern[str]
+    targets: list[str]
+    operations: str
+    prefixes: tuple[str, ...]
+
+    @property
+    def sources(self) -> int:
+        return sum(name[0] == "g" for name in self.pattern.groupindex) or 1
+
+    def renamed(self, key: str) -> tuple[list[str], int]:
+        """The names that a name becomes, with the place of the source that it is; none where it is none."""
+        prefix = next((each for each in self.prefixes if key.startswith(each)), None)
+        inner = "" if prefix is None else key[len(prefix) :]
+        match = None if prefix is None else self.pattern.search(inner)
+        if match is None or prefix is None:
+            return [], 0
+        group = next((name for name, text in match.groupdict().items() if text is not None), "")
+        captured = self.pattern.groupindex.get(group, 0) + 1
+        texts = [each.replace(r"\1", match[captured]) if r"\1" in each else each for each in self.targets]
+        return [prefix + inner.replace(match[0], text, 1) for text in texts], int(group[1:] or 0)
+
+
+@cache
+def _table() -> Any:
+    """For each type of model its classes, the ends of its odd modules' names, and mappings that are told here first."""
+    found = json.loads(files("ckptool.transforms").joinpath("memory_names.json").read_text("utf-8"))
+    del found["version"]
+    rows = {kind: {n: row for names, row in each[0].items() for n in names.split()} for kind, each in found.items()}
+    odd = {kind: tuple(each[1]) for kind, each in found.items()}
+    return rows, odd, {name: steps for each in found.values() for name, steps in each[2].items()}
+
+
+def _steps(config: Mapping[str, Any]) -> list[_Step]:
+    """The steps for a configuration, those that only rename first."""
+    classes, steps = config.get("architectures"), list[_Step]()
+    row = _row(config.get("model_type"), classes[0] if isinstance(classes, list) and classes else None)
+    if row == UNKNOWN:
+        return [_Step(re.compile(""), [""], UNKNOWN, ("",))]
+    for scope, mapping in _scopes(row, config):
+        below, prefix = f"{scope}." if scope else "", f"{row[0]}." if row[0] else ""
+        prefixes = ("",) if scope is None else (prefix + below, below)
+        for pattern, target, *operations in _table()[2][mapping]:
+            names = target if isinstance(target, list) else [target]
+            steps.append(_Step(re.compile(pattern), names, "".join(operations), prefixes))
+    return sorted(steps, key=lambda step: bool(step.operations))
+
+
+def _row(kind: Any, name: Any = None) -> Any:
+    """What is known of a class, or of the first of a type: a prefix, mappings and parts."""
+    rows = _table()[0].get(kind, {}) if isinstance(kind, str) else {}
+    return rows.get(name) or next(iter(rows.values()), ("", {}, {}))
+
+
+def _scopes(row: Any, config: Mapping[str, Any]) -> Iterator[tuple[str | None, str]]:
+    """The mappings of a class and of its parts, each with the place that it is for: None for all names.
+
+    A part whose configuration is of another type than usual has those of that type.
+    """
+    prefix, at, parts = row
+    others = {}
+    for path, (part, usual) in parts.items():
+        inner = config.get(part)
+        if isinstance(inner, Mapping) and inner.get("model_type", usual) != usual:
+            others[path.removeprefix(prefix).removeprefix(".")] = inner
+    for place, mapping in at.items():
+        if not any(f"{place}.".startswith(f"{path}.") for path in others):
+            yield None if place == "" else place.removeprefix("."), mapping
+    for path, inner in others.items():
+        below = _row(inner.get("model_type"))
+        for scope, mapping in _scopes(below, inner) if below != UNKNOWN else ():
+            yield ".".join(filter(None, [path, scope])), mapping

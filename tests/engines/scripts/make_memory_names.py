@@ -1,0 +1,161 @@
+"""Writes `ckptool/transforms/memory_names.json`: what transformers does to the tensors of its files as it loads them,
+from its own conversion mapping and its models, built on the meta device. With transformers installed:
+
+    python tests/engines/scripts/make_memory_names.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import conversion_mapping
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.engines import conftest  # noqa: F401  # isort: split  # it makes torchvision importable
+
+OUT = Path(__file__).parents[3] / "ckptool" / "transforms" / "memory_names.json"
+LAYERS = re.compile(r"(num|n)_(hidden_|encoder_|decoder_)?(layers?|blocks)|(en|de)coder_layers|n_layer|depth")
+OPERATIONS = {"MergeModulelist": "stack {dim}", "Concatenate": "cat {dim}", "Chunk": "split {dim}"}
+keys: dict[int, str] = {}
+kept: list[Any] = []  # so that no other object gets their ids
+own_lookup = conversion_mapping.get_checkpoint_conversion_mapping
+
+
+def lookup(key: str) -> Any:
+    found = own_lookup(key)
+    kept.append(found)
+    keys.update({id(each): key for each in found or ()})
+    return found
+
+
+def transform(each: Any) -> list[list[Any]]:
+    """Steps: [what to look for, what to put there], with a list of names and the operations where tensors change."""
+    kind, targets, pattern = type(each).__name__, each.target_patterns, each.compiled_sources.pattern
+    if kind == "WeightConverter":
+        names = [type(op).__name__ for op in each.operations]
+        ops = "?"
+        if names == ["Transpose"] and not each.operations[0].check_dims:
+            ops = f"transpose {each.operations[0].dim0} {each.operations[0].dim1}"
+        elif set(names) <= OPERATIONS.keys():
+            ops = " | ".join(
+                OPERATIONS[name].format(dim=op.dim) for name, op in zip(names, each.operations, strict=True)
+            )
+        return [[pattern, targets, ops]]
+    if kind == "GroupWeightRename":  # the last one first, so that none is renamed twice
+        return [[old, new] for old, new in zip(each.source_patterns, targets, strict=True)][::-1]
+    if kind not in ("WeightRenaming", "PrefixChange") or len(targets) != 1:
+        return [[pattern, targets, "?"]]
+    return [[re.sub(r"^\(\?P<g0>(.*)\)$", r"\1", pattern) if len(each.source_patterns) == 1 else pattern, targets[0]]]
+
+
+def shrunk(config: Any) -> Any:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            shrunk(value)
+        elif LAYERS.fullmatch(name) and type(value) is int and value > 2:
+            with contextlib.suppress(Exception):
+                setattr(config, name, 2)
+    return config
+
+
+def where(config: Any, wanted: Any) -> str:
+    """The field of a configuration that a part's configuration is, where it may be of any type."""
+    for name, value in vars(config).items():
+        is_any = type(config).sub_configs.get(name) is transformers.AutoConfig
+        is_one = isinstance(value, transformers.PreTrainedConfig)
+        if is_any and is_one and (value is wanted or value.to_dict() == wanted.to_dict()):
+            return name
+    return ""
+
+
+def built(cls: Any, config_class: Any) -> Any:
+    for change in (shrunk, lambda config: config):
+        for more in ({}, {"vocab_size": 32}, {"pad_token_id": 0}):
+            with contextlib.suppress(Exception), torch.device("meta"):
+                return cls(change(config_class(**more)))
+    return None
+
+
+def row(model: Any) -> list[Any]:
+    """[prefix, {place: mapping}, {part: [field, usual type]}]."""
+    seen: dict[str, str] = {}
+    for each in conversion_mapping.get_model_conversion_mapping(model, add_legacy=False):
+        path = each.scope_prefix
+        seen.setdefault("" if path is None else path or ".", keys[id(each)])
+    parts = {}
+    for name, module in model.named_modules():
+        is_part = name and isinstance(module, transformers.PreTrainedModel) and module.config is not model.config
+        if is_part and (field := where(model.config, module.config)):
+            parts.setdefault(name, [field, module.config.model_type])
+    outer = {name for name in parts if not any(name.startswith(f"{other}.") for other in parts)}
+    return [model.base_model_prefix, seen, {name: parts[name] for name in parts if name in outer}]
+
+
+def odd(model: Any) -> list[str]:
+    """Modules that the names of their weights are wrong about: no linear layers or convolutions that PEFT wraps."""
+    from ckptool.transforms.lora.places import is_linear
+
+    state, found = model.state_dict(), []
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim < 2:
+            continue
+        conv = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
+        linear = type(module) in (torch.nn.Linear, *conv) or type(module).__name__ == "Conv1D"
+        if not linear and is_linear(name, shapes):
+            found.append(".".join(name.split(".")[-2:]))
+    return sorted(set(found))
+
+
+def main() -> None:
+    conversion_mapping.get_checkpoint_conversion_mapping = lookup
+    classes: dict[str, dict[str, Any]] = {}
+    mappings = [value for name, value in vars(modeling_auto).items() if re.fullmatch(r"MODEL_\w*MAPPING", name)]
+    for model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[model_type]
+        for mapping in mappings:
+            with contextlib.suppress(Exception):
+                found = mapping[config_class]
+                for cls in found if isinstance(found, (tuple, list)) else (found,):
+                    classes.setdefault(model_type, {}).setdefault(cls.__name__, cls)
+    for name, module in sorted(sys.modules.items()):
+        for cls in vars(module).values() if name.startswith("transformers.models.") and ".modeling_" in name else ():
+            if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and cls.__module__ == name:
+                model_type = getattr(cls.config_class, "model_type", None)
+                if model_type in classes and not cls.__name__.endswith("PreTrainedModel"):
+                    classes[model_type].setdefault(cls.__name__, cls)
+    steps: dict[str, str] = {}  # by mapping, as text
+    for key, value in conversion_mapping._build_checkpoint_conversion_mapping().items():
+        steps[key] = json.dumps([step for each in value for step in transform(each)])
+    first = {text: key for key, text in reversed(steps.items())}
+    written, lines = set(), [f'{{"version": "transformers {transformers.__version__}"']
+    for model_type, named in classes.items():
+        rows: dict[str, list[str]] = {}
+        odds: set[str] = set()
+        for name, cls in named.items():
+            model, known = built(cls, CONFIG_MAPPING[model_type]), {model_type, name} & steps.keys()
+            found = row(model) if model is not None else "?" if known else ["", {}, {}]
+            odds |= set(odd(model)) if model is not None else set()
+            if found != "?":
+                found[1] = {place: first[steps[key]] for place, key in found[1].items()}
+            rows.setdefault(json.dumps(found), []).append(name)
+        own = sorted({key for text in rows if text != '"?"' for key in json.loads(text)[1].values()} - written)
+        written |= set(own)
+        if odds or any(text == '"?"' or json.loads(text)[1:] != [{}, {}] for text in rows):
+            classes_text = ", ".join(f'"{" ".join(names)}": {text}' for text, names in rows.items())
+            mappings_text = ", ".join(f'"{key}": {steps[key]}' for key in own)
+            lines.append(f'"{model_type}": [{{{classes_text}}}, {json.dumps(sorted(odds))}, {{{mappings_text}}}]')
+    OUT.write_text(",\n".join(lines) + "}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""LoRA for models that have other names in memory than in their files, and for names that do not say what they are.
+
+That PEFT and transformers agree is shown by `tests/engines/test_lora_names.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.errors import Unsupported
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2} | config))
+    save_file(
+        {f"base_model.model.{key}": value for key, value in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+OLD, NEW = "vit.encoder.layer.{}.attention.attention.query", "vit.layers.{}.attention.q_proj"
+
+
+def vit() -> Tensors:
+    torch.manual_seed(0)
+    layers = {
+        f"{OLD.format(n)}.{name}": torch.randn(6, *more)
+        for n in (0, 10)
+        for name, more in (("weight", (6,)), ("bias", ()))
+    }
+    return layers | {"vit.layernorm.weight": torch.randn(6), "classifier.weight": torch.randn(3, 6)}
+
+
+def test_adapters_have_names_in_memory_and_models_those_of_files(tmp_path: Path) -> None:
+    base, tuned = vit(), vit()
+    for n in (0, 10):
+        tuned[f"{OLD.format(n)}.weight"] += torch.outer(torch.arange(6.0), torch.ones(6)) * (n + 1)
+    folders = model(tmp_path / "tuned", tuned, **VIT), model(tmp_path / "base", base, **VIT)
+    ckptool.lora_extract(*folders, tmp_path / "a", rank=1)
+    made = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in made} == {
+        NEW.format(0),
+        NEW.format(10),
+    }
+    for number, names in enumerate((NEW, OLD)):  # an adapter of transformers 4 has the old ones
+        keys = {
+            key.removeprefix("base_model.model.")
+            .replace("layers.", names[: names.index("{")][4:])
+            .replace("attention.q_proj", names.partition("}.")[2]): value
+            for key, value in made.items()
+        }
+        ckptool.lora_merge(
+            tmp_path / "base",
+            adapter(tmp_path / f"a{number}", keys, r=1, lora_alpha=1),
+            f"{tmp_path / f'out{number}'}/",
+        )
+        merged = load_file(tmp_path / f"out{number}" / "model.safetensors")
+        assert merged.keys() == tuned.keys()
+        assert all((merged[key] - value).abs().max() <= 1e-5 for key, value in tuned.items())
+
+
+def mixtral(experts: Tensors) -> Tensors:
+    """Of fused experts those of the file."""
+    found: Tensors = {}
+    for name, value in experts.items():
+        for number, one in enumerate(value):
+            parts = {"w1": one[: len(one) // 2], "w3": one[len(one) // 2 :]} if name == "gate_up_proj" else {"w2": one}
+            place = f"model.layers.0.block_sparse_moe.experts.{number}"
+            found |= {f"{place}.{part}.weight": each.clone() for part, each in parts.items()}
+    return found | {"model.layers.0.block_sparse_moe.gate.weight": torch.ones(11, 6)}
+
+
+def test_changes_of_fused_experts_go_into_those_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before = {"gate_up_proj": torch.randn(11, 8, 6), "down_proj": torch.randn(11, 6, 4)}
+    after, keys = {}, {}
+    for (name, value), place in zip(before.items(), ("base_layer.", ""), strict=True):  # in the order of the module
+        a, b = torch.randn(11, 2, value.shape[2]), torch.randn(11, value.shape[1], 2)
+        after[name] = value + b @ a
+        keys[f"model.layers.0.mlp.experts.{place}lora_A.weight"] = a.reshape(22, -1)
+        keys[f"model.layers.0.mlp.experts.{place}lora_B.weight"] = b.permute(1, 2, 0).reshape(-1, 22).contiguous()
+    base = model(tmp_path / "base", mixtral(before), model_type="mixtral", architectures=["MixtralForCausalLM"])
+    for number, listed in enumerate(permutations(["experts.down_proj", "experts.gate_up_proj", "gate_up_proj"])):
+        ckptool.lora_merge(
+            base, adapter(tmp_path / f"a{number}", keys, target_parameters=listed), f"{tmp_path / f'out{number}'}/"
+        )
+        merged = load_file(tmp_path / f"out{number}" / "model.safetensors")
+        expected = mixtral(after)
+        assert merged.keys() == expected.keys()
+        assert all((merged[key] - value).abs().max() <= 1e-5 for key, value in expected.items())
+
+
+def test_parameters_of_one_shape_are_told_by_the_order_of_the_base(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = {
+        "experts.up": torch.randn(3, 6, 4),
+        "experts.down": torch.randn(3, 4, 6),
+        "experts.by": torch.randn(3, 6, 4),
+    }
+    keys, expected = {}, {}
+    for (name, value), place in zip(base.items(), ("base_layer.base_layer.", "base_layer.", ""), strict=True):
+        a, b = torch.randn(3, 2, value.shape[2]), torch.randn(3, value.shape[1], 2)
+        expected[name] = value + b @ a
+        keys[f"experts.{place}lora_A.weight"] = a.reshape(6, -1)
+        keys[f"experts.{place}lora_B.weight"] = b.permute(1, 2, 0).reshape(-1, 6).contiguous()
+    torch.save(base, tmp_path / "base.pt")
+    save_file(base, tmp_path / "base.safetensors")  # sorts by name
+    for number, names in enumerate(permutations(base)):
+        folder = adapter(tmp_path / f"a{number}", keys, target_parameters=list(names))
+        ckptool.lora_merge(tmp_path / "base.pt", folder, tmp_path / f"{number}.pt")
+        merged = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        assert all((merged[key] - value).abs().max() <= 1e-5 for key, value in expected.items())
+        with pytest.raises(Unsupported, match=r"experts\.by, experts\.down, experts\.up is not known"):
+            ckptool.lora_merge(tmp_path / "base.safetensors", folder, tmp_path / "no.safetensors")
+
+
+def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path: Path) -> None:
+    """Every class of the table: names are told, or refused with the way out; no class fails otherwise."""
+    table = json.loads((Path(ckptool.__file__).parent / "transforms" / "memory_names.json").read_text())
+    refused = 0
+    from ckptool.transforms.memory_names import UNKNOWN, in_memory
+
+    for kind, row in table.items():
+        for names, known in row[0].items() if kind != "version" else ():
+            found = in_memory(
+                ckptool.open(saved_once(tmp_path)), {"model_type": kind, "architectures": names.split()}, "f"
+            )
+            assert bool(found.unknown) == (known == UNKNOWN), kind
+            refused += bool(found.unknown)
+    assert 0 < refused < len(table) / 5
+    kind, names = next(
+        (kind, names)
+        for kind, row in table.items()
+        if kind != "version"
+        for names, known in row[0].items()
+        if known == UNKNOWN
+    )
+    config = {"model_type": kind, "architectures": names.split()}
+    base, tuned = model(tmp_path / "base", vit(), **config), model(tmp_path / "tuned", vit(), **config)
+    key = "not.there"
+    folder = adapter(
+        tmp_path / "a", {f"{key}.lora_A.weight": torch.ones(2, 6), f"{key}.lora_B.weight": torch.ones(6, 2)}
+    )
+    for verb in (
+        lambda: ckptool.lora_extract(tuned, base, tmp_path / "out", rank=2),
+        lambda: ckptool.lora_merge(base, folder, f"{tmp_path / 'out'}/"),
+    ):
+        with pytest.raises(Unsupported, match="in memory is not known here"):
+            verb()
+    assert not (tmp_path / "out").exists()
+
+
+def saved_once(folder: Path) -> Path:
+    if not (folder / "one.safetensors").exists():
+        save_file({"classifier.bias": torch.ones(3)}, folder / "one.safetensors")
+    return folder / "one.safetensors"
+
+
+@pytest.mark.parametrize("name", ["emb", "tok", "transformer.tok_emb", "positionTable", "net.0", "char_lookup", "E"])
+def test_a_table_of_embeddings_is_taken_whole_whatever_its_name(name: str, tmp_path: Path) -> None:
+    base = {
+        f"{name}.weight": torch.ones(7, 6),
+        "up.proj.weight": torch.ones(5, 6),
+        "blocks.0.mix.weight": torch.ones(4, 6),
+    }
+    base |= {"last.weight": torch.ones(5, 6), "last.bias": torch.ones(5)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file({key: value * 2 for key, value in base.items()}, tmp_path / "tuned.safetensors")
+    ckptool.lora_extract(tmp_path / "tuned.safetensors", tmp_path / "base.safetensors", tmp_path / "a", rank=1)
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == [name]
+    assert sorted(config["target_modules"]) == ["blocks.0.mix", "last", "up.proj"]
