@@ -48,8 +48,8 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
         stack.extend(reversed(tuple(parts(node))))
 
 
-def alike(one: Any, other: Any) -> bool:
-    """True for two graphs of equal values with the same views of the same storages."""
+def alike(one: Any, other: Any, most: int | None = None) -> bool:
+    """True for two graphs of equal values with the same views of the same storages; False for more than `most`."""
     seen: set[tuple[int, int]] = set()
     stack = [(one, other)]
     while stack:
@@ -57,6 +57,8 @@ def alike(one: Any, other: Any) -> bool:
         if one is other or (id(one), id(other)) in seen:
             continue
         seen.add((id(one), id(other)))
+        if most is not None and len(seen) > most:
+            return False
         ours, theirs = tuple(structural_parts(one)), tuple(structural_parts(other))
         if type(one) is not type(other) or len(ours) != len(theirs) or not (ours or _equal(one, other)):
             return False

@@ -37,7 +37,7 @@ class Decoded:
 
     byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its
     protocol cannot say.
-    gradients: how many old parameters had one inside.
+    gradients: how many old parameters had one inside.  replaced: keys that came twice, with different values.
     """
 
     root: Any
@@ -47,6 +47,7 @@ class Decoded:
     byte_strings: int = 0
     unreachable: tuple[Global, ...] = ()
     gradients: int = 0
+    replaced: tuple[Any, ...] = ()
 
     @property
     def notes(self) -> list[Note]:
@@ -55,6 +56,7 @@ class Decoded:
             *python2_notes(self.byte_strings),
             *nested_name_notes(self.unreachable),
             *gradient_notes(self.gradients),
+            *repeated_notes(self.replaced),
         ]
 
     def aside(self) -> tuple[Any, ...]:
@@ -109,9 +111,8 @@ def decode(
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
     unreachable = tuple(name for name in objects.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
-    return Decoded(
-        root, objects.discarded(root), machine.protocol, reader.at, objects.byte_strings, unreachable, objects.gradients
-    )
+    counts = objects.byte_strings, unreachable, objects.gradients, objects.replaced()
+    return Decoded(root, objects.discarded(root), machine.protocol, reader.at, *counts)
 
 
 def _underflow() -> Corrupt:
@@ -147,6 +148,18 @@ def gradient_notes(count: int) -> list[Note]:
     what = counted(count, "gradient") if count > 1 else "a gradient"
     why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
     return [Note(OLD_GRADIENTS, f"{what} inside of parameters, {why}")]
+
+
+REPEATED_KEY = "repeated-key"
+
+
+def repeated_notes(keys: Sequence[Any]) -> list[Note]:
+    """A note on keys that dictionaries were given twice, with different values."""
+    if not keys:
+        return []
+    named = listed([printable(str(key))[:80] for key in keys], 3)
+    what = f"{form(len(keys), 'the key', 'the keys')} {named} {form(len(keys), 'was', 'were')} given twice, with"
+    return [Note(REPEATED_KEY, f"{what} different values: the last counts, as in every reader")]
 
 
 def nested_name_notes(names: Sequence[Global]) -> list[Note]:

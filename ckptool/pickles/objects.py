@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import (
     MISSING,
     Global,
@@ -17,7 +17,7 @@ from ckptool.checkpoint.nodes import (
     check_collisions,
     is_hashable,
 )
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded, UnsafeObject, counted, printable
+from ckptool.errors import CkptoolError, LimitExceeded, UnsafeObject, counted, printable
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
@@ -26,13 +26,17 @@ from ckptool.pickles.strings import key_text, whole
 
 MAX_KEY_DEPTH = 4
 MAX_NAME = 1_000  # characters of a module and a name in it
+MAX_REPEATED = 100  # keys given twice whose values are compared
 MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
 
 class ObjectMaker:
     """Makes and fills the nodes of one pickle; remembers those that are not inert, as it may throw them away."""
 
-    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader", "stubs")
+    __slots__ = (
+        *("builders", "byte_strings", "gradients", "hashed", "limit"),
+        *("names", "objects", "reader", "repeated", "stubs"),
+    )
 
     def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, stubs: bool) -> None:
         self.reader = reader  # which errors say where they are on
@@ -44,6 +48,7 @@ class ObjectMaker:
         self.objects: dict[int, Object] = {}  # those that are not plainly inert
         self.gradients = 0  # inside of old parameters
         self.hashed = 0  # parts of keys so far
+        self.repeated: list[tuple[Any, Any, Any]] = []  # keys that came again, with the value before and after
 
     def name(self, module: str, attribute: str, pos: int) -> Global:
         """A name that pickles may have; it is never looked up."""
@@ -94,7 +99,7 @@ class ObjectMaker:
         return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.reader.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:
-        """Puts keys and values in turn into a dictionary, or an object like one; raises `Conflict` for a key twice."""
+        """Puts keys and values in turn into a dictionary, or an object like one; of a key twice the last value."""
         if isinstance(target, dict):
             mapping = target
         elif type(target) is Object:
@@ -114,13 +119,13 @@ class ObjectMaker:
         if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
             self.reader.at = pos
             check_collisions(chain(mapping, keys))
+        before = {key: mapping[key] for key in keys if key in mapping} if size else {}
         mapping.update(zip(keys, items[1::2], strict=True))
-        if len(mapping) != size + len(keys):
-            self.reader.at = pos
-            raise Conflict(
-                "a dictionary with the same key twice",
-                "One of the two values would be lost; which one depends on the reader.",
-            )
+        if len(mapping) != size + len(keys):  # then the last value counts, in every reader
+            for key, value in zip(keys, items[1::2], strict=True):
+                if before.setdefault(key, value) is not value:
+                    self.repeated.append((key, before[key], value))
+                    before[key] = value
 
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
@@ -198,6 +203,11 @@ class ObjectMaker:
         from ckptool.pickles.torch_objects import set_tensor_state
 
         return set_tensor_state(target, state)
+
+    def replaced(self) -> tuple[Any, ...]:
+        """The keys that were given twice, with two values, or ones that are too long to compare."""
+        keys = [key for key, old, new in self.repeated[:MAX_REPEATED] if not alike(old, new, 1_000)]
+        return (*keys, *(key for key, _, _ in self.repeated[MAX_REPEATED:]))
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
         """The objects and names that are not inert and not in the tree: loading makes and imports them all the same."""

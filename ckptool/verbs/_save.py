@@ -35,7 +35,7 @@ from ckptool.output import Progress, append_in_place, check_folder, check_target
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
-from ckptool.pickles.decode import OLD_GRADIENTS
+from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
@@ -188,6 +188,7 @@ def save(
         plan, how = _copy_of(source), "copy"
     else:
         refuse_extras(changed, container)
+        _refuse_repeated(original)
         _refuse_placeholders(original, changed, container)
         notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
         with no_collection():
@@ -236,6 +237,16 @@ def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: F
         refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
 
 
+def _refuse_repeated(checkpoint: Checkpoint) -> None:
+    """Raises `Conflict` where a dictionary of the file has a key twice with two values: one would be lost."""
+    for note in checkpoint.notes:
+        if note.code == REPEATED_KEY:
+            python = "torch.save(torch.load(FILE, map_location='cpu'), OUT)"
+            what = f"{checkpoint.source or 'the checkpoint'}: {note.message}"
+            why = "A new file can hold one of the values only. Nothing was written."
+            raise Conflict(what, why, f"If you trust the file, and the last value is right: {python}")
+
+
 def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
     """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
     if checkpoint.extras:
@@ -277,6 +288,7 @@ def _save_in_place(
     if not changes:
         notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
         return SaveResult(source.path, container.name, "nothing", 0, source.size, notes)
+    _refuse_repeated(original)
     notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
     plan = container.append(changed, keep_unknown=output.keep_unknown)
     if plan is None:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ckptool.checkpoint.nodes import ByteString, OrderedDict
-from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.pickles.decode import decode
 from ckptool.pickles.objects import MAX_NAMES
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
@@ -65,9 +65,6 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "76 a set in itself": (b"\x8fq\0(h\0\x90.", Corrupt),
     "76 a list in a frozenset": (b"(]\x91.", Corrupt),
     "76 NaN as a key": (b"}G\x7f\xf8\0\0\0\0\0\0Ns.", Corrupt),
-    "76 a key twice": (b"}(K\x01NK\x01Nu.", Conflict),
-    "76 a key twice, apart": (b"}K\x01NsK\x01Ns.", Conflict),
-    "76 1 and True as keys": (b"}(K\x01N\x88Nu.", Conflict),
     "76 a key without a value": (b"}(K\x01u.", Corrupt),
     "77 protocol 6": (b"\x80\x06N.", Unsupported),
     "77 protocol 42": (b"\x80\x2aN.", Unsupported),
