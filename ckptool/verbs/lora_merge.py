@@ -11,7 +11,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
-from ckptool.transforms.flatten import around, weights_alone
+from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.merge import merge
 from ckptool.verbs._adapters import AdapterConfig, is_tied, open_adapter
 from ckptool.verbs._save import SaveOptions, output_of, save, written
@@ -52,12 +52,10 @@ def lora_merge(
     added, found = open_adapter(adapter, config)
     merged = merge(root.node, found, base_name=printable(opened.name), multiplier=scale, tied=is_tied(checkpoint))
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
+    left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
     saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])
-    behind = [printable(name) for name in around(checkpoint, root)]
     facts = {"adapter": found.name, "scheme": found.scheme, "base_model": printable(found.base_model)}
-    facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | {
-        "left_behind": behind
-    }
+    facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | left.facts
     shown = {
         "taken whole from the adapter": listed([printable(key) for key in merged.replaced], 8),
         "new, from modules_to_save": listed([printable(key) for key in merged.added], 8),
@@ -68,6 +66,6 @@ def lora_merge(
         *(f"{what}: {keys}" for what, keys in shown.items() if keys),
     ]
     details += [f"the adapter was trained on {printable(found.base_model)[:200]}"] if found.base_model else []
-    details += [f"left behind: {name}" for name in behind]
+    details += left.lines
     summary = f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}"
     return written(output, checkpoint, saved, summary, facts=facts, details=details, notes=found.notes)
