@@ -102,6 +102,8 @@ def convert(
     output = output_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    if all and opened.at is None:
+        opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
     unsaved: list[str] = []
