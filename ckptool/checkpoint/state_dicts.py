@@ -39,6 +39,7 @@ _OTHER_WORDS = re.compile(
     r"history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
+_TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
 # What stands among weights, and holds counters; anywhere else a model may be in it.
 _TRAINING_STATE = re.compile(r"(train|training|trainer)_state|data_?loaders?", re.IGNORECASE)
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
@@ -335,6 +336,11 @@ def is_beside(key: Any, value: Any) -> bool:
     if not isinstance(value, (dict, list, tuple)) or type(key) is not str or "." in key:
         return False
     return is_optimizer(value) or bool(_OTHER_WORDS.search(key) or _TRAINING_STATE.fullmatch(key))
+
+
+def is_of_training(key: Any) -> bool:
+    """True for the name of an entry with the state of an optimizer, an average, or random numbers."""
+    return isinstance(key, str) and bool(_TRAINING_WORDS.search(key) or _AVERAGE_WORDS.search(key))
 
 
 def _is_other(path: Path) -> bool:

@@ -176,6 +176,25 @@ def _is_joined(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> bool:
     return checkpoint.container != NAME or not any(each.part or part_of(each) for each in whole.values())
 
 
+def with_all(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a folder that weights stand for, with them (`model.safetensors`) and all members in its tree.
+
+    Raises what opening a member does.
+    """
+    if not (names := beside(checkpoint)):
+        return checkpoint
+    source = checkpoint.source
+    folder = Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) if source else "")
+    weights = "weights" if isinstance(source, Folder) or source is None else os.path.basename(source.path)
+    if isinstance(source, Folder):
+        for name, file in source.files.items():
+            folder.adopt(name, file)
+    elif source is not None:
+        folder.adopt(weights, source)
+    whole = replace(checkpoint, tree={weights: checkpoint.tree}, container=NAME, source=folder, tensors_only=False)
+    return _joined(replace(whole, origin=None), folder, {name: open_member(folder, name) for name in names})
+
+
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the named folder that are not in the tree, as weights stand for it; none for a file."""
     source, part = checkpoint.source, checkpoint.part

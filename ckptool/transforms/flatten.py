@@ -9,12 +9,21 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
+from ckptool.checkpoint.commands import input_of
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, is_beside, quantized_outside, unnamed_tensors
+from ckptool.checkpoint.state_dicts import (
+    PLAIN,
+    StateDict,
+    find_state_dicts,
+    is_beside,
+    is_of_training,
+    quantized_outside,
+    unnamed_tensors,
+)
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
-from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.formats import marks
 from ckptool.formats.sidecar import holds
 
@@ -264,6 +273,64 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
             f"{why} Nothing was written.",
             advice,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The entries that an output lacks. lines: one for each, with its tensors.  facts: their addresses and sums."""
+
+    lines: list[str]
+    facts: dict[str, Any]
+
+
+def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
+    """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.
+
+    chosen: what is written was named, by an address or by patterns. Raises `Unsupported` where it was not, and more
+    bytes than are written are of tensors of no optimizer, average, random state or other set of weights.
+    """
+    tree = checkpoint.tree
+    constants = checkpoint.extras["constants"]() if "constants" in checkpoint.extras else None
+    if any(True for _, node in walk(constants) for _ in stored_parts(node)):  # weights, of a program that was frozen
+        tree, names = {**tree, "constants": constants}, (*names, "constants")
+    sizes: dict[str, list[int]] = {name: [] for name in names}
+    roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
+    left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
+    kept = {view for _, node in transient(tree) for view in _views(node)}
+    inside: dict[Path, tuple[str, bool]] = {}  # what stays behind: in which entry, and whether one expects it to
+    for path, node in walk(tree) if sizes else ():
+        entry, expected = inside.get(path[:-1], ("", False))
+        if not entry and (place := address(path)) in sizes:
+            entry = place
+        if entry:
+            inside[path] = entry, expected or path in roots or is_of_training(path[-1])
+            left.update({_view(part): (*inside[path], _nbytes(part)) for part in stored_parts(node)})
+        else:
+            kept.update(_views(node))
+    found = [each for view, each in left.items() if view not in kept]
+    for entry, _, nbytes in found:
+        sizes[entry].append(nbytes)
+    wanted = [nbytes for _, expected, nbytes in found if not expected]
+    total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
+    lines = [f"{printable(name)} ({_sum(each)})" if each else printable(name) for name, each in sizes.items()]
+    if not chosen and sum(wanted) > total:
+        odd = listed([line for line, each in zip(lines, sizes.values(), strict=True) if each], 3)
+        raise Unsupported(
+            f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left behind, more than the {total:,} "
+            f"bytes that would be written: {odd}",
+            "They are of no optimizer, average or random state, and may be the model. Nothing was written.",
+            f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
+        )
+    facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
+    return Behind([f"left behind: {line}" for line in lines], {"left_behind": list(sizes), **facts})
+
+
+def _sum(sizes: Sequence[int]) -> str:
+    return f"{counted(len(sizes), 'tensor')} of {sum(sizes):,} bytes"
+
+
+def _nbytes(part: TensorEntry | StorageRef) -> int:
+    return part.storage.nbytes if isinstance(part, StorageRef) else part.nbytes
 
 
 def weights_alone(original: Checkpoint, tree: Any, parts: Iterable[tuple[Mapping[str, Any], Path]]) -> Checkpoint:

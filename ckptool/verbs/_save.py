@@ -270,10 +270,12 @@ def _container(checkpoint: Checkpoint, output: Output, target: str) -> Format:
 
 
 def _stays(checkpoint: Checkpoint, container: Format, output: Output) -> bool:
-    """True if an unchanged file can be copied: it is of the container to write, or of one that is only read."""
+    """True if an unchanged file can be copied: it is of the container to write, or of one that torch loads as well."""
     as_asked = output.container is None and container.name == formats.DEFAULT
-    only_read = formats.writer(checkpoint.container) is None and not isinstance(checkpoint.source, Folder)
-    return checkpoint.container == container.name or (only_read and as_asked)
+    return checkpoint.container == container.name or (as_asked and checkpoint.container in LOADED_BY_TORCH)
+
+
+LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 
 
 def _copy_of(source: Input) -> Plan:

@@ -17,7 +17,7 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms import average as means
-from ckptool.transforms.flatten import around, weights_alone
+from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import Merge, merge_of
 from ckptool.verbs._save import SaveOptions, output_of, save, written
 
@@ -88,13 +88,15 @@ def average(
     changed = weights_alone(last, found.tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     original = together(last, (each.checkpoint for each in opened))
+    left = [
+        left_behind(checkpoint, [*_training(root), *around(checkpoint, root)], found.tree, chosen=each.at is not None)
+        for each, (checkpoint, root) in zip(opened, pairs, strict=True)
+    ]
     saved = save(output, original, changed, inputs=sources)
-    behind = list(
-        dict.fromkeys(name for checkpoint, root in pairs for name in (*_training(root), *around(checkpoint, root)))
-    )
+    behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
     paths = names[len(names) - count :]
     lines = [*how.settings, *map(printable, several(weight))]
-    details = [*_details(found, paths, shares, lines), *(f"left behind: {printable(name)}" for name in behind)]
+    details = [*_details(found, paths, shares, lines), *dict.fromkeys(line for each in left for line in each.lines)]
     facts = {
         "files": [printable(name) for name in paths],
         "weights": shares,

@@ -30,6 +30,7 @@ from ckptool.transforms.flatten import (
     Lost,
     around,
     export,
+    left_behind,
     lost_tensors,
     lost_ties,
     refuse_lost,
@@ -101,6 +102,8 @@ def convert(
     output = output_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    if all and opened.at is None:
+        opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
     made_plain: tuple[str, ...] = ()
     unsaved: list[str] = []
@@ -140,12 +143,14 @@ def convert(
         notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
     if ranks is not None:
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
+    chosen = named or bool(only or exclude)
+    left = left_behind(opened.checkpoint, behind, changed.tree, chosen=chosen)
     result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
-    facts = {"tensors": sum(1 for _ in tensors(changed.tree)), "left_behind": behind}
+    facts = {"tensors": sum(1 for _ in tensors(changed.tree)), **left.facts}
     if against is not None and optimizer_as is None:
         described = f"flat parameters are divided by the order and shapes in {printable(shown(against))}"
         made_plain += (f"{described}; the files tell only how many elements there are",)
-    details = made_plain + tuple(f"left behind: {printable(name)}" for name in behind)
+    details = (*made_plain, *left.lines)
     return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
 
 

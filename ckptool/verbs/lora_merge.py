@@ -15,7 +15,7 @@ from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
-from ckptool.transforms.flatten import around, weights_alone
+from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
@@ -65,12 +65,10 @@ def lora_merge(
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     merged = _merged(root.node, found, checkpoint, printable(opened.name), scale)
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
+    left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
     saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])
-    behind = [printable(name) for name in around(checkpoint, root)]
     facts = {"adapter": found.name, "scheme": found.scheme, "base_model": printable(found.base_model)}
-    facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | {
-        "left_behind": behind
-    }
+    facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | left.facts
     shown = {
         "taken whole from the adapter": listed([printable(key) for key in merged.replaced], 8),
         "new, from modules_to_save": listed([printable(key) for key in merged.added], 8),
@@ -81,7 +79,7 @@ def lora_merge(
         *(f"{what}: {keys}" for what, keys in shown.items() if keys),
     ]
     details += [f"the adapter was trained on {printable(found.base_model)[:200]}"] if found.base_model else []
-    details += [f"left behind: {name}" for name in behind]
+    details += left.lines
     summary = f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}"
     return written(output, checkpoint, saved, summary, facts=facts, details=details, notes=found.notes)
 

@@ -17,7 +17,7 @@ from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_ch
 from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.arithmetic import Lookup
-from ckptool.transforms.flatten import export, siblings
+from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
@@ -138,13 +138,14 @@ def _saved(
     copies = not container.keeps_ties
     exported = export(done, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
     behind = [*exported.left_behind, *siblings(change.original.tree, change.part.base)]
+    left = left_behind(change.original, behind, exported.checkpoint.tree, chosen=change.named)
     changed = replace(exported.checkpoint, base=())
     if container.writes_folder:
         changed = divided(replace(changed, origin=None), shard_size, beside.stem)
     result = save(output, change.original, changed, beside=beside)
     return (
         result,
-        [*([remark] if remark else []), *(f"left behind: {printable(name)}" for name in behind)],
+        [*([remark] if remark else []), *left.lines],
         exported.notes,
     )
 
