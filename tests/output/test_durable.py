@@ -74,6 +74,7 @@ def test_an_existing_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
 
+@pytest.mark.permissions
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
 def test_overwriting_keeps_the_mode(mode: int, tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")

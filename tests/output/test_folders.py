@@ -57,6 +57,7 @@ def test_an_existing_folder_is_not_replaced_unasked(old: Path) -> None:
     assert contents(old) == OLD and names(old.parent) == ["out"]
 
 
+@pytest.mark.permissions
 def test_an_existing_folder_is_replaced_whole(old: Path, way: str) -> None:
     old.chmod(0o700)
     replace_folder(plan(), old, overwrite=True, replaceable=["b"])
