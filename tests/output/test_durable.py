@@ -24,7 +24,7 @@ from ckptool.checkpoint.plan import Checksummed, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
-from tests.support.folder_plans import names
+from tests.support.folder_plans import free_space, names
 from tests.support.hostile_system import temporaries
 from tests.support.processes import python_process
 
@@ -290,8 +290,8 @@ def test_the_output_may_replace_its_own_input(tmp_path: Path) -> None:
 
 
 def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = os.statvfs(tmp_path)
-    huge = Computed((status.f_bavail + 1) * status.f_frsize, Failing(AssertionError("asked")))
+    free_space(monkeypatch, 1 << 20)
+    huge = Computed((1 << 20) + 1, Failing(AssertionError("asked")))
     with pytest.raises(DiskFull, match=r"bytes, .* are free"):
         replace_file(Plan({"": [huge]}), tmp_path / "out")
     assert names(tmp_path) == []
