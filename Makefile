@@ -67,7 +67,8 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt | $(STAMP)
 	$(BIN)/python -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy setuptools wheel ninja
 	DS_BUILD_OPS=0 $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-		-r constraints-engines.txt pytest hypothesis -e .
+		-r constraints-engines.txt
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check pytest hypothesis -e .
 	@touch $@
 
 engines: $(ENGINES)/.installed

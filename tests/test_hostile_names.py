@@ -206,6 +206,7 @@ def test_an_existing_output_is_refused_without_force(tmp_path: Path, run: Run) -
     assert list(load(tmp_path / "out.pt")) == ["a"]
 
 
+@pytest.mark.permissions
 def test_the_target_of_an_output_link_is_replaced(tmp_path: Path) -> None:
     path = saved(weights("module.a"), tmp_path / "in.pt")
     (tmp_path / "there").mkdir()
@@ -223,6 +224,7 @@ def test_the_target_of_an_output_link_is_replaced(tmp_path: Path) -> None:
         ckptool.strip_module(path, tmp_path / "loop.pt", overwrite=True)
 
 
+@pytest.mark.permissions
 def test_impossible_outputs_are_refused(tmp_path: Path) -> None:
     path = saved(weights("module.a"), tmp_path / "in.pt")
     (tmp_path / "folder").mkdir()

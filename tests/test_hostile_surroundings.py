@@ -66,6 +66,7 @@ def program() -> list[str]:
     return [str(Path(sys.executable).with_name("ckptool"))]
 
 
+@pytest.mark.permissions
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nothing_beside_the_checkpoint_is_imported_or_read(command: str, trap: Path) -> None:
     ended = subprocess.run([*program(), *command.split()], cwd=trap, capture_output=True, text=True, check=False)

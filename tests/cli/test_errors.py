@@ -115,6 +115,7 @@ def test_errors_are_json_where_json_was_asked_for(name: str, folder: Path, run: 
     assert (found["schema"], found["code"]) == ("ckptool.error/1", kind)
 
 
+@pytest.mark.permissions
 def test_a_folder_that_takes_no_files(files: Path, run: Run) -> None:
     (files / "locked").mkdir(mode=0o500)
     folder = "locked" if os.geteuid() else "/proc"  # root may write everywhere but there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -16,14 +17,13 @@ from ckptool.reports.explain import all_codes, explain_text
 from tests.support.cli import Run, done
 from tests.support.files import saved, weights
 
-PROGRAM = f"{shlex.quote(sys.executable)} -m ckptool"
+BIN = Path(sys.executable).parent
 
 
 def piped(line: str, folder: Path) -> tuple[int, str]:
     """The exit code of a line of bash, and what it printed."""
-    ended = subprocess.run(
-        ["bash", "-c", line.replace("ckptool", PROGRAM)], cwd=folder, capture_output=True, text=True, check=False
-    )
+    found = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-c", line], cwd=folder, env=found, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -160,6 +160,7 @@ def tried(trials: Iterator[Trial], small: Path, folder: Path) -> int:
     return count
 
 
+@pytest.mark.permissions
 def test_a_seeded_part_of_all_surroundings(small: Path, tmp_path: Path) -> None:
     """Half of them, one with each of the commands that are quick to start in turn."""
     names = random.Random(4).sample(sorted(ALL), len(ALL) // 2)

@@ -20,6 +20,7 @@ from ckptool.output import replace_file, replace_folder
 from ckptool.output.attributes import ACCESS_LIST
 from tests.support.files import saved, weights
 
+pytestmark = pytest.mark.permissions
 OTHER = 54321  # nobody here
 
 

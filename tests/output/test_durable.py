@@ -24,7 +24,7 @@ from ckptool.checkpoint.plan import Checksummed, Plan
 from ckptool.errors import CkptoolError, Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import durable
 from ckptool.output.durable import replace_file
-from tests.support.folder_plans import names
+from tests.support.folder_plans import free_space, names
 from tests.support.hostile_system import temporaries
 from tests.support.processes import python_process
 
@@ -74,6 +74,7 @@ def test_an_existing_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"old" and names(tmp_path) == ["out"]
 
 
+@pytest.mark.permissions
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
 def test_overwriting_keeps_the_mode(mode: int, tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old")
@@ -289,8 +290,8 @@ def test_the_output_may_replace_its_own_input(tmp_path: Path) -> None:
 
 
 def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = os.statvfs(tmp_path)
-    huge = Computed((status.f_bavail + 1) * status.f_frsize, Failing(AssertionError("asked")))
+    free_space(monkeypatch, 1 << 20)
+    huge = Computed((1 << 20) + 1, Failing(AssertionError("asked")))
     with pytest.raises(DiskFull, match=r"bytes, .* are free"):
         replace_file(Plan({"": [huge]}), tmp_path / "out")
     assert names(tmp_path) == []

@@ -23,7 +23,7 @@ from ckptool.output import folders
 from ckptool.output.folders import check_folder, replace_folder
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, weights
-from tests.support.folder_plans import NEW, OLD, names, plan
+from tests.support.folder_plans import NEW, OLD, free_space, names, plan
 
 # What it does --------------------------------------------------------------------------------------------------------
 
@@ -57,6 +57,7 @@ def test_an_existing_folder_is_not_replaced_unasked(old: Path) -> None:
     assert contents(old) == OLD and names(old.parent) == ["out"]
 
 
+@pytest.mark.permissions
 def test_an_existing_folder_is_replaced_whole(old: Path, way: str) -> None:
     old.chmod(0o700)
     replace_folder(plan(), old, overwrite=True, replaceable=["b"])
@@ -254,10 +255,9 @@ def test_an_input_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["in"]
 
 
-def test_not_enough_room_for_all_files_together(tmp_path: Path) -> None:
-    status = os.statvfs(tmp_path)
-    half = (status.f_bavail * status.f_frsize) // 2 + 4096
-    huge = [Computed(half, raising(AssertionError("asked")))]
+def test_not_enough_room_for_all_files_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_space(monkeypatch, half := 1 << 20)
+    huge = [Computed(half // 2 + 1, raising(AssertionError("asked")))]
     with pytest.raises(DiskFull, match=r"bytes, .* are free"):
         replace_folder(Plan({"a": huge, "b": huge}), tmp_path / "out")
     assert names(tmp_path) == []

@@ -113,11 +113,11 @@ def test_cycles_are_kept() -> None:
 def test_colliding_integer_keys_exceed_the_limit() -> None:
     step = (1 << 61) - 1
     keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
         with pytest.raises(LimitExceeded, match="same hash"):
             decode_pickle(pickle_)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert len(decode_pickle(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
     spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
     assert len(decode_pickle(b"}(" + spread + b"u.").root) == 7_999

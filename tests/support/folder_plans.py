@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
@@ -19,3 +22,10 @@ def plan(files: dict[str, bytes] | None = None) -> Plan:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Every disk has so much room. What is really free may change between two looks at it."""
+    real = os.statvfs("/")
+    said = os.statvfs_result((1, 1, nbytes, nbytes, nbytes, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda folder: said)

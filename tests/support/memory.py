@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ckptool.verbs.convert import convert
 
-LIMIT = 64_000_000
+PROMISED = 64_000_000  # `make bench` measures against this
+LIMIT = PROMISED * 4 // 3  # a third of room: allocators, pages of libraries and the machine move what a process takes
 
 
 REWRITING = {

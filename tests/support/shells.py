@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
 import shutil
 import stat
 import subprocess
@@ -39,7 +40,7 @@ class Shell:
         self.name, self.folder, self.shown = name, folder, ""
         programs = folder / ".programs"
         programs.mkdir(exist_ok=True)
-        (programs / "ckptool").write_text(PROGRAM.format(python=sys.executable))
+        (programs / "ckptool").write_text(PROGRAM.format(python=shlex.quote(sys.executable)))
         (programs / "ckptool").chmod(stat.S_IRWXU)
         script = subprocess.run([sys.executable, "-m", "ckptool", "completion", name], check=True, capture_output=True)
         (programs / "script").write_bytes(script.stdout)
@@ -50,7 +51,7 @@ class Shell:
             os.execvpe(STARTED[name][0], STARTED[name], {**home, "COLUMNS": "200", "PYTHONPATH": os.getcwd()})
         self.read(until=">")
         self.type(QUIET[name])
-        self.type(f"source {programs}/script; echo rea''dy\r")
+        self.type(f"source {shlex.quote(str(programs))}/script; echo rea''dy\r")
         self.read(until="ready")
 
     def type(self, text: str) -> None:

@@ -140,9 +140,9 @@ def test_large_values_are_sampled(size: int) -> None:
 
 def test_it_is_quick_and_bounded_and_never_raises() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)) for _ in range(100)])
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert len(snapshot({"model": model})) > 1000
-    assert time.perf_counter() - begin < 2  # 0.1 s on an idle machine
+    assert time.process_time() - begin < 2  # 0.1 s on an idle machine
     ring: list[Any] = [threading.Lock()]
     ring.append(ring)
     chain: Any = None

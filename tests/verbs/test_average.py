@@ -18,7 +18,7 @@ from ckptool.cli import main
 from ckptool.errors import Conflict, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.files import load, torch_bytes, written
-from tests.support.memory import peak_of
+from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
 from tests.support.zips import rezipped
 
@@ -210,7 +210,7 @@ def memory(folder: Path, count: int, nbytes: int) -> int:
 
 @pytest.mark.parametrize(("count", "nbytes"), [(2, 50_000_000), (2, 200_000_000), (24, 10_000_000)])
 def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, nbytes: int) -> None:
-    assert memory(tmp_path, count, nbytes) < 80_000_000
+    assert memory(tmp_path, count, nbytes) < LIMIT
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ from fixtures.make import make
 from fixtures.sparse import make_sparse
 from tests.support.bundles import GAN, LAYOUTS, small_net
 from tests.support.files import load
-from tests.support.memory import peak_of
+from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
 
 # What others read ----------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def memory(folder: Path, nbytes: int, *options: str) -> int:
 
 @pytest.mark.parametrize("options", [[], ["dedup"]], ids=["plain", "dedup"])
 def test_memory_does_not_grow_with_the_files(tmp_path: Path, options: list[str]) -> None:
-    assert memory(tmp_path, 50_000_000, *options) < 64_000_000 + 2_000 * 200
+    assert memory(tmp_path, 50_000_000, *options) < LIMIT + 2_000 * 200
 
 
 @pytest.mark.soak

@@ -130,6 +130,7 @@ def test_in_place_keeps_the_container(verb: str, file: Path, tmp_path: Path) -> 
     assert len(contents(tmp_path)) == 1
 
 
+@pytest.mark.permissions
 @each
 @pytest.mark.parametrize("bad", ["missing folder", "a folder", "no permission"])
 def test_a_target_that_cannot_be_written(verb: str, bad: str, file: Path, tmp_path: Path) -> None:
