@@ -7,10 +7,12 @@ of texts, dates, records and Python objects are no tensors and stay what they ar
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
@@ -196,6 +198,119 @@ def element(kind: ArrayType, raw: bytes) -> Any:
     return raw.rstrip(b"\0") if kind.code[0] == "S" else NotImplemented
 
 
+def _element(node: Any) -> tuple[str, int, bool]:
+    """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
+    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype":
+        raise TypeError("no numpy type")
+    kind, digits = _CODE.fullmatch(node.args[0]).groups()  # type: ignore[union-attr]
+    size = 8 if kind == "O" else int(digits or 1 if kind != "?" else 1) * (4 if kind == "U" else 1)
+    has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & 1))
+    return kind, size, has_objects
+
+
+_CODE = re.compile(r"(\?|b(?=1$)|[iufc](?=\d)|[mM](?=8$)|[SUV](?=\d)|O(?=[48]?$))(\d{0,9})", re.ASCII)
+# counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
+_OF_OBJECTS = 27
+_NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
+_ALIGNMENTS = (1, 2, 4, 8, 16, 32)
+
+
+def _is_sound(check: Callable[[Object], bool]) -> Callable[[Object], bool]:
+    """The same judgement, which is False for what is not built as numpy builds it."""
+
+    @wraps(check)
+    def judging(node: Object) -> bool:
+        try:
+            return check(node)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+            return False
+
+    return judging
+
+
+@_is_sound
+def is_type(node: Object) -> bool:
+    """Whether a pickled `numpy.dtype` agrees with itself; of the types in it, each is judged by itself.
+
+    numpy takes most of a state at its word (PyArray_DescrType's `__setstate__`), and then reads and writes there.
+    """
+    kind, size, _ = _element(node)
+    align, copy = node.args[1:] or (False, True)
+    if type(align) not in (bool, int) or type(copy) not in (bool, int):
+        return False
+    if node.state is MISSING:
+        return True
+    version, order, inside, names, fields, itemsize, alignment, flags, *metadata = node.state
+    parts: list[tuple[int, int, bool]] = []  # where each begins and ends, and whether it has objects
+    if inside is not None:
+        part, shape = inside
+        _, width, objects = _element(part)
+        if not _is_shape(shape) or width * math.prod(shape) != size:
+            return False
+        parts.append((0, size, objects))
+    if names is not None:
+        titles = {field[2] for field in fields.values() if len(field) == 3}
+        if not set(names) <= fields.keys() <= {*names, *titles} or len({*names}) != len(names):
+            return False
+        for name in names:
+            part, offset = fields[name][:2]
+            _, width, objects = _element(part)
+            parts.append((offset, offset + width, objects))
+    elif fields is not None:
+        return False
+    parts.sort()
+    of_objects = any(part[2] for part in parts)
+    overlap = any(end > begin for (_, end, _), (begin, _, _) in pairwise(parts))
+    return (
+        type(node.state) is tuple
+        and type(version) is int
+        and version == 3 + len(metadata)
+        and order in ("<", ">", "|", "=")
+        and (not parts or (kind == "V" and (inside is None or names is None)))
+        and all(type(begin) is int and 0 <= begin <= end <= size for begin, end, _ in parts)
+        and not (of_objects and overlap)
+        and all(type(each) is int for each in (itemsize, alignment, flags))
+        and ((itemsize == size and alignment in _ALIGNMENTS) or (kind not in "SUV" and itemsize == alignment == -1))
+        and (flags & _OF_OBJECTS == _OF_OBJECTS if of_objects or kind == "O" else not flags & _NOT_OF_OBJECTS)
+        and (kind not in "mM" or _unit(node.state) is not None)
+    )
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        type(shape) is tuple and len(shape) <= 64 and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+    )
+
+
+def _fills(data: Any, kind: Any, shape: Any) -> bool:
+    """Whether data is what an array of this type and shape takes: so many bytes, or a list of so many objects."""
+    _, width, has_objects = _element(kind)
+    count = math.prod(shape) if _is_shape(shape) else -1
+    if has_objects:
+        return type(data) is list and len(data) == count
+    data = _python2_bytes(data)
+    length = len(data) if isinstance(data, (bytes, bytearray, LazyBytes)) else data.data.length
+    return bool(length == width * count)
+
+
+@_is_sound
+def is_array(node: Object) -> bool:
+    """Whether a pickled array has the state that numpy gives one, or none."""
+    if canonical(node.fn).endswith("._frombuffer"):
+        data, kind, shape, order = node.args
+        return order in ("C", "F", "A", "K") and not _element(kind)[2] and _fills(data, kind, shape)
+    if canonical(node.fn).endswith(".scalar"):
+        kind, data = node.args
+        return not _element(kind)[2] and _fills(data, kind, ())
+    if node.args[1] != (0,) or node.args[2] not in (b"b", "b"):
+        return False
+    if node.state is MISSING:
+        return True
+    *version, shape, kind, fortran, data = node.state
+    known = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
+    return known and _fills(data, kind, shape)
+
+
 def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The same function, which raises `Corrupt` where a description is not built as numpy builds them."""
 
@@ -221,6 +336,8 @@ def _array_type(node: Any, depth: int) -> ArrayType:
             "a numpy type that is not known", "Only numbers, strings, dates, bytes and records of them are read."
         )
     code, state = node.args[0], node.state
+    if not is_type(node):
+        raise Corrupt("a numpy type that contradicts itself", "numpy does not write this: it is damaged or malicious.")
     if (
         type(code) is not str
         or not code.isascii()
