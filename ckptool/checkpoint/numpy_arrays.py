@@ -327,54 +327,33 @@ def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @_in_words
 def array_type(node: Any) -> Any:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
-    return _array_type(node, 0)
+    return _array_type(node, 0, {})
 
 
-def _array_type(node: Any, depth: int) -> ArrayType:
-    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not node.args or depth > 8:
-        raise Unsupported(
-            "a numpy type that is not known", "Only numbers, strings, dates, bytes and records of them are read."
-        )
-    code, state = node.args[0], node.state
+def _array_type(node: Any, depth: int, seen: dict[int, ArrayType]) -> ArrayType:
+    if id(node) in seen:
+        return seen[id(node)]
+    text: Any = node.args[0] if isinstance(node, Object) and node.args else None
+    known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
+    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
+        objects = known and text[:1] == "O"
+        kind = "Python objects" if objects else f"the unknown type {printable(str(text)[:40])!r}"
+        why = "Only numbers, strings, dates, bytes and records of them are read."
+        raise Unsupported(f"a numpy array of {kind}", why)
     if not is_type(node):
-        raise Corrupt("a numpy type that contradicts itself", "numpy does not write this: it is damaged or malicious.")
-    if (
-        type(code) is not str
-        or not code.isascii()
-        or code[:1] not in tuple("?biufcSUVmM")
-        or not (code[1:].isdigit() or code == "?")
-    ):
-        kind = (
-            "Python objects"
-            if type(code) is str and code[:1] == "O"
-            else f"the unknown type {printable(str(code)[:40])!r}"
-        )
-        raise Unsupported(
-            f"a numpy array of {kind}", "Only numbers, strings, dates, bytes and records of them are read."
-        )
-    code = "b1" if code == "?" else code
-    size = int(code[1:]) * (4 if code[0] == "U" else 1)
-    if code[0] in "biufcmM" and code not in _LETTERS and code not in ("M8", "m8"):
+        raise Corrupt("a numpy type whose parts disagree, or lie outside of it", "It is damaged or malicious.")
+    kind, size, _ = _element(node)
+    code, state = "b1" if kind == "?" else text, node.state
+    if kind in "biufc" and code not in _LETTERS:
         raise Unsupported(f"a numpy type {code!r}", "It differs from machine to machine.")
-    if type(state) is not tuple:
-        return ArrayType(code, "|" if size == 1 or code[0] in "SV" else "<", size)
-    if len(state) < 7 or state[1] not in ("<", ">", "|", "=") or state[2] is not None:
-        raise Unsupported("a numpy type of nested arrays, or damaged")
-    order = "<" if state[1] == "=" else state[1]
-    return ArrayType(code, order, size, _fields(state, size, depth), _unit(state) if code in ("M8", "m8") else None)
-
-
-def _fields(state: tuple[Any, ...], size: int, depth: int) -> tuple[tuple[str, ArrayType, int], ...]:
-    names, fields = state[3], state[4]
-    if names is None:
-        return ()
-    found = []
-    for name in names:
-        kind, offset = _array_type(fields[name][0], depth + 1), fields[name][1]
-        if type(name) is not str or type(offset) is not int or offset < 0 or offset + kind.itemsize > size:
-            raise Corrupt("a numpy record whose fields lie outside of it")
-        found.append((name, kind, offset))
-    return tuple(found)
+    if state is MISSING:
+        return ArrayType(code, "|" if size == 1 or kind in "SV" else "<", size)
+    if state[2] is not None:
+        raise Unsupported("a numpy type of nested arrays")
+    names, fields = state[3] or (), state[4]
+    found = tuple((name, _array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
+    made = ArrayType(code, "<" if state[1] == "=" else state[1], size, found, _unit(state) if kind in "mM" else None)
+    return seen.setdefault(id(node), made)
 
 
 def _unit(state: tuple[Any, ...]) -> tuple[str, int]:

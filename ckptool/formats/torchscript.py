@@ -232,11 +232,12 @@ class _Program:
             yield self.unpickled("constants")
         except CkptoolError:
             yield Object(Global("constants", "pkl"), ("which cannot be read",))
-        found = {
-            f"{name[:-3].replace('/', '.')}.{owner}"
-            for name, text in self.texts(self.files).items()
-            for owner in (setstate.owners(text) if setstate.NAME in text else ())
-        }
+        texts = {name: text for name, text in self.texts(self.files).items() if setstate.NAME in text}
+        look = sum(map(len, texts.values())) <= setstate.MOST_TEXT
+        owners = (
+            (name[:-3].replace("/", "."), owner) for name in texts for owner in setstate.owners(texts[name], look)
+        )
+        found = {".".join(owner) for owner in owners}
         if "bytecode" in self.pickles:
             tuples = (node for node in visit(self.unpickled("bytecode")) if type(node) is tuple)
             names = (part for node in tuples for part in node if type(part) is str)

@@ -14,6 +14,7 @@ from ckptool.pickles.arguments import CLASSES, PACKED
 
 NAME = "__setstate__"
 _MOST = 1 << 15  # characters of a class whose program is looked at
+MOST_TEXT = 1 << 19  # of all files with one: of quantized models some hundred thousand
 _STATEMENTS = (ast.Assign, ast.Expr, ast.If, ast.Return, ast.Pass, ast.expr_context)
 _VALUES = (ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Call)
 _CALLS = re.compile(r"ops\.quantized\.\w+_prepack(_fp16)?|ops\.prim\.RaiseException|torch\.(eq|ne)")
@@ -22,10 +23,13 @@ _TYPES = {"Tuple", "List", "Optional", "Tensor", "NoneType", "None", "int", "boo
 _TYPES |= {f"{PACKED}.{name}" for name in CLASSES}
 
 
-def owners(text: str) -> set[str]:
-    """The classes in a file of code whose `__setstate__` may do more than to pack quantized parameters."""
+def owners(text: str, look: bool) -> set[str]:
+    """The classes in a file of code whose `__setstate__` may do more than to pack quantized parameters.
+
+    look: whether what it does is looked at, or any does more.
+    """
     parts = re.split(r"(?m)^class ", text)
-    return {re.match(r"\w*", part)[0] for part in parts if NAME in part and not _only_packs(f"class {part}")}  # type: ignore[index]
+    return {re.match(r"\w*", part)[0] for part in parts if NAME in part and not (look and _only_packs(f"class {part}"))}  # type: ignore[index]
 
 
 def _only_packs(text: str) -> bool:

@@ -51,7 +51,7 @@ def _is_number(text: str | bytes) -> bool:
     return found is not None and abs(int(found[1] or 0)) <= _MOST_EXPONENT
 
 
-_MOST_DIGITS, _MOST_EXPONENT = 4_300, 9_999
+_MOST_DIGITS, _MOST_EXPONENT = 400, 9_999
 _NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
 
 
@@ -194,10 +194,10 @@ def pattern(args: Arguments) -> bool:
         return False
     text = args[0] if isinstance(args[0], str) else args[0].decode("latin-1")
     wide = not text.isascii() or "\\u" in text.lower()
-    return len(text) <= _MOST_CHARACTERS and (not wide or text.count("-") <= _MOST_RANGES)
+    return len(text) <= _MOST_PATTERN and (not wide or text.count("-") <= _MOST_RANGES)
 
 
-_MOST_RANGES = 64
+_MOST_PATTERN, _MOST_RANGES = 1_000, 64
 
 
 def type_expression(args: Arguments) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import CkptoolError
-from tests.support.hidden_effects import HiddenEffect, hidden_effects, fate
+from tests.support.hidden_effects import HiddenEffect, fate, hidden_effects
 
 
 def said(file: Path) -> bool:
