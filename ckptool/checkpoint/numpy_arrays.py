@@ -7,10 +7,12 @@ of texts, dates, records and Python objects are no tensors and stay what they ar
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
@@ -196,6 +198,119 @@ def element(kind: ArrayType, raw: bytes) -> Any:
     return raw.rstrip(b"\0") if kind.code[0] == "S" else NotImplemented
 
 
+def _element(node: Any) -> tuple[str, int, bool]:
+    """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
+    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype":
+        raise TypeError("no numpy type")
+    kind, digits = _CODE.fullmatch(node.args[0]).groups()  # type: ignore[union-attr]
+    size = 8 if kind == "O" else int(digits or 1 if kind != "?" else 1) * (4 if kind == "U" else 1)
+    has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & 1))
+    return kind, size, has_objects
+
+
+_CODE = re.compile(r"(\?|b(?=1$)|[iufc](?=\d)|[mM](?=8$)|[SUV](?=\d)|O(?=[48]?$))(\d{0,9})", re.ASCII)
+# counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
+_OF_OBJECTS = 27
+_NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
+_ALIGNMENTS = (1, 2, 4, 8, 16, 32)
+
+
+def _is_sound(check: Callable[[Object], bool]) -> Callable[[Object], bool]:
+    """The same judgement, which is False for what is not built as numpy builds it."""
+
+    @wraps(check)
+    def judging(node: Object) -> bool:
+        try:
+            return check(node)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+            return False
+
+    return judging
+
+
+@_is_sound
+def is_type(node: Object) -> bool:
+    """Whether a pickled `numpy.dtype` agrees with itself; of the types in it, each is judged by itself.
+
+    numpy takes most of a state at its word (PyArray_DescrType's `__setstate__`), and then reads and writes there.
+    """
+    kind, size, _ = _element(node)
+    align, copy = node.args[1:] or (False, True)
+    if type(align) not in (bool, int) or type(copy) not in (bool, int):
+        return False
+    if node.state is MISSING:
+        return True
+    version, order, inside, names, fields, itemsize, alignment, flags, *metadata = node.state
+    parts: list[tuple[int, int, bool]] = []  # where each begins and ends, and whether it has objects
+    if inside is not None:
+        part, shape = inside
+        _, width, objects = _element(part)
+        if not _is_shape(shape) or width * math.prod(shape) != size:
+            return False
+        parts.append((0, size, objects))
+    if names is not None:
+        titles = {field[2] for field in fields.values() if len(field) == 3}
+        if not set(names) <= fields.keys() <= {*names, *titles} or len({*names}) != len(names):
+            return False
+        for name in names:
+            part, offset = fields[name][:2]
+            _, width, objects = _element(part)
+            parts.append((offset, offset + width, objects))
+    elif fields is not None:
+        return False
+    parts.sort()
+    of_objects = any(part[2] for part in parts)
+    overlap = any(end > begin for (_, end, _), (begin, _, _) in pairwise(parts))
+    return (
+        type(node.state) is tuple
+        and type(version) is int
+        and version == 3 + len(metadata)
+        and order in ("<", ">", "|", "=")
+        and (not parts or (kind == "V" and (inside is None or names is None)))
+        and all(type(begin) is int and 0 <= begin <= end <= size for begin, end, _ in parts)
+        and not (of_objects and overlap)
+        and all(type(each) is int for each in (itemsize, alignment, flags))
+        and ((itemsize == size and alignment in _ALIGNMENTS) or (kind not in "SUV" and itemsize == alignment == -1))
+        and (flags & _OF_OBJECTS == _OF_OBJECTS if of_objects or kind == "O" else not flags & _NOT_OF_OBJECTS)
+        and (kind not in "mM" or _unit(node.state) is not None)
+    )
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        type(shape) is tuple and len(shape) <= 64 and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+    )
+
+
+def _fills(data: Any, kind: Any, shape: Any) -> bool:
+    """Whether data is what an array of this type and shape takes: so many bytes, or a list of so many objects."""
+    _, width, has_objects = _element(kind)
+    count = math.prod(shape) if _is_shape(shape) else -1
+    if has_objects:
+        return type(data) is list and len(data) == count
+    data = _python2_bytes(data)
+    length = len(data) if isinstance(data, (bytes, bytearray, LazyBytes)) else data.data.length
+    return bool(length == width * count)
+
+
+@_is_sound
+def is_array(node: Object) -> bool:
+    """Whether a pickled array has the state that numpy gives one, or none."""
+    if canonical(node.fn).endswith("._frombuffer"):
+        data, kind, shape, order = node.args
+        return order in ("C", "F", "A", "K") and not _element(kind)[2] and _fills(data, kind, shape)
+    if canonical(node.fn).endswith(".scalar"):
+        kind, data = node.args
+        return not _element(kind)[2] and _fills(data, kind, ())
+    if node.args[1] != (0,) or node.args[2] not in (b"b", "b"):
+        return False
+    if node.state is MISSING:
+        return True
+    *version, shape, kind, fortran, data = node.state
+    known = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
+    return known and _fills(data, kind, shape)
+
+
 def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The same function, which raises `Corrupt` where a description is not built as numpy builds them."""
 
@@ -212,52 +327,33 @@ def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @_in_words
 def array_type(node: Any) -> Any:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
-    return _array_type(node, 0)
+    return _array_type(node, 0, {})
 
 
-def _array_type(node: Any, depth: int) -> ArrayType:
-    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not node.args or depth > 8:
-        raise Unsupported(
-            "a numpy type that is not known", "Only numbers, strings, dates, bytes and records of them are read."
-        )
-    code, state = node.args[0], node.state
-    if (
-        type(code) is not str
-        or not code.isascii()
-        or code[:1] not in tuple("?biufcSUVmM")
-        or not (code[1:].isdigit() or code == "?")
-    ):
-        kind = (
-            "Python objects"
-            if type(code) is str and code[:1] == "O"
-            else f"the unknown type {printable(str(code)[:40])!r}"
-        )
-        raise Unsupported(
-            f"a numpy array of {kind}", "Only numbers, strings, dates, bytes and records of them are read."
-        )
-    code = "b1" if code == "?" else code
-    size = int(code[1:]) * (4 if code[0] == "U" else 1)
-    if code[0] in "biufcmM" and code not in _LETTERS and code not in ("M8", "m8"):
+def _array_type(node: Any, depth: int, seen: dict[int, ArrayType]) -> ArrayType:
+    if id(node) in seen:
+        return seen[id(node)]
+    text: Any = node.args[0] if isinstance(node, Object) and node.args else None
+    known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
+    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
+        objects = known and text[:1] == "O"
+        kind = "Python objects" if objects else f"the unknown type {printable(str(text)[:40])!r}"
+        why = "Only numbers, strings, dates, bytes and records of them are read."
+        raise Unsupported(f"a numpy array of {kind}", why)
+    if not is_type(node):
+        raise Corrupt("a numpy type whose parts disagree, or lie outside of it", "It is damaged or malicious.")
+    kind, size, _ = _element(node)
+    code, state = "b1" if kind == "?" else text, node.state
+    if kind in "biufc" and code not in _LETTERS:
         raise Unsupported(f"a numpy type {code!r}", "It differs from machine to machine.")
-    if type(state) is not tuple:
-        return ArrayType(code, "|" if size == 1 or code[0] in "SV" else "<", size)
-    if len(state) < 7 or state[1] not in ("<", ">", "|", "=") or state[2] is not None:
-        raise Unsupported("a numpy type of nested arrays, or damaged")
-    order = "<" if state[1] == "=" else state[1]
-    return ArrayType(code, order, size, _fields(state, size, depth), _unit(state) if code in ("M8", "m8") else None)
-
-
-def _fields(state: tuple[Any, ...], size: int, depth: int) -> tuple[tuple[str, ArrayType, int], ...]:
-    names, fields = state[3], state[4]
-    if names is None:
-        return ()
-    found = []
-    for name in names:
-        kind, offset = _array_type(fields[name][0], depth + 1), fields[name][1]
-        if type(name) is not str or type(offset) is not int or offset < 0 or offset + kind.itemsize > size:
-            raise Corrupt("a numpy record whose fields lie outside of it")
-        found.append((name, kind, offset))
-    return tuple(found)
+    if state is MISSING:
+        return ArrayType(code, "|" if size == 1 or kind in "SV" else "<", size)
+    if state[2] is not None:
+        raise Unsupported("a numpy type of nested arrays")
+    names, fields = state[3] or (), state[4]
+    found = tuple((name, _array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
+    made = ArrayType(code, "<" if state[1] == "=" else state[1], size, found, _unit(state) if kind in "mM" else None)
+    return seen.setdefault(id(node), made)
 
 
 def _unit(state: tuple[Any, ...]) -> tuple[str, int]:

@@ -10,7 +10,7 @@ shown as text, never run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import command
 from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, form, printable
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form, printable
+from ckptool.formats import torchscript_setstate as setstate
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import (
     RecordStorages,
@@ -73,7 +75,8 @@ def read(source: Readable) -> Checkpoint:
         *_without_commands([*archive.notes, *record_notes(archive, root, storages)]),
     )
     metadata = {"class": decoded.root.name, **{name: text for name, text in small.items() if text is not None}}
-    return Checkpoint(tree, NAME, metadata, source.file, None, notes, decoded.discarded, extras=program.beside())
+    discarded = (*decoded.discarded, *program.runs())
+    return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, extras=program.beside())
 
 
 def _is_script(node: Any) -> bool:
@@ -182,12 +185,13 @@ class _Program:
         self.pickles: dict[str, Record] = {}
         for name, record in archive.records.items():
             inner = name.removeprefix(root)
-            if inner.startswith("code/") and inner.endswith(".py"):
-                self.files[inner.removeprefix("code/")] = record
-            elif inner.startswith("extra/"):
-                self.extra[inner.removeprefix("extra/")] = record
-            elif inner.endswith(".pkl") and "/" not in inner and inner != "data.pkl":
-                self.pickles[inner.removesuffix(".pkl")] = record
+            known = inner.lower()  # torch finds records without regard to case
+            if known.startswith("code/") and known.endswith(".py"):
+                self.files[inner[len("code/") :]] = record
+            elif known.startswith("extra/"):
+                self.extra[inner[len("extra/") :]] = record
+            elif known.endswith(".pkl") and "/" not in known and known != "data.pkl":
+                self.pickles[known.removesuffix(".pkl")] = record
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
         if size > inflated_limit(stored):
             raise LimitExceeded(
@@ -217,11 +221,35 @@ class _Program:
             folder = f"{self.root}constants/"
         return decoded_record(self.pickles[name], RecordStorages(self.archive, folder, self.big_endian), _BUILDERS).root
 
+    def runs(self) -> Iterator[Any]:
+        """What loading runs: the `__setstate__` of classes, unless it only packs quantized parameters; what is not
+        inert in the constants, which are unpickled as well.
+
+        torch calls that of any class whose object stands in a pickle, whatever the state is (import.cpp, obj_loader);
+        the loader for phones takes it from the bytecode.
+        """
+        try:
+            yield self.unpickled("constants")
+        except CkptoolError:
+            yield Object(Global("constants", "pkl"), ("which cannot be read",))
+        texts = {name: text for name, text in self.texts(self.files).items() if setstate.NAME in text}
+        look = sum(map(len, texts.values())) <= setstate.MOST_TEXT
+        owners = (
+            (name[:-3].replace("/", "."), owner) for name in texts for owner in setstate.owners(texts[name], look)
+        )
+        found = {".".join(owner) for owner in owners}
+        if "bytecode" in self.pickles:
+            tuples = (node for node in visit(self.unpickled("bytecode")) if type(node) is tuple)
+            names = (part for node in tuples for part in node if type(part) is str)
+            found |= {name.removesuffix(f".{setstate.NAME}") for name in names if name.endswith(f".{setstate.NAME}")}
+        for name in sorted(found):
+            yield Object(Global(name, setstate.NAME), (name,))
+
     def classes(self) -> dict[Global, _ScriptClass]:
         """The classes that the code declares; of each only the header is looked at."""
         found: dict[Global, _ScriptClass] = {}
         for name, text in self.texts(self.files).items():
-            module = name.removesuffix(".py").replace("/", ".")
+            module = name[:-3].replace("/", ".")
             for own, base, parameters, buffers in map(re.Match.groups, re.finditer(_HEADER, text)):
                 names = [
                     None if part is None else frozenset(re.findall(_QUOTED, part)) for part in (parameters, buffers)

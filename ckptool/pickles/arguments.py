@@ -6,6 +6,7 @@ stands, by `calls`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +37,34 @@ def scalars(args: Arguments) -> bool:
     return all(type(arg) in _SCALARS for arg in args)
 
 
+def number(args: Arguments) -> bool:
+    """A number, or the text of one, which is not so long that reading it takes for ever."""
+    return all(
+        type(arg) in (bool, int, float, complex)
+        or (type(arg) in (str, bytes) and len(arg) <= _MOST_DIGITS and _is_number(arg))
+        for arg in args
+    )
+
+
+def _is_number(text: str | bytes) -> bool:
+    found = _NUMBER.fullmatch(text if isinstance(text, str) else text.decode("latin-1"))
+    return found is not None and abs(int(found[1] or 0)) <= _MOST_EXPONENT
+
+
+_MOST_DIGITS, _MOST_EXPONENT = 400, 9_999
+_NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
+
+
 def one_scalar(args: Arguments) -> bool:
     """The value of a member of an enumeration."""
     return len(args) == 1 and scalars(args)
 
 
 def texts(args: Arguments) -> bool:
-    return all(isinstance(arg, (str, bytes, StubbedValue)) for arg in args)
+    return all(isinstance(arg, (str, bytes)) and len(arg) <= _MOST_CHARACTERS for arg in args)
+
+
+_MOST_CHARACTERS = 4_096  # of a path, which is also what a logger's name may have
 
 
 def text_or_bytes(args: Arguments) -> bool:
@@ -167,8 +189,15 @@ def _is_torch_value(value: Any) -> bool:
 
 
 def pattern(args: Arguments) -> bool:
-    """A regular expression and its flags."""
-    return len(args) == 2 and isinstance(args[0], (str, bytes)) and type(args[1]) is int
+    """A regular expression and its flags; Python goes through every character of its ranges where it ignores case."""
+    if len(args) != 2 or not isinstance(args[0], (str, bytes)) or type(args[1]) is not int:
+        return False
+    text = args[0] if isinstance(args[0], str) else args[0].decode("latin-1")
+    wide = not text.isascii() or "\\u" in text.lower()
+    return len(text) <= _MOST_PATTERN and (not wide or text.count("-") <= _MOST_RANGES)
+
+
+_MOST_PATTERN, _MOST_RANGES = 1_000, 64
 
 
 def type_expression(args: Arguments) -> bool:
@@ -299,35 +328,55 @@ def class_first(args: Arguments) -> bool:
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
-# numpy ---------------------------------------------------------------------------------------------------------------
+def device(args: Arguments) -> bool:
+    """At most a device."""
+    return len(args) <= 1 and all(type(arg) is str or _is_torch_value(arg) for arg in args)
 
 
-def says_if_it_has_objects(node: Object) -> bool:
-    """False for an element type with objects whose state denies that: numpy would take numbers for their addresses."""
-    if not (type(node.state) is tuple and len(node.state) >= 8):
+def seeded(node: Object) -> bool:
+    """Whether a `torch.Generator` has the state that torch gives it: its seed, its offset, its bytes."""
+    if node.state is MISSING:
         return True
-    inside, fields, flags = node.state[2], node.state[4], node.state[7]
-    parts = [*inside[:1]] if isinstance(inside, (list, tuple)) else []
-    for field in fields.values() if isinstance(fields, dict) else ():
-        parts += field[:1] if isinstance(field, tuple) else ()
-    has = any(_named_object(part) for part in (*node.args[:1], *parts)) or any(_flags(part) & 1 for part in parts)
-    return type(flags) is int and (not has or flags & _OF_OBJECTS == _OF_OBJECTS)
+    seed, offset, state = node.state if type(node.state) is tuple and len(node.state) == 3 else (None, None, None)
+    is_state = isinstance(state, TensorEntry) and state.dtype.name == "u8" and len(state.shape) == 1
+    return is_state and type(seed) is int and (offset is None or type(offset) is int)
 
 
-_OF_OBJECTS = (
-    27  # counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
-)
+def packed(node: Object) -> bool:
+    """Whether parameters packed by a backend have the state of their class (ATen/native/quantized).
+
+    In a pickled module it stands in a `torch.ScriptObject` with the name of the class.
+    """
+    state, name = node.state, _name(node.fn)
+    if name == "torch.ScriptObject":
+        state, name = state if type(state) is tuple and len(state) == 2 else (None, "")
+    kinds = _PACKED.get(str(name).removeprefix(PACKED + "."))
+    return kinds is not None and type(state) is tuple and any(_is_of(state, kind) for kind in kinds)
 
 
-def _named_object(of: Any) -> bool:
-    text = of.args[0] if isinstance(of, Object) and type(of.args) is tuple and of.args else of
-    made = isinstance(of, Object) and _name(of.fn).endswith("ObjectDType")
-    return made or (isinstance(text, (str, bytes)) and ("O" in str(text) or "object" in str(text)))
+def _is_of(value: Any, kind: Any) -> bool:
+    """True for a value as a pattern says: types, tuples and lists of just such parts; `None` for a tensor or None."""
+    if isinstance(kind, (tuple, list)):
+        same = type(value) is type(kind) and len(value) == len(kind)
+        return same and all(map(_is_of, value, kind))
+    is_tensor = isinstance(value, (TensorEntry, Composite))
+    return (value is None or is_tensor) if kind is None else is_tensor if kind is TensorEntry else type(value) is kind
 
 
-def _flags(of: Any) -> int:
-    state = of.state if isinstance(of, Object) else None
-    return state[7] if type(state) is tuple and len(state) >= 8 and type(state[7]) is int else 0
+PACKED = "__torch__.torch.classes"
+_T = TensorEntry
+_CONV = (str, [_T, _T], [None])
+_PACKED: dict[str, list[Any]] = {
+    "quantized.LinearPackedParamsBase": [(_T, None)],
+    "quantized.Conv2dPackedParamsBase": [_CONV],
+    "quantized.Conv3dPackedParamsBase": [_CONV],
+    "quantized.EmbeddingPackedParamsBase": [(int, [_T], [], [int]), (int, [_T], [float], [int])],
+    "rnn.CellParamsBase": [(str, [_T, _T], [], [int], [Object, Object]), (str, [], [], [], [Object, Object])],
+}
+CLASSES = tuple(_PACKED)
+
+
+# numpy ---------------------------------------------------------------------------------------------------------------
 
 
 def array_class(args: Arguments) -> bool:

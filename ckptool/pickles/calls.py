@@ -154,18 +154,18 @@ def _names_part(args: Any) -> bool:
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
     """The use of the class of an object, whatever is in it. Arguments are used during a call: they must be inert."""
-    kind, bare = kind_of(_class_of(node.fn)), node.how == "new" and not node.args and not node.kwargs
-    if kind is None:
-        custom = bare and is_own(_class_of(node.fn))
-    elif _fits(kind, node, bare):
-        if not kind.custom:
-            return
-        custom = True
-    else:
-        yield NameUse(UNKNOWN, CALLED, node.name, trail)
+    of, bare = _class_of(node.fn), node.how == "new" and not node.args and not node.kwargs
+    kind = kind_of(of)
+    fits = kind is not None and _fits(kind, node, bare)
+    if kind is not None and fits and not kind.custom:
         return
+    custom = fits or (bare and is_own(of))
     verdict = CUSTOM if custom and not argument and _plain_slots(node) else UNKNOWN
-    yield NameUse(verdict, MADE if bare else CALLED, str(_class_of(node.fn)) if custom else node.name, trail)
+    name = str(of) if custom else node.name
+    yield NameUse(verdict, MADE if bare and (custom or kind is None) else CALLED, name, trail)
+    for method, given in (("__setitem__", node.items), ("add" if node.adds else "extend", node.elements)):
+        if custom and given:
+            yield NameUse(verdict, CALLED, f"{name}.{method}", trail)
 
 
 def _fits(kind: Kind, node: Object, bare: bool) -> bool:
@@ -202,20 +202,29 @@ _MOST_SLOTS = 64  # of one class: each of its objects looks at all of them
 
 
 DISCARDED = "(made and thrown away)"
+PROGRAM = "code"  # where a file's program is shown
+SETSTATE = ".__setstate__"
 
 
 def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
     """Everything in a checkpoint that is not inert, with the nearest address; last what the file throws away."""
     if "uses" not in checkpoint.kept:
         found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
-        found += [(use._replace(verdict=UNKNOWN), DISCARDED) for use in uses(checkpoint.discarded)]
+        for use in uses(checkpoint.discarded):
+            place = PROGRAM if use.name.startswith("__torch__.") and use.name.endswith(SETSTATE) else DISCARDED
+            found.append((use._replace(verdict=UNKNOWN), place))
+        if checkpoint.extras:
+            found = [each for each in found if not _is_of_program(each[0].name)]
         checkpoint.kept["uses"] = tuple(found)
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
 
 
-def _is_of_program(checkpoint: Checkpoint, use: NameUse) -> bool:
-    """True for a class of the program in a TorchScript file, which is imported from nowhere."""
-    return bool(checkpoint.extras) and use.name.startswith("__torch__.")
+def _is_of_program(name: str) -> bool:
+    """True for a class of the program in a TorchScript file: making its objects runs its `__setstate__` and no more.
+
+    Those of `torch.classes` are C++ classes, whose `__setstate__` is no part of the program.
+    """
+    return name.startswith("__torch__.") and not (name.startswith("__torch__.torch.classes.") or SETSTATE in name)
 
 
 def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
@@ -226,6 +235,8 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     unknown: dict[str, str] = {}
     count = 0
     for use, place in uses_of(checkpoint):
+        if place == PROGRAM and not as_it_is:
+            continue  # no writer writes programs
         if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
             count += 1
             if len(unknown) < _NAMED_UNKNOWN:
@@ -278,7 +289,10 @@ def _entry(tree: Any, place: str) -> str:
 
 def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """The note on objects of people's own classes, wherever a file with some is looked at or written."""
-    custom = (use for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM and not _is_of_program(checkpoint, use))
-    names = [printable(name) for name in dict.fromkeys(use.name for use in custom)]
-    what = f"loading it with pickle imports and creates {listed(names, 4)}; ckptool does not"
+    custom = dict.fromkeys((use.how, printable(use.name)) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
+    names = [name for how, name in custom if how == MADE]
+    parts = (name.rpartition(".") for how, name in custom if how == CALLED)
+    calls = [f"{method} of {of}" for of, _, method in parts]
+    filled = f" and calls {listed(calls, 4)} with values of the file" if calls else ""
+    what = f"loading it with pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
     return (Note("custom-class", what),) if names else ()

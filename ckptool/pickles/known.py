@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
+from ckptool.checkpoint.numpy_arrays import is_array, is_type
 from ckptool.pickles import arguments as given
-from ckptool.pickles.names import LIGHTNING_CALLBACKS, MOVED, PYTHON_MODULES, TORCH_CLASSES
+from ckptool.pickles.names import LIGHTNING_CALLBACKS, MOVED, SHARED_MODULES, TORCH_CLASSES, TORCH_LAYERS
 
 Arguments = tuple[Any, ...]
 
@@ -59,6 +60,7 @@ _MAPPING = Kind(given.mapping, empty=True, state=True, items=True)
 _CONTAINER = Kind(given.nothing, empty=True, state=True, items=True, elements=True)
 _PATH = Kind(given.texts, empty=True)
 _SCALARS = Kind(given.scalars, empty=True)
+_NUMBER = Kind(given.number, empty=True)
 _ENUM = Kind(given.one_scalar)
 _TENSOR = Kind(given.of_tensors, weights_only=True)
 _STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
@@ -111,8 +113,13 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (_SCALARS._replace(value="device", weights_only=True), {"torch": "device"}),
     (_SCALARS._replace(value="layout", weights_only=True), {"torch.serialization": "_get_layout"}),
     (_SCALARS._replace(value="str"), {"torch.torch_version": "TorchVersion"}),
-    (Kind(given.anything, state=True), {"torch": "Generator", "torch._C": "Generator"}),
-    (_OBJECT, {"torch": "ScriptObject"}),  # parameters packed by a backend: their state is set by its C++ code
+    (Kind(given.device, state=True, filled=given.seeded), {"torch": "Generator", "torch._C": "Generator"}),
+    # parameters packed by a backend: their state is set by its C++ code
+    *(
+        (_OBJECT._replace(filled=given.packed, stands=False), {module: name})
+        for module, _, name in (f"{given.PACKED}.{name}".rpartition(".") for name in given.CLASSES)
+    ),
+    (_OBJECT._replace(filled=given.packed, stands=False), {"torch": "ScriptObject"}),
     (Kind(given.getattr_of_known, stands=False), {"builtins": "getattr"}),
     (
         _NAME,
@@ -183,6 +190,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         Kind(empty=True, state=True, stands=False),
         {"torch.distributed.device_mesh": "DeviceMesh", "torch.distributed._tensor.device_mesh": "DeviceMesh"},
     ),
+    (_ENUM, {"torch.amp.grad_scaler": "OptState", "torch.cuda.amp.grad_scaler": "OptState"}),
     (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
     # Python
     (
@@ -199,10 +207,10 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (Kind(given.sequence, empty=True, value="tuple"), {"builtins": "tuple"}),
     (Kind(given.sequence, empty=True), {"builtins": "frozenset"}),
     (Kind(given.text_or_bytes, empty=True), {"builtins": "bytes bytearray"}),
-    (_SCALARS._replace(value="int"), {"builtins": "int long"}),
-    (_SCALARS._replace(value="float"), {"builtins": "float"}),
+    (_NUMBER._replace(value="int"), {"builtins": "int long"}),
+    (_NUMBER._replace(value="float"), {"builtins": "float"}),
     (_SCALARS._replace(value="bool"), {"builtins": "bool"}),
-    (_SCALARS._replace(weights_only=True), {"builtins": "complex"}),
+    (_NUMBER._replace(weights_only=True), {"builtins": "complex"}),
     (_SCALARS._replace(value="slice"), {"builtins": "slice"}),
     (_SCALARS._replace(value="range"), {"builtins": "range xrange"}),
     (_SCALARS, {"builtins": "object"}),
@@ -213,8 +221,8 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         (Kind(given.scalars_and_dates, value=name), {"datetime": name})
         for name in ("datetime", "date", "time", "timedelta", "timezone")
     ),
-    (_SCALARS._replace(value="decimal"), {"decimal": "Decimal"}),
-    (_SCALARS._replace(value="fraction"), {"fractions": "Fraction"}),
+    (_NUMBER._replace(value="decimal"), {"decimal": "Decimal"}),
+    (_NUMBER._replace(value="fraction"), {"fractions": "Fraction"}),
     (Kind(given.nothing, empty=True, state=True, value="uuid"), {"uuid": "UUID"}),
     (_ENUM, {"uuid": "SafeUUID"}),
     (_PATH._replace(value="posix path"), {"pathlib": "PosixPath"}),
@@ -240,10 +248,10 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         },
     ),
     # numpy
-    (Kind(given.scalars, state=True, filled=given.says_if_it_has_objects, value="array type"), {"numpy": "dtype"}),
-    (Kind(given.array_class, state=True, value="array"), {"numpy.core.multiarray": "_reconstruct"}),
-    (Kind(given.anything, value="array"), {"numpy.core.numeric": "_frombuffer"}),
-    (Kind(given.anything, value="array scalar"), {"numpy.core.multiarray": "scalar"}),
+    (Kind(given.scalars, state=True, filled=is_type, value="array type"), {"numpy": "dtype"}),
+    (Kind(given.array_class, state=True, filled=is_array, value="array"), {"numpy.core.multiarray": "_reconstruct"}),
+    (Kind(given.anything, filled=is_array, value="array"), {"numpy.core.numeric": "_frombuffer"}),
+    (Kind(given.anything, filled=is_array, value="array scalar"), {"numpy.core.multiarray": "scalar"}),
     (
         Kind(given.of_numpy_random, state=True),
         {
@@ -312,6 +320,8 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         _CONTAINER._replace(value="items"),
         {
             "yacs.config": "CfgNode",
+            "mmcv.utils.config": "ConfigDict",
+            "munch": "Munch",
             "addict": "Dict",
             "addict.addict": "Dict",
             "box": "Box",
@@ -357,31 +367,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "deepspeed.runtime.zero.config": "ZeroStageEnum",
         },
     ),
-    (
-        _CUSTOM,
-        {
-            "transformers.training_args": "TrainingArguments",
-            "transformers.training_args_seq2seq": "Seq2SeqTrainingArguments",
-            "transformers.trainer_pt_utils": "AcceleratorConfig",
-            "transformers.trainer_callback": "TrainerState TrainerControl",
-            "transformers.generation.configuration_utils": "GenerationConfig",
-            "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
-            "deepspeed.utils.tensor_fragment": "fragment_address",
-            "transformers.integrations.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
-            "transformers.deepspeed": "HfTrainerDeepSpeedConfig HfDeepSpeedConfig",
-            "transformers.pytorch_utils": "Conv1D",
-            "transformers.modeling_utils": "Conv1D",
-            "transformers.activations": "GELUActivation NewGELUActivation FastGELUActivation QuickGELUActivation"
-            " ClippedGELUActivation AccurateGELUActivation MishActivation LinearActivation LaplaceActivation"
-            " ReLUSquaredActivation PytorchGELUTanh GELUTanh SiLUActivation",
-            "accelerate.state": "PartialState AcceleratorState GradientState",
-            "accelerate.utils.dataclasses": "DeepSpeedPlugin FullyShardedDataParallelPlugin TorchDynamoPlugin"
-            " GradientAccumulationPlugin DataLoaderConfiguration ProjectConfiguration InitProcessGroupKwargs"
-            " DistributedDataParallelKwargs GradScalerKwargs AutocastKwargs MegatronLMPlugin",
-        },
-    ),
     # fairseq: what its configurations name
-    (_CUSTOM, {"fairseq.data.dictionary": "Dictionary"}),
     (
         _ENUM,
         {
@@ -400,10 +386,6 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
         },
     ),
 )  # fmt: skip
-
-# Model classes and their configurations in transformers, of which there are thousands: all below these modules.
-_MODEL_MODULES = ("transformers.models.",)
-_MODEL_FILES = ("modeling_", "configuration_")
 
 
 def _kinds() -> dict[tuple[str, str], Kind]:
@@ -431,7 +413,6 @@ _CONSTANTS = {
     module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
 }
 _KINDS = _kinds()
-_LIBRARIES = frozenset(module.partition(".")[0] for module, _ in _KINDS) - PYTHON_MODULES
 
 
 def value_word(name: Any) -> str:
@@ -455,13 +436,13 @@ def _kind(module: str, name: str) -> Kind | None:
     if found is None and module.startswith("torch."):
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
         found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
-    if found is None and module.startswith(_MODEL_MODULES) and module.rpartition(".")[2].startswith(_MODEL_FILES):
-        found = _CUSTOM if name.isidentifier() and name[:1].isupper() else None
+    if found is None and module.startswith(TORCH_LAYERS):
+        found = _CUSTOM if name.isidentifier() and name.lstrip("_")[:1].isupper() else None
     return found
 
 
 def is_own(name: Any) -> bool:
-    """True for a class of people's own: in a module that is neither Python's nor a library's of which names are listed.
+    """True for a class of people's own: of a module that is neither Python's, nor torch's, nor required by torch.
 
     A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module
     and is none.
@@ -475,8 +456,8 @@ def _is_own(name: Global) -> bool:
     outer = name.name.split(".")[:-1]
     return (
         bool(top)
-        and top not in PYTHON_MODULES
-        and top not in _LIBRARIES
+        and top not in SHARED_MODULES
+        and top != "__torch__"  # what a program declares, which is judged with the program
         and all(part.lstrip("_")[:1].isupper() for part in outer)
     )
 

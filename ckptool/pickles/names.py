@@ -120,14 +120,15 @@ torch.nn.modules.channelshuffle: ChannelShuffle
 torch.nn.modules.container: Container ModuleDict ModuleList ParameterDict ParameterList Sequential
 torch.nn.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d
     LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d _ConvNd _ConvTransposeMixin
-    _ConvTransposeNd
+    _ConvTransposeNd _LazyConvXdMixin
 torch.nn.modules.distance: CosineSimilarity PairwiseDistance
 torch.nn.modules.dropout: AlphaDropout Dropout Dropout1d Dropout2d Dropout3d FeatureAlphaDropout _DropoutNd
 torch.nn.modules.flatten: Flatten Unflatten
 torch.nn.modules.fold: Fold Unfold
 torch.nn.modules.instancenorm: InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d
     LazyInstanceNorm3d _InstanceNorm
-torch.nn.modules.linear: Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear
+torch.nn.modules.lazy: LazyModuleMixin
+torch.nn.modules.linear: Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear _LinearWithBias
 torch.nn.modules.loss: BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss GaussianNLLLoss
     HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss
     MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss
@@ -146,7 +147,7 @@ torch.nn.modules.rnn: GRU GRUCell LSTM LSTMCell RNN RNNBase RNNCell RNNCellBase
 torch.nn.modules.sparse: Embedding EmbeddingBag
 torch.nn.modules.transformer: Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder
     TransformerEncoderLayer
-torch.nn.modules.upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d
+torch.nn.modules.upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d _UpsamplingBase
 torch.nn.parallel.data_parallel: DataParallel
 torch.nn.parallel.distributed: DistributedDataParallel
 torch.nn.utils.parametrizations: _Orthogonal _SpectralNorm _WeightNorm
@@ -216,12 +217,16 @@ callback: Callback
 
 # Where modules were before, and where they are now.
 MOVED = {
+    "torch.nn._intrinsic": "torch.ao.nn.intrinsic",
     "torch.nn.intrinsic": "torch.ao.nn.intrinsic",
     "torch.nn.qat": "torch.ao.nn.qat",
     "torch.nn.quantizable": "torch.ao.nn.quantizable",
     "torch.nn.quantized": "torch.ao.nn.quantized",
+    "torch.optim._multi_tensor": "torch.optim",
     "torch.quantization": "torch.ao.quantization",
 }
+# Here torch's layers and optimizers were in all of its versions: names that are not listed are classes that it removed.
+TORCH_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
 
 
 PYTHON3 = """
@@ -268,4 +273,12 @@ PYTHON2 = """
 
 INSTALLERS = "pip setuptools pkg_resources wheel ensurepip _distutils_hack distutils_hack"
 
+# What torch and numpy bring with them and require, in any version.
+REQUIRED = """
+    _yaml caffe2 cuda f2py filelock fsspec functorch future isympy jinja2 libfuturize mkl markupsafe
+    mpmath networkx numpy nvidia nvfuser opt_einsum optree past six sympy tbb torch torchgen
+    triton typing_extensions yaml
+"""
+
 PYTHON_MODULES = frozenset(f"{PYTHON3} {PYTHON2} {INSTALLERS}".split())
+SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())

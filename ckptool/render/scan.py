@@ -130,6 +130,9 @@ def _names(file: ScannedFile) -> str:
 def _file_text(file: ScannedFile, style: Style) -> str:
     kind = f"{file.container}, {printable(file.part.label)}" if file.part else file.container
     head = f"{style.bold(printable(file.path))} ({kind}): "
+    if not file.calls and "torchscript" in file.notes:
+        what = style.yellow("it holds a program")
+        return f"{head}{what}, which runs when the model is called; loading it only makes the model\n"
     if not file.calls:
         return head + style.green("nothing in it would run") + ": functions of torch and plain data only\n"
     words = {"called": "calls", "made": "makes objects of", "named": "imports"}

@@ -1,0 +1,143 @@
+"""What is said of classes: people's own, those of libraries that torch installs, torch's own of all versions."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.ao.quantization as quantization
+from torch import nn
+
+import ckptool
+from ckptool.checkpoint.nodes import Global
+from ckptool.errors import CkptoolError, UnsafeObject
+from ckptool.pickles.known import is_own
+from ckptool.pickles.names import SHARED_MODULES
+from tests.support.cli import Run
+from tests.support.hidden_effects import hidden_effects
+from tests.support.hostile_inputs import name, pickle_zip, program, tensor, text
+
+ITEMS, ELEMENTS, STATE = text("a") + b"K\x01s", b"K\x01a", b"}" + text("a") + b"K\x01sb"
+
+
+def _file(path: Path, module: str, attribute: str, given: bytes) -> Path:
+    value = name(module, attribute) + b")\x81" + given
+    path.write_bytes(pickle_zip(program(b"}(" + text("w") + tensor((4,), (1,)) + text("x") + value + b"u")))
+    return path
+
+
+def test_what_torch_installs_is_nobodys_own(tmp_path: Path) -> None:
+    needed = [
+        re.split(r"[^\w.-]", line)[0] for each in ("torch", "numpy") for line in importlib.metadata.requires(each) or ()
+    ]
+    assert {each.replace("-", "_").lower() for each in needed} - {"pyyaml"} <= SHARED_MODULES
+    for module, attribute in (
+        ("sympy.matrices.dense", "MutableDenseMatrix"),
+        ("fsspec.mapping", "FSMap"),
+        ("networkx.classes.graph", "Graph"),
+        ("jinja2.environment", "Environment"),
+        ("torch.package", "PackageImporter"),
+        ("numpy", "memmap"),
+    ):
+        for given in (b"", ITEMS, ELEMENTS, STATE):
+            file = _file(tmp_path / "in.pt", module, attribute, given)
+            assert not is_own(Global(module, attribute)) and ckptool.scan(file).findings
+            with pytest.raises(UnsafeObject):
+                ckptool.rename(file, ["w => v"], tmp_path / "out.pt")
+            assert ckptool.rename(file, ["w => v"], tmp_path / "out.pt", keep_unknown=True, overwrite=True)
+            (tmp_path / "out.pt").unlink()
+
+
+def test_what_is_set_on_a_class_of_ones_own_is_said(tmp_path: Path) -> None:
+    for module in ("models", "transformers.models.gpt2.modeling_gpt2", "timm.data"):
+        for given, method in ((ITEMS, "__setitem__"), (ELEMENTS, "extend"), (STATE, "")):
+            file = _file(tmp_path / "in.pt", module, "Net", given)
+            calls = {call.name for row in ckptool.scan(file).files for call in row.calls}
+            assert calls == {f"{module}.Net"} | ({f"{module}.Net.{method}"} if method else set())
+            written = [
+                ckptool.strip_module(file, tmp_path / "a.pt"),
+                ckptool.rename(file, ["w => v"], tmp_path / "b.pt"),
+            ]
+            for notes in (ckptool.inspect(file).notes, *(each.notes for each in written)):
+                said = next(note.message for note in notes if note.code == "custom-class")
+                assert not method or f"calls {method} of {module}.Net with values of the file" in said
+            for out in "ab":
+                (tmp_path / f"{out}.pt").unlink()
+
+
+def test_known_dictionaries_and_lists_take_them_silently(tmp_path: Path) -> None:
+    for module, attribute in (
+        ("lightning_fabric.utilities.data", "AttributeDict"),
+        ("easydict", "EasyDict"),
+        ("addict.addict", "Dict"),
+        ("mmcv.utils.config", "ConfigDict"),
+        ("mmengine.config.config", "ConfigDict"),
+        ("argparse", "Namespace"),
+        ("munch", "Munch"),
+    ):
+        assert not ckptool.scan(_file(tmp_path / "in.pt", module, attribute, ITEMS)).findings, module
+
+
+def test_private_and_removed_layers_of_torch_pass(tmp_path: Path) -> None:
+    quiet = (("linear", "_LinearWithBias"), ("conv", "_ConvTransposeMixin"), ("loss", "NLLLoss2d"))
+    for module, attribute in (*quiet, ("linear", "NoSuchLayer"), ("activation", "_Gone")):
+        file = _file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, STATE)
+        assert bool(ckptool.scan(file).findings) is ((module, attribute) not in quiet)
+        assert ckptool.rename(file, ["w => v"], tmp_path / "out.pt", overwrite=True)
+    arguments = name("torch.nn.modules.linear", "_LinearWithBias") + b"K\x02K\x02\x86R"
+    (tmp_path / "in.pt").write_bytes(pickle_zip(program(b"}" + text("x") + arguments + b"s")))
+    assert ckptool.scan(tmp_path / "in.pt").findings
+
+
+class _Quantized(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.quant, self.layer, self.dequant = quantization.QuantStub(), layer, quantization.DeQuantStub()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dequant(self.layer(self.quant(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_programs_of_torch_are_benign(tmp_path: Path, run: Run) -> None:
+    made: list[nn.Module] = []
+    inputs = ((nn.Linear(4, 4), (2, 4)), (nn.Conv1d(2, 2, 3), (1, 2, 8)), (nn.Conv2d(2, 2, 3), (1, 2, 8, 8)))
+    for layer, shape in inputs:
+        model = _Quantized(layer).eval()
+        model.qconfig = quantization.get_default_qconfig(torch.backends.quantized.engine)  # type: ignore[assignment]
+        prepared = quantization.prepare(model)
+        prepared(torch.ones(shape))
+        made.append(quantization.convert(prepared))
+    made.append(quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}))
+    embedding = nn.Sequential(nn.Embedding(10, 12)).eval()
+    embedding.qconfig = quantization.float_qparams_weight_only_qconfig  # type: ignore[assignment]
+    made.append(quantization.convert(quantization.prepare(embedding)))
+    for model in made:
+        scripted = torch.jit.script(model)
+        for program_of in (scripted, torch.jit.freeze(scripted.eval())):
+            torch.jit.save(program_of, tmp_path / "q.pt")
+            assert not ckptool.scan(tmp_path / "q.pt").findings
+            out = run("scan", str(tmp_path / "q.pt")).out
+            assert "holds a program" in out and "nothing in it would run" not in out
+    torch.save(made[-2], tmp_path / "module.pt")
+    assert not ckptool.scan(tmp_path / "module.pt").findings
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_found_however_its_records_are_spelled(tmp_path: Path) -> None:
+    """torch looks for records without regard to case."""
+    file = tmp_path / "in.pt"
+    content = b""
+    for case in hidden_effects(random.Random(3)):
+        if case.title.startswith("program in linear") and not case.fine:
+            content = case.content
+            break
+    for old, new in ((b"constants.pkl", b"CONSTANTS.PKL"), (b"/code/", b"/CODE/"), (b"linear.py", b"linear.PY")):
+        file.write_bytes(content.replace(old, new))
+        with contextlib.suppress(CkptoolError):  # it cannot be opened at all
+            assert ckptool.scan(file).findings, new
