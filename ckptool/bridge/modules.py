@@ -209,7 +209,8 @@ def load_into(
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
     on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
     resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the least share of
-    the model's values, 0 to 1.  missing: patterns for the only names that may be missing.  strict: no
+    the model's values, 0 to 1; by default half of those that `only`, `exclude` and skipped shapes leave, and all that
+    suggested rules would load.  missing: patterns for the only names that may be missing.  strict: no
     missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by
     default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded. dry_run:
     only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard. Raises

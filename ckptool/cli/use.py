@@ -81,7 +81,7 @@ def warm_start(
     ] = None,
     min_loaded: Annotated[
         float | None,
-        typer.Option("--min-loaded", metavar="SHARE", help="Require at least this share of the values: 0.95."),
+        typer.Option("--min-loaded", metavar="SHARE", help="Require this share of the values: 0.95; else half."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[

@@ -227,6 +227,17 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
     return found
 
 
+def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
+    """The refusal of what loads less than half of the `wanted` values, or less than its own suggestion would."""
+    better = any(each.unambiguous and each.agree and each.rules for each in report.suggestions)
+    if not better and 2 * report.elements >= wanted:
+        return []
+    share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"
+    what = f"{share}{', and the rules suggested would load more' if better else ''}"
+    least = f"{int(report.share * 10_000) / 10_000:g}"
+    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: --min-loaded {least}")]
+
+
 def not_loaded(report: LoadReport) -> list[str]:
     """The names of the target that keep its own values."""
     left = [mismatch.target for mismatch in report.mismatched if mismatch.done in (SKIPPED, REFUSED)]

@@ -185,9 +185,10 @@ def build_model(
     if not isinstance(model, nn.Module):
         raise UsageError(f"models: {printable(settings.name)} returned {type(model).__name__}, not a torch.nn.Module")
     initialise(model, settings.init)
-    skipped = start_from(model, settings.from_, settings.strict, name) if fresh and settings.from_ is not None else ""
-    if skipped:
-        say(skipped)
+    if fresh and settings.from_ is not None:
+        skipped = start_from(model, settings.from_, settings.strict, name, settings.min_loaded)
+        if skipped:
+            say(skipped)
     return model
 
 
@@ -223,7 +224,7 @@ def initialise(model: nn.Module, scheme: str) -> None:
                 module.weight[module.padding_idx].zero_()
 
 
-def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") -> str:
+def start_from(model: nn.Module, path: str, strict: bool, name: str = "main", min_loaded: float | None = None) -> str:
     """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit.
 
     Returns what was skipped, in words; "" where all fitted. strict: False skips tensors of other names and shapes.
@@ -231,10 +232,11 @@ def start_from(model: nn.Module, path: str, strict: bool, name: str = "main") ->
     from ckptool.bridge.modules import load_into
 
     try:
-        return _skipped(load_into(model, path, strict=strict, on_mismatch="error" if strict else "skip"), name)
+        way = "error" if strict else "skip"
+        return _skipped(load_into(model, path, strict=strict, on_mismatch=way, min_loaded=min_loaded), name)
     except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
         key = f"--set models.{name}"
-        less = f"; only what fits: {key}.strict=false" if strict else ""
+        less = f"; only what fits: {key}.strict=false" if strict else f"; however little fits: {key}.min_loaded=0"
         part = "" if "#" in path else f"; a part of it: {key}.from={quoted(path + '#ADDRESS')}"
         error.fix = Advice("See what it has: ", command("inspect", path, all=True), part, less)
         raise

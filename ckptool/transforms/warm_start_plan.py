@@ -39,6 +39,7 @@ from ckptool.reports.warm_start import (
     Suggestion,
     checked_share,
     described,
+    little,
     unmet,
 )
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
@@ -55,8 +56,8 @@ class MatchOptions:
 
     on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
     larger one; `pad` puts a smaller one into the first corner of the target's; `resize` computes one of the target's
-    shape for the names that a pattern of `resize` matches, the first that does.  min_loaded: the least share of values.
-    missing: patterns for the only names that may be missing.
+    shape for the names that a pattern of `resize` matches, the first that does, whatever becomes of the others.
+    min_loaded: the least share of values; None for `little`.  missing: patterns for the only names that may be missing.
     """
 
     rules: Sequence[Rule] = ()
@@ -87,8 +88,6 @@ def match_options(
     ways = [_way(text) for text in several(resize, "=")]
     if ways and more.get("on_mismatch", "error") == "error":
         more["on_mismatch"] = "resize"
-    elif ways and more["on_mismatch"] != "resize":
-        raise UsageError("--resize and --on-mismatch do not agree", "Nothing was changed.", "Leave out one of the two.")
     return MatchOptions(rules, several(only), several(exclude), missing=allowed, resize=ways, **more)
 
 
@@ -439,7 +438,11 @@ def _report(draft: _Draft, root: StateDict, source: str, options: MatchOptions) 
         refused=(),
         supplied=tuple(name for name in draft.supplied if name not in draft.chosen and name not in draft.excluded),
     )
-    return replace(report, refused=(*draft.refused, *_refusals(report, options)))
+    skipped = (fact.target for fact in draft.mismatched if (fact.done, fact.about) == (SKIPPED, "shape"))
+    out = {*draft.excluded, *skipped}
+    wanted = {expected.tied_to or name for name, expected in target.tensors.items() if name not in out}
+    values = sum(target.tensors[name].numel for name in wanted)
+    return replace(report, refused=(*draft.refused, *_refusals(report, options, values)))
 
 
 def _suggestions(draft: _Draft) -> tuple[Suggestion, ...]:
@@ -466,7 +469,7 @@ _OTHER_WAYS = {
 _SKIP = "Keep the target's: --on-mismatch skip"
 
 
-def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
+def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Refusal]:
     found = []
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
@@ -490,7 +493,11 @@ def _refusals(report: LoadReport, options: MatchOptions) -> list[Refusal]:
             shown = listed([printable(name) for name in names], 3)
             what = f"{counted(len(names), 'name is', 'names are')} {word}: {shown}"
             found.append(Refusal("strict", what))
-    return found if found and not report.loaded else found + unmet(report, options.min_loaded, options.missing)
+    if found and not report.loaded:
+        return found
+    if not found and options.min_loaded is None:
+        found = little(report, wanted, _first_rule(report))
+    return found + unmet(report, options.min_loaded, options.missing)
 
 
 def _first_rule(report: LoadReport) -> str:

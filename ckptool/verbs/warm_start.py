@@ -34,6 +34,7 @@ from ckptool.verbs.spec import find_target
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 
@@ -63,7 +64,8 @@ def warm_start(
     in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also with operations, as `translate` has them.
     only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
     shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
-    min_loaded: the least share of the model's values, 0 to 1.  strict: no missing and no unexpected names.
+    min_loaded: the least share of the model's values, 0 to 1; by default half of those that `only`, `exclude` and
+    skipped shapes leave, and all that suggested rules would load.  strict: no missing and no unexpected names.
     optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
     part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
@@ -113,8 +115,7 @@ def _with_translation(report: LoadReport, root: StateDict, target: Target) -> Lo
     why, translate = found
     fix = str(Chain(report.source, report.root).fill(translate))
     refused = tuple(
-        replace(each, fix=f"Translate it first: {fix}") if each.code in ("nothing-loaded", "shape-mismatch") else each
-        for each in report.refused
+        replace(each, fix=f"Translate it first: {fix}") if each.code in TRANSLATED else each for each in report.refused
     )
     return replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {fix}"),), refused=refused)
 

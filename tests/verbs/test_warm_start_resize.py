@@ -110,7 +110,6 @@ def test_the_first_pattern_that_matches_decides_and_other_types_are_rounded_once
         ({"resize": ["pos_embed=lanczos"]}, UsageError, "unknown way"),
         ({"resize": ["pos_embed=rows"]}, UsageError, "pos_embed .*Only the first dimension"),
         ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are no square.*cls=1"),
-        ({"resize": ["*=rows"], "on_mismatch": "pad"}, UsageError, "do not agree"),
     ],
 )
 def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:
