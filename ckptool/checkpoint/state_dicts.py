@@ -19,7 +19,7 @@ from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_state_dict
-from ckptool.checkpoint.tree import Path, address, find, tensors
+from ckptool.checkpoint.tree import Path, address, children, find, tensors
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -98,7 +98,7 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
         special |= {
             path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in special
         }
-    if () in special or not isinstance(tree, (dict, list, tuple)) or not (special or isinstance(tree, dict)):
+    if () in special or not isinstance(tree, (dict, list, tuple, Object)) or not (special or isinstance(tree, dict)):
         return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
     above = {path[:length] for path in special for length in range(len(path))} | {()}
     roots: list[StateDict] = []
@@ -106,7 +106,7 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     while stack:
         path, node = stack.pop()
         if path in above and path not in special:
-            below = node.items() if isinstance(node, dict) else enumerate(node)
+            below = node.items() if isinstance(node, dict) else children(node)
             stack += reversed([((*path, key), value) for key, value in below])
         else:
             roots.append(special.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
@@ -201,11 +201,13 @@ def _article(node: Any) -> str:
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
-    """The root of a pickled module that has weights."""
-    names = module_state_dict(node)
+    """The root of a pickled module that has weights, or of an object that is a state dict with a class of its own."""
+    names, what = module_state_dict(node), "whole module"
+    if names is None and type(node) is Object and node.items and not node.elements and _is_weights(path, node.items):
+        names, what = OrderedDict(node.items), "dictionary of class"
     if not names:
         return None
-    return StateDict(path, names, _kind_at(path), f"whole module {printable(node.name)}", node)
+    return StateDict(path, names, _kind_at(path), f"{what} {printable(node.name)}", node)
 
 
 def array_state_dicts(tree: Any) -> list[StateDict]:
@@ -289,8 +291,11 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
             continue
         seen.add(id(node))
         if isinstance(node, Object):
-            if not _is_other(base + path) and (root := _whole_module(base + path, node)):
+            root = None if _is_other(base + path) else _whole_module(base + path, node)
+            if root:
                 yield replace(root, path=path, base=base)
+            elif module_state_dict(node) is None:  # a learner, an agent: what it holds by name
+                stack += reversed([((*path, key), value) for key, value in _containers(node)])
         elif is_optimizer(node):
             yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
         elif isinstance(node, dict) and _is_weights(base + path, node):
@@ -301,8 +306,10 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
 
 
 def _containers(node: Any) -> list[tuple[Any, Any]]:
-    """The parts of a dictionary, list or tuple that have parts themselves, with their keys."""
-    below = node.items() if isinstance(node, dict) else enumerate(node)
+    """The parts of a dictionary, list, tuple or object that have parts themselves, with their keys; no arguments."""
+    below: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else children(node)
+    if isinstance(node, Object):
+        below = [part for part in below if type(part[0]) is not str or not part[0].startswith("(")]
     return [(key, value) for key, value in below if type(value) in _HOLDERS and value]
 
 

@@ -191,13 +191,16 @@ class RecordStorages:
         self.by_class: dict[Global, dict[str, StorageRef]] = {}
 
     def load(self, pid: Any) -> StorageRef:
-        """The storage that `("storage", class, key, location, number of elements)` names."""
+        """The storage that `("storage", class, key, location, number of elements)` names.
+
+        The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
+        """
         try:
             tag, cls, key, location, numel = pid
             ref = self.by_class[cls].get(key)
         except (KeyError, TypeError, ValueError):
             tag, cls, key, location, numel = self._checked(pid)
-            ref = None
+            ref = self.by_class.get(cls, {}).get(key)
         if ref is None or tag != "storage":
             return self._first(*self._checked(pid)[1:])
         if location != ref.storage.location or numel * _width(ref.dtype) != ref.storage.data.length:
@@ -206,11 +209,11 @@ class RecordStorages:
 
     @staticmethod
     def _checked(pid: Any) -> tuple[Any, ...]:
-        if type(pid) is tuple and len(pid) == 5:
-            tag, cls, key, location, numel = pid
+        if type(pid) is tuple and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
+            tag, cls, key, location, numel = pid[:5]
             texts = type(key) is str and type(location) is str
             if tag == "storage" and type(cls) is Global and texts and type(numel) is int:
-                return pid
+                return pid[:5]
         raise Corrupt("a persistent id that names no storage", "torch writes one for each storage, for nothing else.")
 
     def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:

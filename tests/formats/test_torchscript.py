@@ -4,6 +4,8 @@ one."""
 from __future__ import annotations
 
 import io
+import itertools
+import pickletools
 import sys
 import warnings
 import zipfile
@@ -107,6 +109,49 @@ def test_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -
         assert isinstance(entry, TensorEntry) and not any(entry.flags)
         assert (entry.shape, entry.stride) == (tuple(tensor.shape), tensor.stride()), key
         assert torch.equal(entry.torch(), tensor) and entry.torch().dtype == tensor.dtype, key
+
+
+def of_torch_1_3(file: Path, out: Path) -> Path:
+    """The archive as the C++ of torch 1.3 wrote it: view metadata (None) behind each persistent id, fewer records."""
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename.endswith(("byteorder", "serialization_id", "format_version", "storage_alignment")):
+                continue
+            if info.filename.endswith(".pkl"):
+                ops = [(op.name, at) for op, _, at in pickletools.genops(data) if "PUT" not in op.name]
+                ids = [at for (_, at), (after, _) in itertools.pairwise(ops) if after == "BINPERSID"]
+                for at in reversed(ids):
+                    data = data[:at] + b"N" + data[at:]
+            new.writestr(info.filename, b"1\n" if info.filename.endswith("/version") else data)
+    return out
+
+
+def test_archives_of_torch_1_2_to_1_4_are_read_and_converted_as_torch_reads_them(tmp_path: Path) -> None:
+    for name in ("scripted", "of several types"):
+        file, expected = script_file(name, tmp_path / f"{name}.new")
+        old = of_torch_1_3(file, tmp_path / f"{name}.ptl")
+        loaded = torch.jit.load(str(old)).state_dict()
+        assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+        assert ckptool.verify(old).fine and "__torch__" in str(ckptool.show(f"{old}#code").to_dict())
+        ckptool.convert(old, tmp_path / f"{name}.pt", verify=True)
+        again = load(tmp_path / f"{name}.pt")
+        assert list(again) == list(loaded) and all(torch.equal(again[key], loaded[key]) for key in loaded)
+        assert ckptool.diff(file, old).same
+        ckptool.recover(old, tmp_path / f"{name}.recovered.pt")
+        recovered = dict(tensors(read(tmp_path / f"{name}.recovered.pt").tree))
+        assert len(recovered) >= len(set(map(torch.Tensor.data_ptr, loaded.values())))
+
+
+def test_what_the_cpp_of_torch_1_4_pickled_beside_no_program(tmp_path: Path) -> None:
+    """Python's loader refuses these, C++ reads them; what is written from them is read by both."""
+    tree = {"w": torch.arange(6.0).view(2, 3), "t": torch.ones(3, dtype=torch.int64)}
+    tree["tied"] = tree["w"]
+    torch.save(tree, tmp_path / "new.pt")
+    old = of_torch_1_3(tmp_path / "new.pt", tmp_path / "old.pt")
+    assert ckptool.verify(old).fine and ckptool.diff(old, tmp_path / "new.pt").same
+    ckptool.rename(old, ["w => v"], out=tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["v"], tree["w"])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "frozen"])

@@ -429,7 +429,7 @@ def sizes_in(data: Data, prefix: str, source: Readable) -> dict[str, int]:
 
     def load(pid: Any) -> StorageRef:
         try:
-            _, cls, key, location, numel = pid
+            _, cls, key, location, numel = pid[:5]
             known, dtype = storage_class(cls)
         except (TypeError, ValueError):
             raise Corrupt("a persistent id that names no storage") from None
