@@ -36,7 +36,7 @@ class _Group(NamedTuple):
 
 
 @dataclass
-class InMemory:
+class MemoryTree:
     """A state dict with the names and tensors that its library has in memory.
 
     names: those of tensors that are only renamed, by the file's.  odd: the ends of modules whose weights are of no
@@ -78,13 +78,13 @@ class InMemory:
             raise Unsupported(what, "PEFT reads names in memory, which its files do not have.", fix)
 
 
-def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> InMemory:
+def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> MemoryTree:
     """The state dict of a file as the library that its configuration is of has it in memory. Reads nothing.
 
     Raises `Conflict` where two tensors have one name in memory, or some that belong together are missing.
     """
     steps, kind, names = _steps(config), config.get("model_type"), dict[Any, Any]()
-    found = InMemory({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
+    found = MemoryTree({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
     groups: dict[tuple[int, str], tuple[_Step, list[str], list[list[str]]]] = {}
     for key, value in file.items():
         new = key

@@ -174,3 +174,51 @@ def test_what_is_extracted_gives_the_tuned_model(name: str, tmp_path: Path) -> N
         warnings.filterwarnings("error", message=".*(missing|unexpected|Unexpected keyword|tied|tying).*")
         adapted = peft.PeftModel.from_pretrained(reloaded(name, tmp_path / "base"), str(tmp_path / "adapter")).eval()
     assert (output(adapted, name) - expected).abs().max() < 2e-4 * expected.abs().max().clamp(1)
+
+
+@pytest.mark.parametrize("experts", [["up", "down", "by"], ["by", "down", "up"], ["down", "up"]])
+def test_parameters_are_those_of_peft_in_every_order(experts: list[str], tmp_path: Path) -> None:
+    """Two of one shape, in the order of the module, whatever that of the list is."""
+    from itertools import permutations
+
+    import peft
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in experts:
+                shape = (3, 6, 4) if name != "down" else (3, 4, 6)
+                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+
+    torch.manual_seed(0)
+    for number, names in enumerate(permutations(experts)):
+        net = torch.nn.ModuleDict({"experts": Experts()})
+        torch.save(net.state_dict(), tmp_path / f"{number}.pt")
+        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=[f"experts.{name}" for name in names])
+        adapted = peft.get_peft_model(net, config)
+        for key, parameter in adapted.named_parameters():
+            parameter.data = torch.randn_like(parameter) if "lora_" in key else parameter.data
+        adapted.save_pretrained(tmp_path / f"a{number}")
+        ckptool.lora_merge(tmp_path / f"{number}.pt", tmp_path / f"a{number}", tmp_path / f"out{number}.pt")
+        ours, theirs = torch.load(tmp_path / f"out{number}.pt"), adapted.merge_and_unload().state_dict()
+        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-5, atol=1e-5) for key in theirs), names
+
+
+def test_tables_of_embeddings_are_read_by_peft(tmp_path: Path) -> None:
+    import peft
+
+    for number, name in enumerate(("emb", "tok", "tok_emb", "chars", "E")):
+        torch.manual_seed(number)
+        nets = [torch.nn.Sequential() for _ in range(2)]
+        for net in nets:
+            net.add_module(name, torch.nn.Embedding(11, 6))
+            net.add_module("up_proj", torch.nn.Linear(6, 5, bias=False))
+            net.add_module("head", torch.nn.Linear(5, 11))
+        torch.save(nets[0].state_dict(), tmp_path / f"base{number}.pt")
+        torch.save(nets[1].state_dict(), tmp_path / f"tuned{number}.pt")
+        ckptool.lora_extract(
+            tmp_path / f"tuned{number}.pt", tmp_path / f"base{number}.pt", tmp_path / f"{number}", rank=5
+        )
+        adapted = peft.PeftModel.from_pretrained(nets[0], str(tmp_path / f"{number}")).eval()
+        x = torch.arange(11)
+        assert (adapted(x) - nets[1](x)).abs().max() < 1e-5, name

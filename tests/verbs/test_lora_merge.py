@@ -231,8 +231,8 @@ def test_an_adapter_of_a_changed_base_is_merged_into_that_alone(tmp_path: Path, 
         assert "changed_base=True" in str(found.value) and not (tmp_path / "o.pt").exists()
         done = ckptool.lora_merge(base, adapter, tmp_path / "o.pt", dry_run=True, changed_base=True)
         assert [note.code for note in done.notes] == ["changed-base"]
-    arguments = "lora", "merge", str(base), str(adapter), "-o", str(tmp_path / "o.pt")
-    assert run(*arguments).code == 1 and run(*arguments, "--changed-base").code == 0
+    arguments = "lora", "merge", str(base), str(adapter), "-o", str(tmp_path / "run.pt")
+    assert run(*arguments).code == 2 and run(*arguments, "--changed-base").code == 0
     for number, harmless in enumerate((True, False, "gaussian", "eva", "orthogonal", "mica")):
         adapter = peft(tmp_path / f"h{number}", halves("model.layers.0.up", 8, 6), init_lora_weights=harmless)
         assert not ckptool.lora_merge(base, adapter, tmp_path / "o.pt", dry_run=True).notes
