@@ -29,6 +29,7 @@ from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target,
 from ckptool.reports.torch_versions import COUNTER
 from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.transforms.casting import first_part
+from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.optimizer_state import Carried, carried
 from ckptool.transforms.warm_start_plan import (
     Assignment,
@@ -275,6 +276,7 @@ def _planned(
     slots = _slots(bare)
     target = _target(slots, type(bare).__name__)
     whole, root, remark = _weights(checkpoint, at, part)
+    root = root if optimizer is not None else as_named(root, whole, slots)
     plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)
     refuse_codes(whole, root.node, plan.report)
     report = plan.report

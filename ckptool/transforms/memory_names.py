@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.formats.model_folder import configuration
 from ckptool.transforms.arithmetic import Arithmetic
 from ckptool.transforms.translate.operations import Operation, parse_operation
 
@@ -111,6 +113,16 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         found.groups.append(group)
         found.tree |= dict(zip(made, _applied(group, file, name), strict=True))
     return replace(found, names=names)
+
+
+def as_named(root: StateDict, checkpoint: Checkpoint, names: Container[str]) -> StateDict:
+    """The weights of a file as its library has them in memory, if a model has more of those names."""
+    try:
+        memory = in_memory(root.node, configuration(checkpoint), str(checkpoint.source))
+    except Conflict:
+        return root  # what does not fit is reported with the file's own names
+    found, before = (sum(key in names for key in tree) for tree in (memory.tree, root.node))
+    return replace(root, node=same_kind(root.node, memory.tree)) if found > before else root
 
 
 def _applied(group: _Group, file: Mapping[Any, Any], name: str) -> list[TensorEntry]:

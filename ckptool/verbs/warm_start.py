@@ -23,6 +23,7 @@ from ckptool.reports.fixes import Chain
 from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport, Suggestion, refusal
+from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.translate import translated_items, translation_in
 from ckptool.transforms.warm_start import filled
@@ -90,6 +91,8 @@ def warm_start(
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     if changing is not None:
         root = replace(root, node=same_kind(root.node, translated_items(opened.checkpoint, changing, root.node)))
+    elif not optimizer:
+        root = as_named(root, opened.checkpoint, target.tensors)
     plan = plan_warm_start(root, opened.name, target, wanted, remark)
     refuse_codes(opened.checkpoint, root.node, plan.report)
     if plan.report.missing or plan.report.mismatched:

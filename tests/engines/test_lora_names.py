@@ -222,3 +222,13 @@ def test_tables_of_embeddings_are_read_by_peft(tmp_path: Path) -> None:
         adapted = peft.PeftModel.from_pretrained(nets[0], str(tmp_path / f"{number}")).eval()
         x = torch.arange(11)
         assert (adapted(x) - nets[1](x)).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "MixtralForCausalLM", "LlavaForConditionalGeneration"])
+def test_a_model_is_loaded_from_its_files(name: str, tmp_path: Path) -> None:
+    made(name).save_pretrained(tmp_path / "base")
+    base, blank = reloaded(name, tmp_path / "base"), made(name)
+    for parameter in blank.parameters():
+        parameter.data.zero_()
+    ckptool.load_into(blank, tmp_path / "base", strict=True)
+    assert all(torch.equal(blank.state_dict()[key], value) for key, value in base.state_dict().items())

@@ -78,6 +78,19 @@ def test_adapters_have_names_in_memory_and_models_those_of_files(tmp_path: Path)
         assert all((merged[key] - value).abs().max() <= 1e-5 for key, value in tuned.items())
 
 
+def test_a_model_in_memory_is_loaded_from_its_files(tmp_path: Path) -> None:
+    base = vit()
+    folder = model(tmp_path / "base", base, **VIT)
+    live = {
+        key.replace("encoder.layer.", "layers.").replace("attention.attention.query", "attention.q_proj"): value
+        for key, value in base.items()
+    }
+    torch.save({key: torch.zeros_like(value) for key, value in live.items()}, tmp_path / "live.pt")
+    report = ckptool.warm_start(folder, tmp_path / "live.pt", tmp_path / "out.pt", min_loaded=1.0, strict=True)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert report.accepted and all(torch.equal(found[key], value) for key, value in live.items())
+
+
 def mixtral(experts: Tensors) -> Tensors:
     """Of fused experts those of the file."""
     found: Tensors = {}

@@ -215,8 +215,11 @@ def extract(
     if tied:
         found.add_head()
     if not found.deltas:
-        what = f"no matrix differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
-        raise Unsupported(what, "PEFT does not load an adapter without a low-rank matrix. Nothing was written.")
+        what = (
+            f"no matrix of a layer differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
+        )
+        why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
+        raise Unsupported(what, f"{why} Nothing was written.")
     if len(found.clamped) == len(found.deltas) and energy >= 1:
         largest = max(each.rank for each in found.deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
