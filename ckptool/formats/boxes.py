@@ -142,8 +142,10 @@ class Joiner:
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
             f"{self.where}: {printable(name)} {list(shape)}: {what}",
-            "A rank's file is missing, is of another checkpoint, or was damaged.",
-            "Copy all files of the folder again, or take another checkpoint.",
+            "Its blocks do not fit together: files are missing, damaged or of two checkpoints, or were saved so: torch "
+            "does that with uneven shards of FSDP2 and tensor parallelism, and where ranks overwrite each other.",
+            "Copy all files of the folder again; where they are as saved, let each rank torch.save its state dict: "
+            "rank files say how they are divided.",
         )
 
 

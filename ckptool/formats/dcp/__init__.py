@@ -179,7 +179,7 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
         if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, value.dtype):
             meant = f"the chunk of {printable(name)} at {list(begin)} should be {value.dtype}{list(sizes)}"
             what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
-            raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
+            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
         chunks.append(Chunk(entry, begin, owner))
     if len(chunks) > 1 and all(chunk.entry.shape == value.shape for chunk in chunks):  # as buffers in tables of ranks
         whole = joined.replicated(name, chunks)
