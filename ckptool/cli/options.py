@@ -54,7 +54,8 @@ ChangedAt = Annotated[
         help="Change only this part, and write the whole file. The same as FILE#ADDRESS.",
     ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help="Work on N files at a time, each in its own process.")]
+_PAYS = "Work on N files at a time, each in its own process. Pays for many files, with several cores or slow storage."
+Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help=_PAYS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsForm = Annotated[
     AnswerForm | None,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
 
@@ -71,9 +72,12 @@ class Joiner:
     not_compared: list[str] = field(default_factory=list)
     _joined: dict[Any, TensorEntry] = field(default_factory=dict)
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, chunks: Iterable[Chunk]) -> TensorEntry:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: DType, chunks: Iterable[Chunk], copy: Chunk | None = None
+    ) -> TensorEntry:
         """The tensor of this shape and type that the blocks fill; of the same blocks always the same storage.
 
+        copy: all of it, in another type perhaps, to which the values are compared when they are read.
         Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
         outside of the shape, that overlap or leave gaps; `Unsupported` for too many dimensions.
         """
@@ -90,6 +94,8 @@ class Joiner:
         for block in blocks:
             if any(agree(block.entry, other.entry) is False for other in block.replicas):
                 self.different[name] = f"{_owner(block)} and {_owner(block.replicas[0])} differ"
+        if copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype):
+            blocks = [replace(each, replicas=(*each.replicas, _part_of(copy, each.box))) for each in blocks]
         key = (shape, dtype, *((block.offsets, block.entry.view, len(block.replicas)) for block in blocks))
         if key not in self._joined:
             alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape
@@ -98,9 +104,13 @@ class Joiner:
             )
         return self._joined[key]
 
-    def flat(self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Chunk]) -> TensorEntry:
+    def flat(
+        self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Chunk], copy: Chunk | None = None
+    ) -> TensorEntry:
         """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
-        return self.tensor(name, (prod(shape),), dtype, pieces).reshape(shape)
+        if copy is not None:
+            copy = Chunk(copy.entry.reshape((copy.entry.numel,)), (0,), copy.owner)
+        return self.tensor(name, (prod(shape),), dtype, pieces, copy).reshape(shape)
 
     def replicated(self, name: str, chunks: Sequence[Chunk]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
@@ -132,8 +142,10 @@ class Joiner:
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
             f"{self.where}: {printable(name)} {list(shape)}: {what}",
-            "A rank's file is missing, is of another checkpoint, or was damaged.",
-            "Copy all files of the folder again, or take another checkpoint.",
+            "Its blocks do not fit together: files are missing, damaged or of two checkpoints, or were saved so: torch "
+            "does that with uneven shards of FSDP2 and tensor parallelism, and where ranks overwrite each other.",
+            "Copy all files of the folder again; where they are as saved, let each rank torch.save its state dict: "
+            "rank files say how they are divided.",
         )
 
 
@@ -322,7 +334,8 @@ class _Assembly:
         data = row_major(_cut(chunk, box))
         values = data.read(0, data.length)
         for other in chunk.replicas:
-            if row_major(_cut(other, box)).read(0, data.length) != values:
+            theirs = row_major(_cut(other, box))
+            if not _same(values, chunk.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
                 raise Conflict(
                     f"{self.name or 'a tensor'}: {_owner(chunk)} and {_owner(other)} saved different values of the "
                     f"elements from {list(box[0])}",
@@ -330,6 +343,28 @@ class _Assembly:
                     "Copy all files of the folder again, or take another checkpoint.",
                 )
         return values
+
+
+def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
+    """True for the same bytes; of a copy in another type, for the numbers that a cast to that gives."""
+    import numpy
+
+    if dtype == copy:
+        return values == copied
+    with numpy.errstate(all="ignore"):
+        cast = numpy.frombuffer(values, dtype.to_numpy()).astype(copy.to_numpy())
+    theirs = numpy.frombuffer(copied, copy.to_numpy())
+    return bool(numpy.all((cast == theirs) | (numpy.isnan(cast) & numpy.isnan(theirs))))
+
+
+def begin_alike(values: TensorEntry, copy: TensorEntry) -> bool:
+    """True if the first 64 values of one are those of its copy in another type."""
+    one, other = (row_major(each.reshape((each.numel,)).narrow(0, 0, min(64, each.numel))) for each in (values, copy))
+    return _same(one.read(0, one.length), values.dtype, other.read(0, other.length), copy.dtype)
+
+
+def _part_of(copy: Chunk, box: Box) -> Chunk:
+    return Chunk(_cut(copy, box), box[0], copy.owner)
 
 
 def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.numeric import has_numbers
 from ckptool.errors import Conflict, Corrupt, listed, printable
 from ckptool.formats.boxes import Joiner
 from ckptool.formats.parts import refuse_renamed
@@ -47,6 +48,25 @@ class JoinedFolder:
         facts = {"engine": engine, "ranks": ranks} | ({"step": step} if type(step) is int else {})
         notes = (*self.notes, *self.joiner.notes())
         return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=tuple(self.discarded))
+
+
+def number_in(value: Any) -> float | None:
+    """A number that was saved as such, or in a tensor of one element; None for anything else."""
+    if isinstance(value, TensorEntry) and value.numel == 1 and has_numbers(value.dtype):
+        value = value.numpy().item()
+    return value if type(value) in (int, float) else None
+
+
+def refuse_other_steps(where: object, steps: Mapping[str, Sequence[float]]) -> None:
+    """Raises `Conflict` where a file has, of all its parameters, another step than the latest in the other files.
+
+    steps: by file, those of the parameters that it has. One alone may be of a parameter that was frozen for a while.
+    """
+    latest = max((max(each) for each in steps.values()), default=0)
+    other = next((name for name, each in steps.items() if max(each) == latest), "")
+    for name, each in steps.items():
+        if len(each) > 1 and max(each) == min(each) < latest:
+            raise mixed(where, other, name, f"one has the optimizer's step {latest:g}, the other {each[0]:g}")
 
 
 def missing_ranks(there: Collection[int], world: int) -> list[int]:

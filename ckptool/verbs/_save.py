@@ -271,6 +271,8 @@ def _container(checkpoint: Checkpoint, output: Output, target: str) -> Format:
 
 def _stays(checkpoint: Checkpoint, container: Format, output: Output) -> bool:
     """True if an unchanged file can be copied: it is of the container to write, or of one that torch loads as well."""
+    if isinstance(checkpoint.source, Folder) and any(name.endswith("__0.metadata") for name in checkpoint.source.names):
+        return False  # torch reads tables of ranks with as many processes alone
     as_asked = output.container is None and container.name == formats.DEFAULT
     return checkpoint.container == container.name or (as_asked and checkpoint.container in LOADED_BY_TORCH)
 

@@ -23,6 +23,7 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     Truncated,
+    listed,
     printable,
 )
 from ckptool.formats import marks, members, parts, sharded
@@ -51,6 +52,7 @@ from ckptool.reports.verify import (
 if TYPE_CHECKING:
     from ckptool.formats.damaged import LostRecord, Salvaged
 
+WORTH_A_PROCESS = 256 << 20  # bytes of members, below which starting another process costs more than it saves
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
 # Notes on whether a file is whole.
@@ -58,7 +60,7 @@ _SAID = (
     *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
-    *("ranks-differ", "common-collides", "copies-not-shown"),
+    *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
 )
 
 
@@ -210,6 +212,8 @@ def _with_members(
     """The same with what is wrong with the members of a folder, each of which is read as a file of its own."""
     names = _members(folder, checkpoint)
     counted = {name.partition("/")[0] for name in folder.files}
+    paths = [os.path.join(folder.path, name) for name in names] if jobs > 1 else []
+    jobs = min(jobs, 1 + sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) // WORTH_A_PROCESS)
     with closing(in_turn(partial(_of_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
         for name, task in zip(names, tasks, strict=True):
             one = _or_problem(os.path.join(folder.path, name), task)
@@ -267,6 +271,9 @@ def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     for note in checkpoint.notes:
         if note.code in _SAID:
             yield note
+    if untied := checkpoint.kept.get("untied"):
+        shown = listed([printable(name) for name in untied], 3)
+        yield Note("not-provable", f"that all files are of one step is not provable: no step is recorded in {shown}")
 
 
 def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -34,9 +34,11 @@ from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Described, Path, Place, Tables, table_names
+from ckptool.formats.joined_folder import number_in, refuse_other_steps
 
 NAME = "dcp"
 SUFFIX = ".distcp"
+MAX_STEPS = 256  # of a file's, that are compared with those of others
 ENGINE = "torch.distributed.checkpoint"
 _RANK = re.compile(r"__(\d{1,7})_")
 
@@ -75,6 +77,7 @@ def read(source: Input) -> Checkpoint:
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     payloads.open_in_order(tables.values)
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
+    untied = _check_steps(tables, values)
     tree, metadata, notes = beside_table.restored(folder, values, payloads.value_at)
     if tree is None:
         paths, flat = _paths(tables, values)
@@ -83,7 +86,9 @@ def read(source: Input) -> Checkpoint:
     notes += [*joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
     part = _flattened(tables)
-    return Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded, part=part)
+    found = Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded, part=part)
+    found.kept["untied"] = untied
+    return found
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
@@ -174,13 +179,29 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
         if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, value.dtype):
             meant = f"the chunk of {printable(name)} at {list(begin)} should be {value.dtype}{list(sizes)}"
             what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
-            raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
+            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
         chunks.append(Chunk(entry, begin, owner))
     if len(chunks) > 1 and all(chunk.entry.shape == value.shape for chunk in chunks):  # as buffers in tables of ranks
         whole = joined.replicated(name, chunks)
     else:
         whole = joined.tensor(name, value.shape, value.dtype, chunks)
     return whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))  # tied names are two tensors
+
+
+def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
+    """The files of several that do not say of which step they are.
+
+    Raises `Conflict` where the optimizer's steps say that they are of different ones.
+    """
+    steps: dict[str, list[float]] = {}
+    for name, value in tables.values.items():
+        if name.endswith(".step") and len(value.chunks) == 1:
+            known = steps.setdefault(value.chunks[0][1].file, [])
+            if len(known) < MAX_STEPS and (step := number_in(values[name])) is not None:
+                known.append(step)
+    steps = {file: known for file, known in steps.items() if known}
+    refuse_other_steps(tables.folder, steps)
+    return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
 
 def _owner(place: Place) -> str:

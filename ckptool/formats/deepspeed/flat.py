@@ -63,15 +63,20 @@ Range = tuple[Vector, int, int]
 """Elements of a vector: where they begin, and how many there are."""
 
 
-def join(joiner: Joiner, name: str, shape: tuple[int, ...], ranges: Iterable[Range]) -> TensorEntry:
-    """The tensor whose elements these ranges are, in this order. Raises `Corrupt` where some are in no file."""
+def join(
+    joiner: Joiner, name: str, shape: tuple[int, ...], ranges: Iterable[Range], copy: Chunk | None = None
+) -> TensorEntry:
+    """The tensor whose elements these ranges are, in this order. copy: another of it, which has to be the same.
+
+    Raises `Corrupt` where some are in no file.
+    """
     chunks: list[Chunk] = []
     position = 0
     for vector, begin, length in ranges:
         for piece in vector.cut(begin, length):
             chunks.append(Chunk(piece.entry, (position,), piece.owner))
             position += piece.entry.shape[0]
-    return joiner.flat(name, shape, chunks[0].entry.dtype if chunks else FLOAT32, chunks)
+    return joiner.flat(name, shape, chunks[0].entry.dtype if chunks else FLOAT32, chunks, copy)
 
 
 def in_a_row(shapes: Shapes, paddings: Iterable[int] = ()) -> Iterator[tuple[str, int, int]]:

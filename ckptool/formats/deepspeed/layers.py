@@ -123,7 +123,7 @@ def _joined(
         if not shares[number]:
             continue
         shapes = [{name: _shape(tag, name, shape, own) for name, shape in group.items()} for group in names[number]]
-        joined = joined_groups(tag, {**states[number], "param_shapes": shapes}, shares[number])
+        joined = joined_groups(tag, {**states[number], "param_shapes": shapes}, shares[number], own)
         for name, entry in joined.weights.items():
             chunk = Chunk(entry, (0,) * len(entry.shape), f"stage {number}")
             earlier = [replace(chunk, entry=weights[name], owner="an earlier stage")] if name in weights else []

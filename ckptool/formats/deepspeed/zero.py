@@ -20,8 +20,8 @@ from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, in_a_row, join
+from ckptool.formats.boxes import Chunk, Joiner, begin_alike
+from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, bare, in_a_row, join
 from ckptool.formats.deepspeed.shares import (
     Share,
     check_mappings,
@@ -30,11 +30,12 @@ from ckptool.formats.deepspeed.shares import (
     named_groups,
     share_of,
 )
-from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, mixed
+from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, mixed, number_in
 from ckptool.formats.placements import sizes_of
 
 NAME = "deepspeed"
 COPIES = "copies-not-shown"  # of the notes
+STEPS = "steps-differ"
 NO_OPTIMIZER = "no-optimizer-files"
 ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
@@ -130,14 +131,23 @@ def read_tag(folder: Folder) -> Checkpoint:
     shares = tag.shares()
     own = same_kind(first["module"], dict(first["module"]))
     own.update(_experts(tag, first))
-    joined = joined_groups(tag, first, shares) if shares else Joined()
+    joined = joined_groups(tag, first, shares, own) if shares else Joined(_masters(tag, first, own))
     models = Models(tag, first, own, joined.weights, shares[0].stage if shares else 0, len(shares))
     tree = tree_of(first, models.module(), joined.optimizer, shares[0].rest if shares else {})
     tree |= {name: tag.files.open(name) for name in tag.others}
     if not shares and first.get("param_shapes") is not None:
         message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
         tag.files.notes.append(Note(NO_OPTIMIZER, message))
-    return checkpoint_of(tag, tree, f", {shares[0].engine}" if shares else "", max(1, len(shares)))
+    world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
+    ranks = len(shares) or (world if type(world) is int else 1)
+    found = checkpoint_of(tag, tree, f", {shares[0].engine}" if shares else "", max(1, ranks))
+    if (
+        shares
+        and shares[0].stage > 2
+        and not any("step" in shares[0].undivided(n) for n in range(len(shares[0].weights)))
+    ):
+        found.kept["untied"] = [share.file for share in shares]  # stages 1 and 2 have the weights twice
+    return found
 
 
 def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
@@ -190,9 +200,36 @@ class _Placed(NamedTuple):
     ranges: dict[str, list[Range]]
 
 
-def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Joined:
-    """Every parameter that the optimizer has, by name."""
+def _copy(own: Any, shape: tuple[int, ...]) -> Chunk | None:
+    """The model's own copy of a weight, to which the optimizer's is compared; stage 3 has none."""
+    if not isinstance(own, TensorEntry) or own.shape != shape or not own.dtype.is_float:
+        return None
+    return Chunk(own, (0,) * len(shape), "the model's own copy")
+
+
+def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
+    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's."""
+    optimizer, buffers = first.get("optimizer"), first.get("buffer_names") or ()
+    groups = optimizer.get("fp32_groups", ()) if isinstance(optimizer, dict) else ()
+    left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
+    found: dict[str, TensorEntry] = {}
+    for master in (bare(each) for group in groups if isinstance(group, list) for each in group):
+        names = [
+            name for name, entry in left.items() if isinstance(master, TensorEntry) and entry.shape == master.shape
+        ]
+        if not names:
+            raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
+        # Between several of one shape (some may be frozen) their first values decide.
+        name = next((name for name in names if len(names) > 1 and begin_alike(master, left[name])), names[0])
+        whole = Chunk(master, (0,) * len(master.shape), "the optimizer")
+        found[name] = tag.joiner.tensor(name, master.shape, master.dtype, [whole], _copy(left.pop(name), master.shape))
+    return found
+
+
+def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]) -> Joined:
+    """Every parameter that the optimizer has, by name. own: the model's copies of them."""
     shapes = shapes_of(tag, first, tag.models[min(tag.models)])
+    _check_steps(tag, first, shares[0])
     laid = _whole_vectors(tag, first, shares, shapes) if shares[0].stage < 3 else _divided_each(tag, shares, shapes)
     joined = Joined()
     state: dict[str, dict[str, Any]] = {}
@@ -200,13 +237,29 @@ def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Joine
     for name, shape, group, ranges in laid:
         if name in joined.weights:
             raise damaged(tag.folder, f"{printable(name)} is in two groups of the optimizer")
-        values = {key: join(tag.joiner, f"{name} {key}".strip(), shape, parts) for key, parts in ranges.items()}
+        values = {
+            key: join(tag.joiner, f"{name} {key}".strip(), shape, parts, None if key else _copy(own.get(name), shape))
+            for key, parts in ranges.items()
+        }
         joined.weights[name] = values.pop("")
         state[name] = values | shares[0].undivided(group)
         names.setdefault(group, []).append(name)
     groups = named_groups(shares[0].groups, names)
     joined.optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": groups}
     return joined
+
+
+def _check_steps(tag: Tag, first: dict[str, Any], share: Share) -> None:
+    """Raises `Conflict` where the optimizer has taken more steps than the model; fewer, if it began anew, are noted."""
+    total, skipped = first.get("global_steps"), first.get("skipped_steps", 0)
+    steps = [steps for group in range(len(share.weights)) if (steps := number_in(share.undivided(group).get("step")))]
+    if type(total) is not int or type(skipped) is not int or not steps or max(steps) == total - skipped:
+        return
+    what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
+    if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
+        raise mixed(tag.folder, tag.models[min(tag.models)], share.file, what)
+    why = "whether the optimizer began anew or its files are of another step is not provable"
+    tag.files.notes.append(Note(STEPS, f"{what}: {why}"))
 
 
 def shapes_of(
@@ -416,7 +469,7 @@ class Models:
         if copies:
             types = listed([str(dtype) for dtype in Counter(own.dtype for own in copies)])
             what = counted(len(copies), "weight is shown as", "weights are shown as")
-            own = f"the model's own copies ({types}) were not compared with them"
+            own = f"the model's own copies ({types}) are compared with them when they are read"
             self.tag.files.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {own}"))
 
     def _refuse_empty(self, module: dict[Any, Any]) -> None:
