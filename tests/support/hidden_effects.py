@@ -277,7 +277,7 @@ def hidden_effects(rng: random.Random) -> Iterator[HiddenEffect]:
 
 # The judge -----------------------------------------------------------------------------------------------------------
 
-SECONDS, BYTES = 2, 3 << 30
+SECONDS, BYTES = 1, 3 << 30
 
 
 def fate(content: bytes, folder: Path) -> str:
