@@ -328,6 +328,15 @@ def class_first(args: Arguments) -> bool:
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
+def few_layers(node: Object) -> bool:
+    """False for a module of more layers than any has: a recurrent one goes through them when its state is set."""
+    layers = node.state.get("num_layers") if isinstance(node.state, dict) else None
+    return type(layers) is not int or layers <= _MOST_LAYERS
+
+
+_MOST_LAYERS = 10_000
+
+
 def device(args: Arguments) -> bool:
     """At most a device."""
     return len(args) <= 1 and all(type(arg) is str or _is_torch_value(arg) for arg in args)

@@ -389,7 +389,8 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
 
 
 def _kinds() -> dict[tuple[str, str], Kind]:
-    kinds = {(module, name): _OBJECT for module, names in _lines() for name in names.split()}
+    layer = _OBJECT._replace(filled=given.few_layers)
+    kinds = {(module, name): layer for module, names in _lines() for name in names.split()}
     for kind, modules in _TABLE:
         for module, names in modules.items():
             kinds.update(((module, name), kind) for name in names.split())
