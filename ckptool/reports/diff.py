@@ -151,6 +151,8 @@ def diff(
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     tolerance = TOLERANCE if atol or rtol else VALUES
     evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
+    patch = sparse_patch(found.changed, [node for _, node in found.only_right])
+    changed_elements, patch_bytes = patch or (None, None)
     names = [str(c.source or side) for c, side in ((left, "the left one"), (right, "the right one"))]
     return Diff(
         names[0],
@@ -169,7 +171,8 @@ def diff(
         remarks,
         tuple(only),
         found.elements,
-        *(sparse_patch(found.changed, [node for _, node in found.only_right]) or (None, None)),
+        changed_elements,
+        patch_bytes,
         metadata_differs=tuple(found.metadata),
         strict=strict,
     )
