@@ -119,6 +119,9 @@ def diff(
     ] = None,
     stat: Annotated[bool, typer.Option("--stat", help="Print only counts.")] = False,
     name_only: Annotated[bool, typer.Option("--name-only", help="Print only the addresses of what differs.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Another order of keys, or another _metadata, is a difference, too.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Trust equal stored checksums instead of reading the data.")
     ] = False,
@@ -134,6 +137,7 @@ def diff(
     from ckptool.verbs.diff import diff
 
     options: dict[str, Any] = {"atol": atol, "rtol": rtol, "ignore": ignore or (), "quick": quick, "only": only or ()}
+    options["strict"] = strict
     found = diff(left, right, **options, stat=as_json or not (name_only or quiet))
     shown = {"stat": stat, "name_only": name_only, "all": all, "quiet": quiet}
     return Answers([Answer(found, shown, exit_code=0 if found.same else 1)], as_json)

@@ -1,7 +1,9 @@
 """Files that are no checkpoints, and what they are: names lie, first bytes do not.
 
 Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto,
-saved_model.proto and the flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format.
+saved_model.proto and the flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format,
+the writers of Lua Torch (File.lua), Thinc (model.py), TVM (file_utils.cc), fastText (fasttext.cc), fairseq
+(indexed_dataset.py) and coremltools (MILBlob's StorageFormat.hpp).
 """
 
 from __future__ import annotations
@@ -46,6 +48,14 @@ _OTHER_MODELS = {
     b"PAR1": "a Parquet table",
     b"ARROW1": "an Arrow table",
     b"\x12\x01\0\0\0\0\0\0": "an MXNet parameter file",
+    b"\x04\0\0\0\x01\0\0\0\x03\0\0\0V 1": "an object of Lua Torch (.t7)",
+    b"\x03\0\0\0\x01\0\0\0": "a table of Lua Torch (.t7)",
+    b"\x84\xa5nodes": "a model of spaCy or Thinc (MessagePack)",
+    b"\x81\xa6params": "a Flax checkpoint (MessagePack)",
+    b"\xb7\x9c\x04\x05O\x8d\xe5\xf7": "a TVM parameter file",
+    b"\xba\x16O/": "a fastText model",
+    b"MMIDIDX\0\0": "the index of a fairseq or Megatron data set (.idx)",
+    b"TNTIDX\0\0": "the index of a fairseq data set (.idx)",
 }
 # Flatbuffers, by the bytes 4 to 8.
 _FLATBUFFERS = {
@@ -120,6 +130,10 @@ def _tar(source: Source) -> CkptoolError:
 def _other_model(head: bytes, source: Source) -> CkptoolError | None:
     """Models of other programs, by their magic number, flatbuffers identifier or first protobuf fields."""
     name = _starting(head, _OTHER_MODELS) or _FLATBUFFERS.get(head[4:8]) or _protobuf(head)
+    if name is None and head[4:8] == b"\x02\0\0\0" and head[64:68] == b"\xef\xbe\xad\xde":
+        name = "the weights of a Core ML model (weight.bin)"
+    if name is None and source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
+        name = "the data of a fairseq or Megatron data set, which the .idx file beside it describes"
     if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
         name = "the index of a TensorFlow checkpoint"
     return Unsupported(f"{source} is {name}", _READS) if name is not None else None

@@ -43,6 +43,11 @@ def diff_text(
     if name_only:
         return "".join(f"{name}\n" for name in _differing(found))
     remarks = [printable(remark) for remark in found.remarks]
+    places = {"the order of keys": found.order_differs, "_metadata": found.metadata_differs}
+    for what, names in places.items() if not found.strict else ():
+        if names:
+            where = listed([printable(name) or WHOLE for name in names], 3)
+            remarks.append(f"{what} differs in {where}, which counts with --strict")
     if differs_by_prefix(found):
         remarks.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
     verdict, *facts = style.prose(_verdict(found))
@@ -59,7 +64,7 @@ def diff_text(
 def _differing(found: Diff) -> Iterable[str]:
     names = [change.address for change in found.changed]
     names += [address(path) for path, _ in (*found.only_left, *found.only_right)]
-    names += [name for _, tied in found.ties for name in tied] + list(found.order_differs)
+    names += [name for _, tied in found.ties for name in tied] + list(found.order_differs if found.strict else ())
     return dict.fromkeys(printable(name) or WHOLE for name in names)
 
 
@@ -83,7 +88,7 @@ def _verdict(found: Diff) -> str:
     facts += [f"{len(found.only_left):,} only in {printable(found.left)}"] if found.only_left else []
     facts += [f"{len(found.only_right):,} only in {printable(found.right)}"] if found.only_right else []
     facts += ["different ties"] if found.ties else []
-    facts += ["a different order"] if found.order_differs else []
+    facts += ["a different order"] if found.order_differs and found.strict else []
     equal = f"; {counted(found.equal, 'tensor')} the same, {EVIDENCE.get(found.evidence, found.evidence)}"
     return f"differ: {', '.join(facts)}{equal if found.equal else ''}"
 
@@ -102,7 +107,8 @@ def _differences(found: Diff, style: Style, all: bool) -> list[list[str]]:
     ]
     sides = {"left": printable(found.left), "right": printable(found.right)}
     ties = [f"  tied only in {sides[side]}: {listed([printable(n) for n in names], 20)}" for side, names in found.ties]
-    order = [f"  {printable(name) or WHOLE}: the same keys in another order" for name in found.order_differs]
+    others = found.order_differs if found.strict else ()
+    order = [f"  {printable(name) or WHOLE}: the same keys in another order" for name in others]
     for title, texts in (("ties", ties), ("order", order)):
         lines = [line for text in texts for line in style.prose(text, "    ")]
         blocks.append([style.bold(title), *lines] if lines else [])
@@ -323,7 +329,8 @@ def diff_json(found: Diff) -> Json:
         "only_right": [_only_json(path, node) for path, node in found.only_right],
         "ties": [{"side": side, "names": list(names)} for side, names in found.ties],
         "order": list(found.order_differs),
-        **fields_json(found, "ignored not_compared remarks only elements changed_elements patch_bytes"),
+        "metadata": list(found.metadata_differs),
+        **fields_json(found, "ignored not_compared remarks strict only elements changed_elements patch_bytes"),
     }
 
 

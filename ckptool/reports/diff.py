@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.registry import Report
@@ -31,6 +32,7 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 
 ARRAY = "numpy array"
+MAX_METADATA = 100_000  # objects of a `_metadata` that are compared
 
 # What "same" rests on; the weakest that some tensor was called the same by.
 BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "values within the tolerance"
@@ -59,6 +61,7 @@ class Diff(Report):
     where given, `same` is about what matches, without ties.  elements: of all tensors that were compared.
     changed_elements, patch_bytes: those that differ, and the size of a sparse patch of the left one, as `sparse_patch`
     counts; None where elements were compared for equality only.  bases: where in each file the parts lie.
+    metadata_differs: state dicts whose `_metadata` differ, where it does not count; it and the order count if `strict`.
     """
 
     verdict = "same"
@@ -82,6 +85,8 @@ class Diff(Report):
     changed_elements: int | None = None
     patch_bytes: int | None = None
     bases: tuple[Path, Path] = ((), ())
+    metadata_differs: tuple[str, ...] = ()
+    strict: bool = True
 
 
 _Aspects = dict[str, tuple[Any, Any]]
@@ -96,6 +101,7 @@ class _Found:
     only_left: list[tuple[Path, Any]] = field(default_factory=list)
     only_right: list[tuple[Path, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    metadata: list[str] = field(default_factory=list)
 
 
 def diff(
@@ -111,6 +117,7 @@ def diff(
     base: Path = (),
     remarks: tuple[str, ...] = (),
     only: Collection[str] = (),
+    strict: bool = True,
 ) -> Diff:
     """Compares two trees.
 
@@ -119,6 +126,7 @@ def diff(
     statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both
     have them.
 
+    strict=False: another order of keys and another `_metadata` are reported, and do not count.
     identity: it counts, too, which objects stand in several places; reports of two people's files do not ask for it.
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
     Raises `UsageError` for another name, `NoMatch` for a pattern that matches nothing.
@@ -129,18 +137,22 @@ def diff(
         )
     pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
-    comparer = _Comparer(skipped, pickled, atol, rtol, quick, statistics)
+    lenient = not strict and "metadata" not in skipped
+    comparer = _Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, quick, statistics)
     comparer.places = _Places() if identity else None
+    comparer.notes_metadata = lenient
     pairs = [(base, left.tree, right.tree)]
     if only:
         pairs = comparer.pairs(*topmost((left.tree, right.tree), only, "prefix" in ignore))
     found = comparer.compare(pairs)
     ties = () if "ties" in skipped or not pickled or only else tuple(_tie_changes(left.tree, right.tree, comparer))
     order = () if "order" in skipped or not pickled else tuple(found.order)
-    same = not (found.changed or found.only_left or found.only_right or ties or order)
+    same = not (found.changed or found.only_left or found.only_right or ties or (order and strict))
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     tolerance = TOLERANCE if atol or rtol else VALUES
     evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
+    patch = sparse_patch(found.changed, [node for _, node in found.only_right])
+    changed_elements, patch_bytes = patch or (None, None)
     names = [str(c.source or side) for c, side in ((left, "the left one"), (right, "the right one"))]
     return Diff(
         names[0],
@@ -159,7 +171,10 @@ def diff(
         remarks,
         tuple(only),
         found.elements,
-        *(sparse_patch(found.changed, [node for _, node in found.only_right]) or (None, None)),
+        changed_elements,
+        patch_bytes,
+        metadata_differs=tuple(found.metadata),
+        strict=strict,
     )
 
 
@@ -181,6 +196,7 @@ class _Comparer:
         self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
         self.places: _Places | None = None
+        self.notes_metadata = False  # it does not count, but is looked at
         self.compared: dict[tuple[int, int], tuple[_Aspects, ValueDifference | None, Tensor, Tensor]] = {}
         self.found = _Found()
         self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
@@ -244,10 +260,16 @@ class _Comparer:
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
             self.found.order.append(address(path))
+        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b), MAX_METADATA):
+            self.found.metadata.append(address(path))
         for key in common:
             if key[0] is _Node:
                 yield (*path, left[key][0]), left[key][0], right[key][0]
             yield (*path, left[key][0]), left[key][1], right[key][1]
+
+    def _metadata(self, node: Any) -> Any:
+        found = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
+        return _without_wrapper_modules(found) if "prefix" in self.skipped and isinstance(found, dict) else found
 
     def _by_key(self, node: Any) -> dict[Any, tuple[Any, Any]]:
         parts: dict[Any, tuple[Any, Any]] = {}

@@ -151,6 +151,14 @@ OTHER_MODELS = {
     "ExecuTorch": b"\x38\0\0\0ET12" + bytes(40),
     "MXNet": struct.pack("<QQ", 0x112, 0) + bytes(20),
     "preview archive": b"PYTORCH1" + bytes(56),
+    "object of Lua Torch": struct.pack("<iii", 4, 1, 3) + b"V 1" + struct.pack("<i", 14) + b"nn.Sequential\0",
+    "table of Lua Torch": struct.pack("<iii", 3, 1, 2) + bytes(20),
+    "spaCy": b"\x84\xa5nodes\xdc\0\x10" + bytes(20),
+    "Flax": b"\x81\xa6params\x82\xa6kernel" + bytes(20),
+    "TVM": struct.pack("<QQQ", 0xF7E58D4F05049CB7, 0, 1) + bytes(20),
+    "fastText": struct.pack("<ii", 793712314, 12) + bytes(20),
+    "Core ML": struct.pack("<II", 1, 2).ljust(64, b"\0") + struct.pack("<II", 0xDEADBEEF, 1) + bytes(60),
+    "fairseq or Megatron": b"MMIDIDX\0\0" + bytes(20),
     "tar archive": b"",
 }
 
@@ -170,6 +178,11 @@ def test_models_of_other_programs_are_named(name: str, tmp_path: Path) -> None:
     if name == "TensorFlow checkpoint":
         data = b"\0\x05" + data[2:]
     unreadable(written(data, tmp_path / "model.pth"), Unsupported, name)
+
+
+def test_the_data_of_a_data_set_is_told_by_the_index_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0")
+    unreadable(written(bytes([1, 200]) * 20, tmp_path / "train.bin"), Unsupported, "fairseq or Megatron")
 
 
 def test_npz_and_npy_files_are_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from tests.support.decoys import CALL, MARKER
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
 
@@ -69,8 +69,6 @@ REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "76-set-as-key": (program(b"}\x8fNs", 4), Corrupt),
     "76-nan-as-key": (program(b"}G\x7f\xf8\0\0\0\0\0\0Ns"), Corrupt),
     "76-nan-in-a-tuple": (program(b"}G\x7f\xf8\0\0\0\0\0\0\x85Ns"), Corrupt),
-    "76-key-twice": (program(b"}(K\x01NK\x01\x88u"), Conflict),
-    "76-one-and-true": (program(b"}(K\x01N\x88Nu"), Conflict),
     "77-protocol-6": (program(b"N", 6), Unsupported),
     "77-protocol-42": (program(b"N", 42), Unsupported),
     "77-protocol-42-later": (program(b"N0\x80\x2aN"), Unsupported),
