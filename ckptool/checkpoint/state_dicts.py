@@ -18,7 +18,7 @@ from ckptool.checkpoint.adapter_keys import adapter_detail
 from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
-from ckptool.checkpoint.pickled_modules import module_state_dict
+from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
@@ -294,7 +294,7 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
             root = None if _is_other(base + path) else _whole_module(base + path, node)
             if root:
                 yield replace(root, path=path, base=base)
-            elif module_state_dict(node) is None:  # a learner, an agent: what it holds by name
+            elif module_attributes(node) is None:  # a learner, an agent: what it holds by name
                 stack += reversed([((*path, key), value) for key, value in _containers(node)])
         elif is_optimizer(node):
             yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
