@@ -75,6 +75,13 @@ _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and
 
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
+    found = _with_part(checkpoint, opened)
+    if isinstance(opened, Folder):
+        found.kept["folder"] = opened.path  # whose other files are judged where it is asked what would run
+    return found
+
+
+def _with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     part = checkpoint.part or part_of(checkpoint)
     if part is None and isinstance(opened, Folder):
         from ckptool.formats.members import NAME, with_members

@@ -146,8 +146,10 @@ def small_records(archive: Archive, root: str) -> dict[str, str | None]:
         raise Corrupt(f"{archive.source}: it has no record {printable(root)}version", "torch refuses such a file.")
     if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
         raise Corrupt(f"{archive.source}: its version record says {printable(version[:40])!r}")
-    if small["byteorder"] not in (None, "little", "big"):
-        raise Corrupt(f"{archive.source}: its byteorder record says {printable(str(small['byteorder']))!r}")
+    order = archive.records.get(f"{root}byteorder")
+    if order is not None and order.contents(MAX_SMALL) not in (b"little", b"big"):  # torch compares the bytes
+        said = printable(order.contents(MAX_SMALL).decode("utf-8", "replace"))
+        raise Corrupt(f"{archive.source}: its byteorder record says {said!r}", "torch refuses such a file.")
     return small
 
 
@@ -201,7 +203,7 @@ class RecordStorages:
         except (KeyError, TypeError, ValueError):
             tag, cls, key, location, numel = self._checked(pid)
             ref = self.by_class.get(cls, {}).get(key)
-        if ref is None or tag != "storage":
+        if ref is None or tag != "storage" or type(numel) is not int:
             return self._first(*self._checked(pid)[1:])
         if location != ref.storage.location or numel * _width(ref.dtype) != ref.storage.data.length:
             raise self._contradiction(key)

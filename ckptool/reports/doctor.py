@@ -331,6 +331,8 @@ def _is_rewritten(found: Listing) -> bool:
 
 def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
     if not values.refused or _is_rewritten(found):
+        calls = [note.message for note in found.notes if note.code == UNSAFE and not values.refused]
+        yield from (Finding(UNSAFE, what, stage=Stage.VALUES, blocks=True, inert=True) for what in calls)  # beside it
         return
     whole = any(root.module is not None for root in found.roots)
     holds = "a whole model, pickled with its class, which" if whole else "values that"

@@ -25,8 +25,9 @@ from ckptool.checkpoint.state_dicts import (
 )
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, stored_parts, walk
 from ckptool.errors import counted, form, listed, printable
+from ckptool.formats.files_beside import all_uses
 from ckptool.formats.model_folder import ADAPTER, config_beside
-from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes, uses_of
+from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[Tens
     for note in (*_prefix_notes(roots), *_device_notes(rows)):
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
-    yield from _use_notes(checkpoint)
+    yield from use_notes(checkpoint)
     yield from _waste_notes(rows)
     yield from _adapter_notes(checkpoint, roots)
     yield from _optimizer_notes(roots)
@@ -236,10 +237,10 @@ def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[Tens
     yield from checkpoint.notes
 
 
-def _use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
+def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     """Notes on what loading the file would run."""
     unknown: dict[tuple[str, str], str] = {}
-    for use, place in uses_of(checkpoint):
+    for use, place in all_uses(checkpoint):
         if use.verdict == UNKNOWN:
             unknown.setdefault((use.how, use.name), place)
     if unknown:

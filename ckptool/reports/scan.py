@@ -15,9 +15,10 @@ from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.errors import CkptoolError
+from ckptool.formats.files_beside import all_uses
 from ckptool.formats.members import BESIDE_WEIGHTS
 from ckptool.formats.parts import MEMBERS
-from ckptool.pickles.calls import CALLED, MADE, NAMED, uses_of
+from ckptool.pickles.calls import CALLED, MADE, NAMED
 from ckptool.reports.inspect import Listing
 
 GOOD, PART, MEMBER = "good", "part", "member"
@@ -213,7 +214,7 @@ def unknown_names(checkpoint: Checkpoint) -> list[Call]:
     """Every name that is not known to be inert where it stands, the most dangerous use first."""
     found: dict[tuple[str, str], list[str]] = {}
     counts: dict[tuple[str, str], int] = {}
-    for use, place in uses_of(checkpoint):
+    for use, place in all_uses(checkpoint):
         kind = (use.name, use.how)
         counts[kind] = counts.get(kind, 0) + 1
         places = found.setdefault(kind, [])

@@ -43,7 +43,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
         return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
     every = list(_files(name))
     files = [file for file in every if file is not None]
-    with closing(in_turn(partial(_row, full), files, jobs)) as tasks:
+    with closing(in_turn(partial(_row_or_bug, full), files, jobs)) as tasks:
         found = [_row_of(file, task) for file, task in zip(files, tasks, strict=True)]
     latest, by = latest_good(found)
     if latest_only:
@@ -56,6 +56,16 @@ def _row_of(path: str, task: Task[ScannedFile]) -> ScannedFile:
         return task(None)
     except CkptoolError as error:
         return damaged(path, error)
+
+
+def _row_or_bug(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:
+    """The row of one file of a folder: whatever goes wrong in it says nothing about the others."""
+    try:
+        return _row(full, path, progress)
+    except CkptoolError:
+        raise
+    except Exception as error:
+        raise Corrupt(f"ckptool could not judge it ({type(error).__name__}: {printable(str(error))})") from error
 
 
 def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:

@@ -33,6 +33,7 @@ from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.fixes import Chain, runnable
+from ckptool.reports.inspect import use_notes
 from ckptool.reports.verify import (
     ALL,
     NONE,
@@ -104,6 +105,8 @@ def verify(
     found = _checked(path, source, part, progress)
     if isinstance(source, Folder) and named is None:
         found = _with_members(found, source, checkpoint, progress, checked_jobs(jobs))
+        unsafe = (note for note in use_notes(checkpoint) if note.code == "unsafe-global")
+        found = replace(found, notes=(*found.notes, *unsafe))
     if finite:
         values, unsearched = non_finite(part.tree, damaged=bool(found.problems))
         found = replace(found, non_finite=tuple(values), unsearched=tuple(unsearched))

@@ -1,0 +1,78 @@
+"""What the files of a folder would run that its checkpoint does not show: each is judged as if it had been named alone.
+
+Engines load what lies beside the weights (`optimizer.bin`, `training_args.bin`, a rank's random states) with `pickle`,
+whatever its name. So every file below the folder that is a pickle by content is opened, but for those of DCP, whose
+table is read whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.errors import CkptoolError
+from ckptool.formats import HEAD, named, read_alone
+from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
+
+FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
+MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
+_PICKLED = ("torch-zip", "torchscript", "torch-legacy", "torch-tar", "npz", "npy", "pickle", "archive")
+_OF_DCP = (".distcp", ".metadata")
+
+
+def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:
+    """Everything that is not inert in a checkpoint, and what is unknown in other files of its folder, with addresses.
+
+    In another file the address begins with its name: `optimizer.bin: state/0`. A file that cannot be opened is skipped:
+    the folder's members that are not whole are said elsewhere.
+    """
+    known = set()
+    for use, place in uses_of(checkpoint):
+        known.add((use.how, use.name))
+        yield use, place
+    folder = checkpoint.kept.get(FOLDER)
+    if folder is None:
+        return
+    if "beside" not in checkpoint.kept:
+        checkpoint.kept["beside"] = tuple(_beside(folder))
+    yield from ((use, place) for use, place in checkpoint.kept["beside"] if (use.how, use.name) not in known)
+
+
+def _beside(folder: str) -> Iterator[tuple[NameUse, str]]:
+    for name in _names(folder):
+        try:
+            found = uses_of(_opened(os.path.join(folder, name)))
+        except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+            continue
+        yield from ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
+
+
+def _opened(path: str) -> Checkpoint:
+    """The checkpoint in a file that is a pickle, or has one inside; an empty one for any other."""
+    source = Source(path)
+    source.share_descriptors()  # there may be thousands of them
+    head = source.read(0, min(HEAD, source.size))
+    if not any(named(kind).detect(head, source) for kind in _PICKLED):
+        return Checkpoint(None, "")
+    return read_alone(source)
+
+
+def _names(folder: str) -> Iterator[str]:
+    """The files below a folder by their names in it, not those of hidden folders."""
+    stack, count = [("", 0)], 0
+    while stack:
+        below, depth = stack.pop()
+        try:
+            inside = Folder(os.path.join(folder, below)).names
+        except CkptoolError:
+            continue
+        for name in inside:
+            path = os.path.join(folder, below, name)
+            if os.path.isdir(path):
+                if depth < MAX_DEPTH and not name.startswith(".") and not os.path.islink(path):
+                    stack.append((os.path.join(below, name), depth + 1))
+            elif not name.endswith(_OF_DCP) and count < MAX_FILES:
+                count += 1
+                yield os.path.join(below, name)

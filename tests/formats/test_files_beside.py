@@ -1,0 +1,141 @@
+"""Every pickle of a folder is judged, whatever it is called; one that cannot be judged does not hide the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from tests.support.cli import Run
+from tests.support.dcp_folders import save_dcp
+from tests.support.decoys import CALL, MARKER
+from tests.support.hostile_inputs import integer, name, pickle_zip, program, state_pickle, text
+
+BESIDE = (
+    *(
+        "optimizer.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+        "scheduler.bin",
+        "scaler.pt",
+        "rng_state.pth",
+        "rng_state_1.pth",
+    ),
+    *("training_args.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "sampler.bin", "notes.txt"),
+    *("state", "extra/more.dat", "a.npy", "meta.json", "tokenizer/merges"),
+)
+WEIGHTS = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+
+
+def sharded(folder: Path) -> None:
+    table = {"metadata": {}, "weight_map": {}}
+    for number, (key, value) in enumerate(WEIGHTS.items(), 1):
+        table["weight_map"][key] = f"model-{number:05d}-of-00002.safetensors"
+        save_file({key: value}, folder / table["weight_map"][key], {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(table))
+
+
+def trainer(folder: Path) -> None:
+    save_file(WEIGHTS, folder / "model.safetensors", {"format": "pt"})
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    torch.save({"python": 1}, folder / "rng_state.pth")
+
+
+def dcp(folder: Path) -> None:
+    folder.rmdir()
+    save_dcp(dict(WEIGHTS), folder)
+
+
+@pytest.mark.parametrize("kind", [sharded, trainer, dcp], ids=lambda kind: kind.__name__)
+def test_a_call_in_any_file_of_a_folder_is_said(kind, tmp_path: Path, run: Run) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "x"
+    folder.mkdir()
+    kind(folder)
+    assert not any(row.calls for row in ckptool.scan(folder).files)
+    assert "unsafe-global" not in str(ckptool.inspect(folder).notes)
+    for number, beside in enumerate(BESIDE):
+        file = folder / beside
+        before = file.read_bytes() if file.exists() else None
+        file.parent.mkdir(exist_ok=True)
+        for planted in (pickle_zip(state_pickle({"x": CALL})), program(CALL)):
+            file.write_bytes(planted)
+            if file.suffix == ".json" and planted[:2] == b"PK":
+                continue
+            rows = ckptool.scan(folder).files
+            calls = [call for row in rows for call in row.calls]
+            assert {call.name for call in calls} == {"ckptool_marker.run"}, beside
+            if file.parent == folder:
+                assert any(beside in place for call in calls for place in call.places) or len(rows) > 1, beside
+            if number < 2:
+                said = {note.code: note.message for note in ckptool.inspect(folder).notes}
+                assert beside in said["unsafe-global"] and "ckptool_marker.run" in said["unsafe-global"]
+                assert "unsafe-global" in {each.code for each in ckptool.doctor(folder).findings}
+                assert "unsafe-global" in {note.code for note in ckptool.verify(folder).notes}
+                assert "ckptool_marker.run" in run("scan", str(folder)).out
+        file.unlink() if before is None else file.write_bytes(before)
+
+
+def test_every_field_of_a_persistent_id_of_every_type(tmp_path: Path) -> None:
+    """Once as the first mention of a storage, once after a right one; a folder shows its other files all the same."""
+    right = (text("storage"), name("torch", "FloatStorage"), text("0"), text("cpu"), integer(4))
+    values = (b"N", b"\x88", integer(-1), integer(1 << 70), b"G" + bytes(8), text("x"), b")", b"]", b"}", b"C\x01x",
+              name("torch", "Size"), MARKER + b")R", b"\x8f")  # fmt: skip
+    torch.save(WEIGHTS, tmp_path / "good.pt")
+    for place in range(5):
+        for value in values:
+            wrong = b"".join(value if index == place else field for index, field in enumerate(right))
+            for first in (b"", text("a") + b"(" + b"".join(right) + b"tQ"):
+                content = program(b"}(" + first + text("b") + b"(" + wrong + b"tQu", 4)
+                (tmp_path / "bad.pt").write_bytes(pickle_zip(content))
+                try:
+                    ckptool.inspect(tmp_path / "bad.pt")
+                except ckptool.CkptoolError as error:
+                    assert error.code != "bug"
+    found = ckptool.scan(tmp_path)
+    assert found.latest is not None and found.latest.path.endswith("good.pt")
+
+
+def test_what_is_unexpected_in_one_file_is_the_row_of_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool import formats
+
+    read = formats.read
+
+    def failing(path: str) -> object:
+        if "bad" in str(path):
+            raise TypeError("no number")
+        return read(path)
+
+    for title in ("bad", "good"):
+        torch.save(WEIGHTS, tmp_path / f"{title}.pt")
+    monkeypatch.setattr(formats, "read", failing)
+    found = ckptool.scan(tmp_path)
+    assert [row.state for row in found.files] == ["corrupt", "good"] and "TypeError" in found.files[0].problem
+
+
+def test_the_byte_order_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, file)
+    import zipfile
+
+    with zipfile.ZipFile(file) as archive:
+        records = {each: archive.read(each) for each in archive.namelist()}
+    order = next(each for each in records if each.endswith("/byteorder"))
+    for said in (b"little", b"big", b"big\n", b" little", b"Little", b"", b"\xff"):
+        with zipfile.ZipFile(file, "w") as archive:
+            for each, data in {**records, order: said}.items():
+                archive.writestr(each, data)
+        outcomes = []
+        for load in (torch.load, ckptool.inspect):
+            try:
+                load(file)
+                outcomes.append(True)
+            except (ValueError, ckptool.CkptoolError):
+                outcomes.append(False)
+        assert outcomes[0] == outcomes[1], said
