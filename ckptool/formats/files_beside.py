@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Source
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, NotACheckpoint
 from ckptool.formats import HEAD, named, read_alone
 from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
@@ -25,28 +25,37 @@ _OF_DCP = (".distcp", ".metadata")
 def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:
     """Everything that is not inert in a checkpoint, and what is unknown in other files of its folder, with addresses.
 
-    In another file the address begins with its name: `optimizer.bin: state/0`. A file that cannot be opened is skipped:
-    the folder's members that are not whole are said elsewhere.
+    In another file the address begins with its name: `optimizer.bin: state/0`.
     """
     known = set()
     for use, place in uses_of(checkpoint):
         known.add((use.how, use.name))
         yield use, place
+    yield from ((use, place) for use, place in _judged(checkpoint)[0] if (use.how, use.name) not in known)
+
+
+def unjudged(checkpoint: Checkpoint) -> list[str]:
+    """The names of files of its folder that look like pickles, and could not be read as such."""
+    return _judged(checkpoint)[1]
+
+
+def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
     folder = checkpoint.kept.get(FOLDER)
-    if folder is None:
-        return
-    if "beside" not in checkpoint.kept:
-        checkpoint.kept["beside"] = tuple(_beside(folder))
-    yield from ((use, place) for use, place in checkpoint.kept["beside"] if (use.how, use.name) not in known)
-
-
-def _beside(folder: str) -> Iterator[tuple[NameUse, str]]:
-    for name in _names(folder):
-        try:
-            found = uses_of(_opened(os.path.join(folder, name)))
-        except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
-            continue
-        yield from ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
+    if folder is not None and "beside" not in checkpoint.kept:
+        uses: list[tuple[NameUse, str]] = []
+        failed = []
+        for name in _names(folder):
+            try:
+                found = list(uses_of(_opened(os.path.join(folder, name))))
+            except NotACheckpoint:
+                continue
+            except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+                failed.append(name)
+                continue
+            uses += ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
+        checkpoint.kept["beside"] = uses, failed
+    judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept.get("beside", ([], []))
+    return judged
 
 
 def _opened(path: str) -> Checkpoint:

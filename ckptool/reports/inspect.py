@@ -25,7 +25,7 @@ from ckptool.checkpoint.state_dicts import (
 )
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, stored_parts, walk
 from ckptool.errors import counted, form, listed, printable
-from ckptool.formats.files_beside import all_uses
+from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.reports.quantization import quantized_notes
@@ -248,6 +248,11 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         first = printable(next(iter(unknown.values()))) or "the top"
         yield Note(
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
+        )
+    if names := unjudged(checkpoint):
+        shown = listed([printable(name) for name in names], 4)
+        yield Note(
+            "not-judged", f"{shown}: begins as a pickle does, and could not be read or judged"
         )
     yield from custom_notes(checkpoint)
 

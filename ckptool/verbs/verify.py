@@ -105,7 +105,7 @@ def verify(
     found = _checked(path, source, part, progress)
     if isinstance(source, Folder) and named is None:
         found = _with_members(found, source, checkpoint, progress, checked_jobs(jobs))
-        unsafe = (note for note in use_notes(checkpoint) if note.code == "unsafe-global")
+        unsafe = (note for note in use_notes(checkpoint) if note.code in ("unsafe-global", "not-judged"))
         found = replace(found, notes=(*found.notes, *unsafe))
     if finite:
         values, unsearched = non_finite(part.tree, damaged=bool(found.problems))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import ckptool
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.decoys import CALL, MARKER
+from tests.support.files import torch_bytes
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, state_pickle, text
 
 BESIDE = (
@@ -28,6 +31,14 @@ BESIDE = (
     *("training_args.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "sampler.bin", "notes.txt"),
     *("state", "extra/more.dat", "a.npy", "meta.json", "tokenizer/merges"),
 )
+
+
+def zip_of(name: str) -> bytes:
+    with zipfile.ZipFile(made := io.BytesIO(), "w") as archive:
+        archive.writestr(name, "text")
+    return made.getvalue()
+
+
 WEIGHTS = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
 
 
@@ -139,3 +150,15 @@ def test_the_byte_order_is_read_as_torch_reads_it(tmp_path: Path) -> None:
             except (ValueError, ckptool.CkptoolError):
                 outcomes.append(False)
         assert outcomes[0] == outcomes[1], said
+
+
+def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
+    trainer(tmp_path)
+    assert "not-judged" not in str(ckptool.inspect(tmp_path).notes)
+    whole = torch_bytes({"a": torch.ones(300)})
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0 a picture")
+    (tmp_path / "archive.zip").write_bytes(zip_of("readme.txt"))
+    assert "not-judged" not in str(ckptool.inspect(tmp_path).notes)
+    (tmp_path / "custom_checkpoint_3.pkl").write_bytes(whole[: len(whole) // 2])
+    for report in (ckptool.inspect(tmp_path), ckptool.verify(tmp_path), ckptool.scan(tmp_path).files[0]):
+        assert "not-judged" in str(report.notes)
