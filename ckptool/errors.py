@@ -228,7 +228,7 @@ class Conflict(CkptoolError):
     code = "conflict"
 
 
-class OutputExists(Conflict, FileExistsError):
+class OutputExists(Conflict):
     """The target is there already and was not to be overwritten."""
 
     code = "output-exists"

@@ -24,7 +24,6 @@ STANDARD = {
     "IsAFolder": IsADirectoryError,
     "NotAFolder": NotADirectoryError,
     "BrokenLink": FileNotFoundError,
-    "OutputExists": FileExistsError,
     "Truncated": EOFError,
     "MissingExtra": ImportError,
     "MissingKey": KeyError,
@@ -60,8 +59,6 @@ def test_functions_raise_what_open_raises(tmp_path: Path) -> None:
         assert (raised.value.errno, raised.value.filename) == (errno.ENOENT, str(missing)), name
     with pytest.raises(FileNotFoundError):
         ckptool.diff(there, missing)
-    with pytest.raises(FileExistsError):
-        ckptool.convert(there, saved({}, tmp_path / "b.pt"))
     with pytest.raises(NotADirectoryError):
         ckptool.inspect(there / "below.pt")
     (tmp_path / "link.pt").symlink_to(missing)
