@@ -113,11 +113,28 @@ def __getattr__(name: str) -> "Any":
         raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"ckptool.{home}"), name)
+    try:
+        value = getattr(import_module(f"ckptool.{home}"), name)
+    except ImportError as error:  # without torch the name is there, and says what is missing when it is called
+        if (error.name or "torch").partition(".")[0] != "torch":
+            raise
+        return _without_torch(name)
     if home.startswith("verbs."):
         value = import_module("ckptool.verbs").show_options(value)
     globals()[name] = value
     return value
+
+
+def _without_torch(name: str) -> "Any":
+    from ckptool.errors import MissingExtra
+
+    def missing(*arguments: "Any", **options: "Any") -> "Any":
+        """Needs torch, which is not installed: pip install 'ckptool[torch]'"""
+        why = "Only what makes torch's own objects needs it."
+        raise MissingExtra(f"ckptool.{name} needs torch, which is not installed", why, "pip install 'ckptool[torch]'")
+
+    missing.__name__ = missing.__qualname__ = name
+    return type(name, (), {"__new__": missing, "__doc__": missing.__doc__}) if name.istitle() else missing
 
 
 def _verbs() -> dict[str, str]:

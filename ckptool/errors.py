@@ -5,6 +5,10 @@
     │   └── MissingKey              no such name or address; also a KeyError usage
     ├── NoMatch                     a rule or prefix named matches nothing   no-match        exit 1
     ├── FileProblem                 the system refused a file operation      io
+    │   ├── FileMissing             no such file; a FileNotFoundError        io
+    │   ├── NoPermission            also a PermissionError                   io
+    │   ├── IsAFolder               also an IsADirectoryError                io
+    │   ├── NotAFolder              below a file; a NotADirectoryError       io
     │   ├── BrokenLink              a link that leads to nothing             broken-link
     │   ├── FileChanged             the input changed while it was read      file-changed
     │   └── DiskFull                not enough room for the output           disk-full
@@ -52,7 +56,7 @@ class CkptoolError(Exception):
     exit_code = 2
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        super().__init__(what, why, fix)
+        Exception.__init__(self, what, why, fix)  # an OSError would take them for its number and file
         self.what = what
         self.why = why
         self.fix = fix
@@ -114,8 +118,41 @@ class FileProblem(CkptoolError):
 
     code = "io"
 
+    errno: int | None = None
+    filename: str | None = None
 
-class BrokenLink(FileProblem):
+    def about(self, number: int | None, path: str | os.PathLike[str]) -> FileProblem:
+        """The same error, with the `errno` and `filename` of the system's."""
+        self.errno, self.filename = number, os.fspath(path)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sends its number and file along."""
+        return *super().__reduce__(), {"errno": self.errno, "filename": self.filename}
+
+    def within(self, place: str) -> CkptoolError:
+        """The same error, saying where it happened, with the same number and file."""
+        found = super().within(place)
+        return found.about(self.errno, self.filename) if isinstance(found, FileProblem) and self.filename else found
+
+
+class FileMissing(FileProblem, FileNotFoundError):
+    """There is no such file. A `FileNotFoundError`, too."""
+
+
+class NoPermission(FileProblem, PermissionError):
+    """It may not be read or written. A `PermissionError`, too."""
+
+
+class IsAFolder(FileProblem, IsADirectoryError):
+    """It is a folder. An `IsADirectoryError`, too."""
+
+
+class NotAFolder(FileProblem, NotADirectoryError):
+    """It lies below a file. A `NotADirectoryError`, too."""
+
+
+class BrokenLink(FileProblem, FileNotFoundError):
     """The name is a link, and what it leads to is not there."""
 
     code = "broken-link"
@@ -145,7 +182,7 @@ class Unsupported(CkptoolError):
     code = "unsupported"
 
 
-class Truncated(CkptoolError):
+class Truncated(CkptoolError, EOFError):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     code = "truncated"
@@ -209,7 +246,7 @@ class VerifyFailed(CkptoolError):
     code = "verify-failed"
 
 
-class MissingExtra(CkptoolError):
+class MissingExtra(CkptoolError, ImportError):
     """An optional package that the verb needs is not installed."""
 
     code = "missing-extra"

@@ -166,8 +166,8 @@ def test_lists_and_escapes() -> None:
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        ("ckptool.load_into", "missing-extra"),
-        ("ckptool.save_for_cpu", "missing-extra"),
+        ("ckptool.load_into()", "missing-extra"),
+        ("ckptool.save_for_cpu()", "missing-extra"),
         ("ckptool.spec('torch.nn:Linear')", "missing-extra"),
         ("ckptool.open('model.npz')['a'].torch()", "unsupported"),
     ],

@@ -9,8 +9,16 @@ from contextlib import suppress
 from itertools import islice
 
 from ckptool.checkpoint.commands import Advice, Command, other_program
-from ckptool.errors import BrokenLink, FileProblem, printable
+from ckptool.errors import BrokenLink, FileMissing, FileProblem, IsAFolder, NoPermission, NotAFolder, printable
 
+# By the number that the system gives.
+KINDS: dict[int | None, type[FileProblem]] = {
+    errno.ENOENT: FileMissing,
+    errno.EACCES: NoPermission,
+    errno.EPERM: NoPermission,
+    errno.EISDIR: IsAFolder,
+    errno.ENOTDIR: NotAFolder,
+}
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
 # How people fetch what is at an address, by its beginning.
@@ -43,11 +51,11 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
     fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
     fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
-    return FileProblem(
+    return FileMissing(
         f"{printable(name)} is {kind}, not a file",
         "ckptool works on local files.",
         "Write a file here, then copy it there." if writing else fix,
-    )
+    ).about(errno.ENOENT, name)
 
 
 def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
@@ -56,7 +64,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         return elsewhere
     name = printable(os.fspath(path))
     if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
-        return _broken_link(os.fspath(path), doing)
+        return _broken_link(os.fspath(path), doing).about(errno.ENOENT, path)
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     fix = ""
@@ -72,7 +80,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             if there
             else f"There is no folder {printable(folder)} either."
         )
-    return FileProblem(f"cannot {doing} {name}: {reason}", why, fix)
+    return KINDS.get(number, FileProblem)(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 
 
 def _broken_link(path: str, doing: str) -> BrokenLink:
