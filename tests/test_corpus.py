@@ -53,7 +53,6 @@ VERDICTS = {
     "chemprop__example_model_v2_regression_mol.ckpt": UNKNOWN,
     "skorch__net_cuda.pkl": UNKNOWN,
     "pytorch-vdsr__model_epoch_50.pth": CUSTOM,  # a whole model
-    "silero-vad__model_micro.jit": CUSTOM,  # classes of its own program
 }
 
 
