@@ -10,12 +10,12 @@ Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serializatio
 
 from __future__ import annotations
 
-from ckptool.errors import Unsupported
+from ckptool.errors import MissingExtra
 
 try:  # first of all: the modules of this package take it for granted
     import torch as torch
 except ImportError as error:
-    raise Unsupported(
+    raise MissingExtra(
         "torch is not installed",
         "Only torch's own tensors need it; everything else in ckptool works without it.",
         "pip install 'ckptool[torch]'",

@@ -62,10 +62,13 @@ def _opened(path: str) -> Checkpoint:
     """The checkpoint in a file that is a pickle, or has one inside; an empty one for any other."""
     source = Source(path)
     source.share_descriptors()  # there may be thousands of them
+    return read_alone(source) if is_pickled(source) else Checkpoint(None, "")
+
+
+def is_pickled(source: Source) -> bool:
+    """True for a file that is a pickle, or has one inside, by its content."""
     head = source.read(0, min(HEAD, source.size))
-    if not any(named(kind).detect(head, source) for kind in _PICKLED):
-        return Checkpoint(None, "")
-    return read_alone(source)
+    return any(named(kind).detect(head, source) for kind in _PICKLED)
 
 
 def _names(folder: str) -> Iterator[str]:

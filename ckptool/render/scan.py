@@ -124,7 +124,11 @@ def _relative(found: Scan, file: ScannedFile) -> str:
 
 
 def _names(file: ScannedFile) -> str:
-    return listed([printable(call.name) for call in file.calls], 4)
+    """What it would run; of a folder, with the file in which that is, where it is beside the checkpoint itself."""
+    beside = os.path.isdir(file.path)
+    first = (call.places[0].partition(": ")[0] if beside and ": " in call.places[0] else "" for call in file.calls)
+    pairs = zip(file.calls, first, strict=True)
+    return listed([printable(call.name) + (f" in {printable(name)}" if name else "") for call, name in pairs], 4)
 
 
 def _file_text(file: ScannedFile, style: Style) -> str:

@@ -251,9 +251,7 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         )
     if names := unjudged(checkpoint):
         shown = listed([printable(name) for name in names], 4)
-        yield Note(
-            "not-judged", f"{shown}: begins as a pickle does, and could not be read or judged"
-        )
+        yield Note("not-judged", f"{shown}: begins as a pickle does, and could not be read or judged")
     yield from custom_notes(checkpoint)
 
 

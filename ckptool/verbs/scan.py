@@ -13,11 +13,13 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, Task, in_turn
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
 from ckptool.formats import deepspeed, megatron, members, sharded, torch_checkpointing
+from ckptool.formats.files_beside import is_pickled
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
 
-# What people call checkpoints; files of other names in a folder are counted, not opened.
+# What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
+# other files are counted.
 SUFFIXES = frozenset(
     ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
 )
@@ -42,13 +44,15 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
             row = _row(full, name)
         return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
     every = list(_files(name))
-    files = [file for file in every if file is not None]
-    with closing(in_turn(partial(_row_or_bug, full), files, jobs)) as tasks:
-        found = [_row_of(file, task) for file, task in zip(files, tasks, strict=True)]
-    latest, by = latest_good(found)
+    files = {file: is_named for file, is_named in every if is_named is not None}
+    with closing(in_turn(partial(_row_or_bug, full), list(files), jobs)) as tasks:
+        rows = [_row_of(file, task) for file, task in zip(files, tasks, strict=True)]
+    found = [row for row in rows if files[row.path] or row.calls]
+    latest, by = latest_good(row for row in found if files[row.path])
+    others = len(every) - sum(1 for row in rows if files[row.path] or row.calls)
     if latest_only:
         found = [latest] if latest else []
-    return Scan(name, True, tuple(found), len(every) - len(files), latest, by, full)
+    return Scan(name, True, tuple(found), others, latest, by, full)
 
 
 def _row_of(path: str, task: Task[ScannedFile]) -> ScannedFile:
@@ -90,8 +94,11 @@ def _verify(path: str) -> None:
         raise Corrupt(f"{first.what}" + (f" and {counted(more, 'more problem')}" if more else ""), first.why)
 
 
-def _files(folder: str) -> Iterator[str | None]:
-    """The checkpoints of a folder and below it, by name; None for each file of another name. Links are not followed."""
+def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
+    """The files of a folder and below it: True for checkpoints, by name, False for other pickles, None for the rest.
+
+    Links are not followed.
+    """
     count = 0
     stack = [folder]
     while stack:
@@ -107,7 +114,7 @@ def _files(folder: str) -> Iterator[str | None]:
         if count > MAX_FILES:
             raise UsageError(f"{printable(folder)} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         own, claimed = _checkpoints_of(here, is_top=here == folder)
-        yield from own
+        yield from ((path, True) for path in own)
         below: list[str] = []
         for entry in inside:
             if entry.name in claimed:
@@ -116,7 +123,8 @@ def _files(folder: str) -> Iterator[str | None]:
                 if not entry.name.startswith(".") or is_checkpoint_folder(entry.path):
                     below.append(entry.path)
             elif _is_file(entry):
-                yield entry.path if _is_named_like_one(entry.name) or _is_archive(entry.path) else None
+                is_named = _is_named_like_one(entry.name) or (entry.name.endswith(ARCHIVES) and _is_pickled(entry.path))
+                yield entry.path, is_named or (False if _is_pickled(entry.path) else None)
         stack.extend(reversed(below))
 
 
@@ -149,13 +157,10 @@ def _is_named_like_one(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES and name not in _BESIDE and not name.startswith(".")
 
 
-def _is_archive(path: str) -> bool:
-    """True for an archive of checkpoints; people have others, of anything."""
-    if not path.endswith(ARCHIVES):
-        return False
+def _is_pickled(path: str) -> bool:
+    """True for a file that is a pickle, or has one inside, by its content."""
     try:
-        source = Source(path)
-        return formats.named("archive").detect(source.read(0, min(formats.HEAD, source.size)), source)
+        return is_pickled(Source(path))
     except CkptoolError:
         return False
 

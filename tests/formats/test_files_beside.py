@@ -162,3 +162,15 @@ def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
     (tmp_path / "custom_checkpoint_3.pkl").write_bytes(whole[: len(whole) // 2])
     for report in (ckptool.inspect(tmp_path), ckptool.verify(tmp_path), ckptool.scan(tmp_path).files[0]):
         assert "not-judged" in str(report.notes)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "weird.xyz", "below/state"])
+def test_a_pickle_of_any_name_is_judged_where_the_folder_is_no_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (tmp_path / "below").mkdir()
+    (tmp_path / name).write_bytes(torch_bytes({"a": 1}))
+    assert run("scan", tmp_path).code == 0 and name not in run("scan", tmp_path).out
+    (tmp_path / name).write_bytes(program(CALL))
+    judged = run("scan", tmp_path)
+    assert judged.code == 1 and f"{name}: " in judged.out
+    assert run("scan", tmp_path, "--latest-good", "-q").out.strip().endswith("model.safetensors")
