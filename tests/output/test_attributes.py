@@ -24,9 +24,9 @@ pytestmark = pytest.mark.permissions
 OTHER = 54321  # nobody here
 
 
-def access_list(*users: int) -> bytes:
+def access_list(*users: int, owner: int = 6) -> bytes:
     """A POSIX access list as Linux stores it: the owner reads and writes, these users and the group read."""
-    entries = [(0x01, 6, -1), *((0x02, 4, user) for user in users), (0x04, 4, -1), (0x10, 4, -1), (0x20, 0, -1)]
+    entries = [(0x01, owner, -1), *((0x02, 4, user) for user in users), (0x04, 4, -1), (0x10, 4, -1), (0x20, 0, -1)]
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
 
 
@@ -47,7 +47,7 @@ def decked_out(place: Path, mode: int) -> dict[str, Any]:
         os.chown(place, -1, max(groups - {os.getegid()}))
     place.chmod(mode)
     has(place, "user.origin", b"https://example.org/model")
-    has(place, ACCESS_LIST, access_list(4001, 4002))
+    has(place, ACCESS_LIST, access_list(4001, 4002, owner=7 if place.is_dir() else 6))  # into a folder it also has to get
     return seen(place)
 
 
