@@ -394,7 +394,7 @@ def optimizer_detail(node: Any) -> str:
     name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
     if not state:
-        return f"optimizer without state yet, {counted(count, 'parameter')}"
+        return f"optimizer without state, {counted(count, 'parameter')}"
     return f"{name} state for {counted(len(state), 'parameter')}"
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
+from ckptool.formats import marks
 from ckptool.render.json import Json, fields_json, part_json
 from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
@@ -134,6 +135,8 @@ def _names(file: ScannedFile) -> str:
 def _file_text(file: ScannedFile, style: Style) -> str:
     kind = f"{file.container}, {printable(file.part.label)}" if file.part else file.container
     head = f"{style.bold(printable(file.path))} ({kind}): "
+    if file.state == marks.RECOVERED_NOTE:
+        head += f"{style.yellow(file.problem)}; "
     if not file.calls and "torchscript" in file.notes:
         what = style.yellow("it holds a program")
         return f"{head}{what}, which runs when the model is called; loading it only makes the model\n"

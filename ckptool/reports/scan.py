@@ -15,6 +15,7 @@ from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.errors import CkptoolError
+from ckptool.formats import marks
 from ckptool.formats.files_beside import all_uses
 from ckptool.formats.members import BESIDE_WEIGHTS
 from ckptool.formats.parts import MEMBERS
@@ -45,8 +46,8 @@ class ScannedFile:
     """A checkpoint of a folder.
 
     state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
-    random states), or the code of the error that opening or verifying it gave; in `problem` the sentence.  part: of
-    what it is only a part.
+    random states), `recovered-file`, or the code of the error that opening or verifying it gave; in `problem` the
+    sentence.  part: of what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified:
     seconds since 1970.
@@ -124,6 +125,8 @@ def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]
         return PART, f"{part.label}: {part.meaning}"
     if BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
         return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
+    for note in marks.recovered_notes(checkpoint.metadata):
+        return note.code, note.message
     return GOOD, ""
 
 

@@ -28,6 +28,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import Format, members, sidecar, tree_record
 from ckptool.formats.in_memory import LIVE, Memory, in_objects
+from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import PathLike, in_memory
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
@@ -445,6 +446,7 @@ def written(
     if isinstance(saved, InMemory) and not output.dry_run:
         return saved.made
     left = [note for note in original.notes if note.code == OLD_GRADIENTS and saved.how == "new file"]
+    left += [note for note in original.notes if note.code == RECOVERED_NOTE]
     left += _members_left(original) if saved.how != "nothing" and not output.in_place else []
     return Written(
         output.verb,

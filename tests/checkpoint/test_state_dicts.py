@@ -108,7 +108,7 @@ def test_details_of_optimizers(tmp_path: Path) -> None:
     assert detail("training.pt") == ["Adam state for 6 parameters"]
     assert detail("training_sgd.pt") == ["SGD momentum state for 6 parameters"]
     assert detail("gan.pt") == ["Adam state for 6 parameters"] * 2
-    assert detail("17-sgd-without-state") == ["optimizer without state yet, 2 parameters"]
+    assert detail("17-sgd-without-state") == ["optimizer without state, 2 parameters"]
     assert detail("17-rmsprop-centered") == ["RMSprop state for 2 parameters"]
     assert detail("17-adagrad-tensor-step") == ["Adagrad state for 2 parameters"]
     assert detail("17-optimizer-states-named") == ["Adam state for 1 parameter"]

@@ -47,7 +47,9 @@ def decked_out(place: Path, mode: int) -> dict[str, Any]:
         os.chown(place, -1, max(groups - {os.getegid()}))
     place.chmod(mode)
     has(place, "user.origin", b"https://example.org/model")
-    has(place, ACCESS_LIST, access_list(4001, 4002, owner=7 if place.is_dir() else 6))  # into a folder it also has to get
+    has(
+        place, ACCESS_LIST, access_list(4001, 4002, owner=7 if place.is_dir() else 6)
+    )  # into a folder it also has to get
     return seen(place)
 
 

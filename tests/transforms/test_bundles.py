@@ -169,8 +169,8 @@ def test_rows_say_what_a_member_is(tmp_path: Path) -> None:
     assert [(row.name, row.kind, row.tensors, row.nbytes, row.origin) for row in rows] == [
         ("G", "model weights", 2, 32, "G.pt"),
         ("ema", "EMA weights", 1, 32, ""),
-        ("training", "model weights, optimizer without state yet, 1 parameter", 1, 32, ""),
-        ("fresh", "optimizer without state yet, 1 parameter", 0, 0, ""),
+        ("training", "model weights, optimizer without state, 1 parameter", 1, 32, ""),
+        ("fresh", "optimizer without state, 1 parameter", 0, 0, ""),
         ("mask", "tensor", 1, 12, ""),
         ("epoch", "plain value", 0, 0, "3"),
         ("betas", "plain values", 0, 0, ""),

@@ -21,6 +21,7 @@ from ckptool.formats import marks, read
 from ckptool.render.recover import recover_json
 from ckptool.verbs.recover import recover
 from fixtures.make import make
+from tests.support.cli import Run
 from tests.support.files import load, saved, torch_bytes, weights, written
 from tests.support.same import assert_same_objects
 from tests.support.zips import record_starts
@@ -420,3 +421,28 @@ def test_the_command_that_errors_and_verify_print_works(tmp_path: Path, said: Sa
 
     assert code == 1 and said(*shlex.split(line)[1:])[0] == 1
     assert ckptool.inspect(tmp_path / "cut name.fixed.pt").listing.tensors
+
+
+def test_every_verb_says_that_a_file_was_recovered(tmp_path: Path, run: Run) -> None:
+    torch.save({"state_dict": {f"l{i}.weight": torch.randn(500) for i in range(8)}, "epoch": 2}, tmp_path / "good.pt")
+    state = {"state_dict": {f"module.l{i}.weight": torch.randn(500) for i in range(8)}, "epoch": 3}
+    recover(damaged(saved(state, tmp_path / "cut.pt"), 2, 3), tmp_path / "back.pt")
+    (tmp_path / "cut.pt").unlink()
+    found = ckptool.scan(tmp_path)
+    assert {Path(row.path).name: row.state for row in found.files} == {"good.pt": "good", "back.pt": "recovered-file"}
+    assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(tmp_path / "good.pt")
+    back, out = tmp_path / "back.pt", tmp_path / "out"
+    for words in (
+        *((verb, back) for verb in ("inspect", "doctor", "scan", "verify")),
+        ("strip-module", back, "-o", out / "a.pt"),
+        ("remap", back, "--to", "cpu", "-o", out / "b.pt"),
+        ("convert", back, "-o", out / "c.safetensors"),
+        ("convert", back, "--all", "-o", out / "d.safetensors"),
+        ("cast", back, "--dtype", "bf16", "-o", out / "e.pt"),
+        ("slim", back, "-o", out / "f.pt"),
+        ("verify", out / "c.safetensors"),
+        ("scan", out / "f.pt"),
+    ):
+        out.mkdir(exist_ok=True)
+        done = run(*words)
+        assert "recovered" in done.out + done.err, (words, done)
