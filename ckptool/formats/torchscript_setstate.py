@@ -36,9 +36,13 @@ def _only_packs(text: str) -> bool:
     if len(text) > _MOST or any(odd in text for odd in ("#", "\t", "\\\n", "\r", "\f")):
         return False  # which torch's parser may see otherwise, and its printer does not write
     try:
-        first, *functions = ast.parse(text).body
+        return _is_packing(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def _is_packing(body: list[ast.stmt]) -> bool:
+    first, *functions = body
     if not isinstance(first, ast.ClassDef) or not all(isinstance(each, ast.FunctionDef) for each in functions):
         return False
     methods = [each for each in first.body if isinstance(each, ast.FunctionDef)]

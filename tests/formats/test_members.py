@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -233,7 +234,7 @@ def test_members_of_many_ranks_take_turns_with_descriptors(accelerate: Path) -> 
     for rank in range(2, 150):
         shutil.copy(accelerate / "random_states_0.pkl", accelerate / f"random_states_{rank}.pkl")
     for verb in ("inspect", "verify"):
-        line = f"ulimit -n 64; exec {sys.executable} -m ckptool {verb} {accelerate}"
+        line = f"ulimit -n 64; exec {shlex.quote(sys.executable)} -m ckptool {verb} {shlex.quote(str(accelerate))}"
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
         assert done.returncode == 0 and "153 of 153 members are whole" in done.stdout, done
 

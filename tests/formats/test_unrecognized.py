@@ -27,6 +27,7 @@ from ckptool.errors import (
     BrokenLink,
     CkptoolError,
     Corrupt,
+    FileMissing,
     FileProblem,
     NotACheckpoint,
     Truncated,
@@ -307,7 +308,7 @@ def test_links_that_loop_or_dangle_and_impossible_names_are_told(tmp_path: Path)
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     unreadable(tmp_path / "loop", FileProblem, "leads to itself")
     unreadable(tmp_path / "dangling", BrokenLink, "it is a link to", "is not there")
-    unreadable(tmp_path / "no\nsuch\x1b[31m.pt", FileProblem, r"no\nsuch\x1b[31m.pt")
+    unreadable(tmp_path / "no\nsuch\x1b[31m.pt", FileMissing, r"no\nsuch\x1b[31m.pt")
     unreadable(tmp_path / ("x" * 300), FileProblem, "longer than this file system")
     unreadable(Path(f"{tmp_path}/nul\0l"), FileProblem)
     path = written(CHECKPOINT, tmp_path / "with\nnewline \x1b[0m.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_statistics_are_of_what_is_chosen(tmp_path: Path, run: Run) -> None:
 
 
 def test_names_are_for_a_shell_loop(file: str) -> None:
-    program = f"{sys.executable} -m ckptool"
+    program = f"{shlex.quote(sys.executable)} -m ckptool"
     script = (
         f"for name in $({program} inspect {file} -q --only '*.bias'); do {program} show {file}#$name || exit 9; done"
     )
