@@ -240,7 +240,7 @@ def test_a_locked_temporary_file_is_left_alone(model: Path, tmp_path: Path) -> N
         start = time.monotonic()
         ckptool.strip_module(model, tmp_path / "out.pt")
         assert time.monotonic() - start < 10 and foreign.read_bytes() == b"another machine's"
-    others = [".ckptool-notes.tmp", "in.pt.tmp", ".ckptool-ffffffffffffffff-0123456789abcdef.tmp"]
+    others = [".ckptool-notes.tmp", "in.pt.tmp", ".ckptool-ffffffffffffffff-0123456789ABCDEF.tmp"]
     for name in others:
         (tmp_path / name).write_bytes(b"theirs")
     ckptool.strip_module(model, tmp_path / "out.pt", overwrite=True)

@@ -1,8 +1,8 @@
 """Durable replacement: write beside the target, sync, rename, sync the folder. There is no other way to make a file.
 
 At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is
-a temporary file in the same folder; it was locked by its writer, so the next run for the same target can tell that
-nobody owns it and removes it.
+a temporary file in the same folder; it was locked by its writer, so the next run that writes into the folder can tell
+that nobody owns it and removes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable
@@ -182,6 +183,9 @@ def _check_space(needed: int, folder: str, target: str) -> None:
 # Temporary files -----------------------------------------------------------------------------------------------------
 
 
+_OURS = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
+
+
 def _prefix(target: str) -> str:
     """The prefix of a target's temporary files: a digest, since a long name leaves no room for more."""
     return f".ckptool-{hashlib.sha256(os.path.basename(target).encode('utf-8', 'surrogateescape')).hexdigest()[:16]}-"
@@ -233,14 +237,14 @@ def _lock(fd: int) -> bool | None:
 
 
 def _sweep(target: str) -> None:
-    """Removes what killed runs left for this target: only files that nobody has locked."""
-    sweep_folder(os.path.dirname(absolute(target)), _prefix(target))
+    """Removes what killed runs left beside this target, for it or for another."""
+    sweep_folder(os.path.dirname(absolute(target)))
 
 
-def sweep_folder(folder: str, prefix: str = ".ckptool-") -> None:
-    """Removes what killed runs left in a folder, for all targets in it or for those of a prefix."""
+def sweep_folder(folder: str) -> None:
+    """Removes what killed runs left in a folder, for whatever target: only what has one of our names and no lock."""
     try:
-        names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".tmp")]
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
     except OSError:
         return  # a folder that may be written to but not listed
     for name in names:

@@ -411,7 +411,7 @@ def _ranks(tmp_path: Path, name: str, count: int, upto: int, seed: int | None) -
 
 
 RANKS = """
-import sys, torch
+import os, sys, torch
 import ckptool
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()
@@ -435,6 +435,7 @@ for step, (batch,) in run.batches(loader, steps=9):
     if step == int(sys.argv[2]):
         break
 torch.distributed.destroy_process_group()
+os._exit(0)  # gloo's threads abort the process at times while the interpreter is taken down
 """
 
 
