@@ -22,7 +22,7 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import Path, address, item_at, walk
+from ckptool.checkpoint.tree import Path, address, children, item_at, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats import named
 from ckptool.pickles.plain.values import expand
@@ -92,10 +92,10 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
     """Weights that are an entry of the file, or one set of several, so that the file is not a state dict."""
     take = () if is_taken else (command("convert", FILE / address(root.path), out=OUT),)
     averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
-    tops = list(found.tree) if isinstance(found.tree, dict) else range(len(found.tree))
+    tops = [key for key, _ in children(found.tree)]
     others = [printable(str(key)) + (" (an average)" if key in averages else "") for key in tops if key != root.path[0]]
     says = _unexpected(str(tops[0]))
-    inside = f"checkpoint{''.join(f'[{segment!r}]' for segment in root.path)}"
+    inside = _in_python(found.tree, root.path) + (".state_dict()" if root.module is not None else "")
     if is_taken and named(found.container).is_folder:  # which torch.load does not read
         inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
     python = f"in Python: model.load_state_dict({printable(inside)})"
@@ -107,6 +107,16 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
     beside = f", beside {listed(others, 3)}" if others else ""
     what = f"the weights are the entry {printable(root.address)}{beside}"
     return Finding("nested-weights", what, says, False, (), f"Or {python}", take, Stage.PLACE)
+
+
+def _in_python(tree: Any, path: Path) -> str:
+    """What a part of a loaded checkpoint is in Python: `checkpoint['learner'].model`."""
+    text, node = "checkpoint", tree
+    for key in path:
+        own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
+        text += f".{key}" if own else f"[{key!r}]"
+        node = dict(children(node)).get(key)
+    return text
 
 
 def _no_weights(found: Listing) -> Iterator[Finding]:

@@ -46,8 +46,8 @@ class ScannedFile:
     """A checkpoint of a folder.
 
     state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
-    random states), `recovered-file`, or the code of the error that opening or verifying it gave; in `problem` the
-    sentence.  part: of what it is only a part.
+    random states), `recovered-file`, `unsafe-global` (loading it would run unknown code), or the code of the error that
+    opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified:
     seconds since 1970.
@@ -127,7 +127,8 @@ def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]
         return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
     for note in marks.recovered_notes(checkpoint.metadata):
         return note.code, note.message
-    return GOOD, ""
+    unsafe = (note.message for note in found.notes if note.code == "unsafe-global")
+    return ("unsafe-global", message) if (message := next(unsafe, "")) else (GOOD, "")
 
 
 def damaged(path: str, error: CkptoolError) -> ScannedFile:

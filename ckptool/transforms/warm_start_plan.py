@@ -290,12 +290,15 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
     if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
         tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
         draft.notes.append(Note("zero-dim", f"{printable(key)} [1] taken as []"))
+    way = draft.ways.get(name)
+    if not about and way is not None and (way.old or way.new):
+        about = "shape"  # 14x20 to 20x14 has as many tokens
     if not about:
         draft.loaded.append(Loaded(key, name, expected.kind, expected.numel))
         draft.chosen[name] = Assignment(key, tensor)
         return
     part = _part(tensor, expected, on_mismatch) if about == "shape" else None
-    done, way = SKIPPED if on_mismatch == "skip" else REFUSED, draft.ways.get(name)
+    done = SKIPPED if on_mismatch == "skip" else REFUSED
     if about == "shape" and way is not None and isinstance(tensor, TensorEntry):
         done, shape = RESIZED, expected.shape or ()
         made = draft.resized.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))

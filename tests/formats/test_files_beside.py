@@ -173,4 +173,6 @@ def test_a_pickle_of_any_name_is_judged_where_the_folder_is_no_checkpoint(name: 
     (tmp_path / name).write_bytes(program(CALL))
     judged = run("scan", tmp_path)
     assert judged.code == 1 and f"{name}: " in judged.out
+    (row,) = (row for row in ckptool.scan(tmp_path).files if row.path.endswith(name))
+    assert row.state == "unsafe-global"
     assert run("scan", tmp_path, "--latest-good", "-q").out.strip().endswith("model.safetensors")

@@ -153,3 +153,22 @@ def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:
     assert torch.equal(large.weight[:7], small.weight) and not mine.state
     assert torch.allclose(large.weight[7:], small.weight.mean(0))
     assert report.optimizer is not None and report.optimizer.left_out == (("weight", "its parameter is resized"),)
+
+
+def test_a_grid_that_keeps_its_number_of_tokens_is_resized_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    file = saved({"p": torch.randn(1, 280, 4), "w": torch.ones(4)}, tmp_path / "a.pt")
+    target = saved({"p": torch.zeros(1, 280, 4), "w": torch.zeros(4)}, tmp_path / "b.pt")
+    image = torch.load(file)["p"].reshape(1, 14, 20, 4).permute(0, 3, 1, 2)
+    for mode in ("bicubic", "bilinear"):
+        ways = {
+            "from=14x20, to=20x14": functional.interpolate(image, (20, 14), mode=mode),
+            "from=14x20, to=14x20": image,
+        }
+        for sides, wanted in ways.items():
+            out = tmp_path / f"{mode}{sides}.pt"
+            report, done = warm_started(file, target, out, resize=f"p={mode}({sides})")
+            assert torch.allclose(done["p"], wanted.permute(0, 2, 3, 1).reshape(1, 280, 4), atol=1e-5)
+            assert [fact.how for fact in report.loaded if fact.target == "p"] == ["resized"]
+    with pytest.raises(UsageError, match="cannot become"):
+        warm_started(file, target, tmp_path / "c.pt", resize="p=bicubic(from=14x20, to=10x14)")
