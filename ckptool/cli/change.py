@@ -8,8 +8,6 @@ from enum import Enum
 from functools import partial as with_options
 from typing import Annotated, Any
 
-import typer
-
 from ckptool.cli.options import (
     AsJson,
     At,
@@ -24,7 +22,9 @@ from ckptool.cli.options import (
     Out,
     OutputOptions,
     Part,
+    argument,
     examples,
+    option,
     write_each,
     writes,
 )
@@ -38,10 +38,9 @@ def strip_module(
     files: ChangedFiles,
     target: ChangeOutputOptions,
     prefix: Annotated[
-        list[str] | None,
-        typer.Option("--prefix", metavar="PREFIX", help="Remove this instead of the wrappers' prefixes. Repeatable."),
+        list[str] | None, option("--prefix PREFIX", "Remove this instead of the wrappers' prefixes. Repeatable.")
     ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="Go ahead where only some keys have module.")] = False,
+    partial: Annotated[bool, option("--partial", "Go ahead where only some keys have module.")] = False,
 ) -> Answers:
     """Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys."""
     from ckptool.verbs.strip_module import strip_module
@@ -54,9 +53,7 @@ def strip_module(
 def add_module(
     files: ChangedFiles,
     target: ChangeOutputOptions,
-    prefix: Annotated[
-        str, typer.Option("--prefix", metavar="PREFIX", help="The prefix to add to every key.")
-    ] = "module.",
+    prefix: Annotated[str, option("--prefix PREFIX", "The prefix to add to every key.")] = "module.",
 ) -> Answers:
     """Add module. in front of the keys, as DataParallel does."""
     from ckptool.verbs.add_module import add_module
@@ -69,15 +66,14 @@ def add_module(
 def rename(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FILE|RULE",
-            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
+        argument(
+            "FILE|RULE",
+            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
             " for whole keys: * stands for anything, {n} for anything without a dot.",
-            show_default=False,
         ),
     ],
     target: ChangeOutputOptions,
-    rules: Annotated[str | None, typer.Option("--rules", metavar="FILE.yaml", help="More rules, from a file.")] = None,
+    rules: Annotated[str | None, option("--rules FILE.yaml", "More rules, from a file.")] = None,
 ) -> Answers:
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches wins."""
     from ckptool.verbs.rename import rename
@@ -98,44 +94,29 @@ def translate(
     target: ChangeOutputOptions,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="FILE|RULE",
-            help="Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
+        argument(
+            "FILE|RULE",
+            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
             " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md).",
-            show_default=False,
         ),
     ] = None,
     rules: Annotated[
-        str | None,
-        typer.Option("--rules", metavar="FILE.yaml|LAYOUT", help="More rules, from a file; or a layout that ships."),
+        str | None, option("--rules FILE.yaml|LAYOUT", "More rules, from a file; or a layout that ships.")
     ] = None,
     set: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=NUMBER", help="A variable of the rules; else config.json has it. Repeatable."
-        ),
+        list[str] | None, option("--set NAME=NUMBER", "A variable of the rules; else config.json has it. Repeatable.")
     ] = None,
-    reverse: Annotated[
-        bool, typer.Option("--reverse", help="Apply the inverse rules. A layout finds out itself.")
-    ] = False,
-    rest: Annotated[
-        str, typer.Option("--rest", metavar="WHAT", help="Keys that no rule takes: refuse, keep or drop them.")
-    ] = "refuse",
-    shipped: Annotated[
-        bool, typer.Option("--list", help="List the layouts that ship; with --rules, what one needs.")
-    ] = False,
+    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
+    rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
+    shipped: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
     like: Annotated[
-        str | None,
-        typer.Option(
-            "--like", metavar="DIR", help="Take configuration and tokenizer for an output folder from this one."
-        ),
+        str | None, option("--like DIR", "Take configuration and tokenizer for an output folder from this one.")
     ] = None,
     shard_size: Annotated[
-        str | None,
-        typer.Option("--shard-size", metavar="SIZE", help="Write a folder of files of at most this size: 5GB."),
+        str | None, option("--shard-size SIZE", "Write a folder of files of at most this size: 5GB.")
     ] = None,
     find: Annotated[
-        bool, typer.Option("--find", help="Of two files A B: find the rules that make B of A; -o writes them.")
+        bool, option("--find", "Of two files A B: find the rules that make B of A; -o writes them.")
     ] = False,
 ) -> Answers:
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
@@ -210,12 +191,9 @@ def _files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[
 def remap(
     files: ChangedFiles,
     target: ChangeOutputOptions,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="DEVICE", help="Device for everything: cpu, cuda:0, …")
-    ] = None,
+    to: Annotated[str | None, option("--to DEVICE", "Device for everything: cpu, cuda:0, …")] = None,
     moves: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="OLD=NEW", help="Move only what is on OLD: cuda:1=cuda:0. Repeatable."),
+        list[str] | None, option("--map OLD=NEW", "Move only what is on OLD: cuda:1=cuda:0. Repeatable.")
     ] = None,
 ) -> Answers:
     """Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine."""
@@ -234,18 +212,13 @@ def remap(
 def cast(
     files: ChangedFiles,
     target: ChangeOutputOptions,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="bf16, f16, f32, float8_e4m3fn, …", show_default=False)
-    ],
+    dtype: Annotated[str, option("--dtype DTYPE", "bf16, f16, f32, float8_e4m3fn, …", show_default=False)],
     only: Only = None,
     exclude: Exclude = None,
     dequantize: Annotated[
-        bool,
-        typer.Option("--dequantize", help="Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales."),
+        bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
     ] = False,
-    block_size: Annotated[
-        str, typer.Option("--block-size", metavar="RxC", help="With --dequantize: the block that shares a scale.")
-    ] = "",
+    block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
 ) -> Answers:
     """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
     from ckptool.verbs.cast import cast
@@ -262,15 +235,11 @@ def edit(
     files: ChangedFiles,
     target: ChangeOutputOptions,
     drop: Annotated[
-        list[str] | None,
-        typer.Option("--drop", metavar="PATTERN", help="Drop matching entries below the address. Repeatable."),
+        list[str] | None, option("--drop PATTERN", "Drop matching entries below the address. Repeatable.")
     ] = None,
-    set: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PATH:=JSON", help="Set a plain value: epoch:=3. Repeatable.")
-    ] = None,
+    set: Annotated[list[str] | None, option("--set PATH:=JSON", "Set a plain value: epoch:=3. Repeatable.")] = None,
     tensor: Annotated[
-        list[str] | None,
-        typer.Option("--tensor", metavar="PATH=FILE.npy", help="Give a tensor new values. Repeatable."),
+        list[str] | None, option("--tensor PATH=FILE.npy", "Give a tensor new values. Repeatable.")
     ] = None,
 ) -> Answers:
     """Drop entries, set plain values, replace the values of tensors."""
@@ -289,11 +258,9 @@ def slim(
     files: ChangedFiles,
     target: ChangeOutputOptions,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool separates them again on load.")
+        bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
     ] = False,
-    keep_optimizer: Annotated[
-        bool, typer.Option("--keep-optimizer", help="Drop only bytes that no tensor uses.")
-    ] = False,
+    keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
 ) -> Answers:
     """Drop optimizer state and the unused bytes behind slices, and report what each saved."""
     from ckptool.verbs.slim import slim
@@ -323,61 +290,47 @@ class OptimizerAs(str, Enum):
 def convert(
     files: Files,
     target: OutputOptions,
-    all: Annotated[bool, typer.Option("--all", help="Keep everything, so that converting back restores it.")] = False,
+    all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = None,
     exclude: Exclude = None,
     ties: Annotated[
-        Ties, typer.Option("--ties", help="Tied tensors: stored once and recorded, or copied for each name.")
+        Ties, option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
     ] = Ties.record,
-    materialize: Annotated[bool, typer.Option("--materialize", help="Write expanded views out in full.")] = False,
+    materialize: Annotated[bool, option("--materialize", "Write expanded views out in full.")] = False,
     weights_only: Annotated[
-        bool,
-        typer.Option(
-            "--weights-only", help="Write plain values in place of what torch.load(weights_only=True) refuses."
-        ),
+        bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
     ] = False,
     shard_size: Annotated[
         str | None,
-        typer.Option(
-            "--shard-size",
-            metavar="SIZE",
-            help="Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index.",
+        option(
+            "--shard-size SIZE", "Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index."
         ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against",
-            metavar="MODEL",
-            help="A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters.",
+        option(
+            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
         ),
     ] = None,
     like: Annotated[
-        str | None,
-        typer.Option("--like", metavar="DIR", help="Copy config and tokenizer from this folder of the same model."),
+        str | None, option("--like DIR", "Copy config and tokenizer from this folder of the same model.")
     ] = None,
-    variant: Annotated[
-        str, typer.Option("--variant", metavar="NAME", help="Add fp16, … to the names of a folder's weight files.")
-    ] = "",
+    variant: Annotated[str, option("--variant NAME", "Add fp16, … to the names of a folder's weight files.")] = "",
     optimizer_as: Annotated[
         OptimizerAs | None,
-        typer.Option("--optimizer-as", help="Optimizer state by parameter name, by number, or as state.NAME.KEY."),
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
     ] = None,
     rules: Annotated[
         str | None,
-        typer.Option(
-            "--rules",
-            metavar="FILE.yaml",
-            help="Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers.",
+        option(
+            "--rules FILE.yaml", "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
         ),
     ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", metavar="N", help="Shard a .dcp folder for N ranks; it loads at any world size."),
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
     ] = None,
     shard_dim: Annotated[
-        int | None,
-        typer.Option("--shard-dim", metavar="D", help="With --ranks: shard tensors along this dimension (0)."),
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
     ] = None,
     at: At = None,
     part: Part = False,
@@ -437,21 +390,13 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @examples(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.",
-            show_default=False,
-        ),
-    ],
+    file: Annotated[str, argument("FILE", "A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
     out: Out = None,
     fill_from: Annotated[
         str | None,
-        typer.Option(
-            "--fill-from",
-            metavar="OTHER",
-            help="Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
+        option(
+            "--fill-from OTHER",
+            "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
         ),
     ] = None,
     force: Force = False,
@@ -486,12 +431,8 @@ class Form(str, Enum):
 def bake(
     files: ChangedFiles,
     target: ChangeOutputOptions,
-    spectral: Annotated[
-        bool, typer.Option("--spectral", help="Fold spectral norm too, using its stored vectors.")
-    ] = False,
-    form: Annotated[
-        Form, typer.Option("--form", help="plain folds; old and new rename the parts of weight norm.")
-    ] = Form.plain,
+    spectral: Annotated[bool, option("--spectral", "Fold spectral norm too, using its stored vectors.")] = False,
+    form: Annotated[Form, option("--form", "plain folds; old and new rename the parts of weight norm.")] = Form.plain,
 ) -> Answers:
     """Fold weight norm and pruning into plain weights."""
     from ckptool.verbs.bake import bake

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-import typer
-
 from ckptool.cli.options import (
     AsJson,
     At,
@@ -22,7 +20,9 @@ from ckptool.cli.options import (
     OutputOptions,
     Part,
     Verify,
+    argument,
     examples,
+    option,
     write_each,
     writes,
 )
@@ -38,28 +38,21 @@ def bundle(
     target: OutputOptions,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="NAME=FILE|NAME:=JSON|FILE",
-            help="Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change.",
-            show_default=False,
+        argument(
+            "NAME=FILE|NAME:=JSON|FILE",
+            "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change.",
         ),
     ] = None,
     add: Annotated[
-        list[str] | None,
-        typer.Option("--add", metavar="NAME=FILE", help="Add a member (or NAME:=JSON) to the bundle. Repeatable."),
+        list[str] | None, option("--add NAME=FILE", "Add a member (or NAME:=JSON) to the bundle. Repeatable.")
     ] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option("--drop", metavar="NAME", help="Drop a member of the bundle. Repeatable.")
-    ] = None,
+    drop: Annotated[list[str] | None, option("--drop NAME", "Drop a member of the bundle. Repeatable.")] = None,
     rename: Annotated[
-        list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="Rename a member of the bundle. Repeatable."),
+        list[str] | None, option("--rename OLD=NEW", "Rename a member of the bundle. Repeatable.")
     ] = None,
-    from_folder: Annotated[
-        str | None, typer.Option("--from", metavar="DIR", help="Reassemble what unbundle wrote to DIR.")
-    ] = None,
+    from_folder: Annotated[str | None, option("--from DIR", "Reassemble what unbundle wrote to DIR.")] = None,
     dedup: Annotated[
-        bool, typer.Option("--dedup", help="Store equal tensors once; ckptool separates them again on load.")
+        bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
     ] = False,
     part: Part = False,
 ) -> Answers:
@@ -143,12 +136,9 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
 def unbundle(
     file: File,
     folder: Annotated[
-        str | None,
-        typer.Option("-d", "--dir", metavar="DIR", help="Write the members and bundle.json into this new folder."),
+        str | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="NAME", help="Write only this member. Repeatable.")
-    ] = None,
+    only: Annotated[list[str] | None, option("--only NAME", "Write only this member. Repeatable.")] = None,
     container: Container = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -185,48 +175,27 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
 @partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 def average(
     files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE…",
-            help="Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.",
-            show_default=False,
-        ),
+        list[str], argument("FILE…", "Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.")
     ],
     target: OutputOptions,
-    weights: Annotated[
-        str | None, typer.Option("--weights", metavar="W,W,…", help="Weight of each file: 0.5,0.3,0.2.")
-    ] = None,
+    weights: Annotated[str | None, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.")] = None,
     weight: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--weight", metavar="PATTERN=W,W", help="Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable."
-        ),
+        list[str] | None, option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.")
     ] = None,
     ema: Annotated[
-        float | None,
-        typer.Option("--ema", metavar="DECAY", help="An exponential moving average over the files in order."),
+        float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
     ] = None,
-    method: Annotated[
-        str, typer.Option("--method", metavar="HOW", help="mean, slerp, task-arithmetic, ties or dare.")
-    ] = "mean",
+    method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
     base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="FILE", help="The model whose differences task-arithmetic, ties and dare add."),
+        str | None, option("--base FILE", "The model whose differences task-arithmetic, ties and dare add.")
     ] = None,
     density: Annotated[
-        str | None,
-        typer.Option("--density", metavar="D", help="Share of the differences that ties and dare keep (0.5)."),
+        str | None, option("--density D", "Share of the differences that ties and dare keep (0.5).")
     ] = None,
-    scale: Annotated[
-        float | None, typer.Option("--lambda", metavar="X", help="Scale of the sum of the differences (1).")
-    ] = None,
-    t: Annotated[
-        float | None, typer.Option("--t", metavar="T", help="For slerp: 0 is the first file, 1 the second (0.5).")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of what dare keeps (0).")] = None,
-    definition: Annotated[
-        str | None, typer.Option("--definition", metavar="WHOSE", help="Whose ties and dare: mergekit or peft.")
-    ] = None,
+    scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
+    t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
+    seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,
+    definition: Annotated[str | None, option("--definition WHOSE", "Whose ties and dare: mergekit or peft.")] = None,
     at: At = None,
     part: Part = False,
 ) -> Answers:
@@ -258,17 +227,10 @@ def average(
 
 
 Adapter = Annotated[
-    str,
-    typer.Argument(
-        metavar="ADAPTER",
-        help="A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one.",
-        show_default=False,
-    ),
+    str, argument("ADAPTER", "A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one.")
 ]
-Config = Annotated[
-    str | None, typer.Option("--config", metavar="FILE.json", help="Its adapter_config.json, if that is not beside it.")
-]
-Rank = Annotated[int, typer.Option("--rank", metavar="R", help="The rank of every module.", show_default=False)]
+Config = Annotated[str | None, option("--config FILE.json", "Its adapter_config.json, if that is not beside it.")]
+Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
 _one_output = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 
 
@@ -278,21 +240,15 @@ _one_output = partial(writes, without=("--dir", "--in-place", "--skip-refused", 
 )
 @_one_output
 def lora_merge(
-    base: Annotated[
-        str,
-        typer.Argument(
-            metavar="BASE", help="The weights that it is for, or FILE#ADDRESS for a part of one.", show_default=False
-        ),
-    ],
+    base: Annotated[str, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
     adapter: Adapter,
     target: OutputOptions,
     config: Config = None,
-    scale: Annotated[float, typer.Option("--scale", metavar="X", help="Multiply its changes by this.")] = 1.0,
+    scale: Annotated[float, option("--scale X", "Multiply its changes by this.")] = 1.0,
     at: At = None,
     part: Part = False,
     changed_base: Annotated[
-        bool,
-        typer.Option("--changed-base", help="BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed."),
+        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
     ] = False,
 ) -> Answers:
     """Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1."""
@@ -308,20 +264,14 @@ def lora_merge(
 )
 @_one_output
 def lora_extract(
-    tuned: Annotated[
-        str,
-        typer.Argument(
-            metavar="TUNED", help="The changed weights, FILE or FILE#ADDRESS for a part.", show_default=False
-        ),
-    ],
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The weights before.", show_default=False)],
+    tuned: Annotated[str, argument("TUNED", "The changed weights, FILE or FILE#ADDRESS for a part.")],
+    base: Annotated[str, argument("BASE", "The weights before.")],
     target: OutputOptions,
     rank: Rank,
     energy: Annotated[
-        float,
-        typer.Option("--energy", metavar="X", help="Of each matrix the smallest rank that keeps this share, 0.99."),
+        float, option("--energy X", "Of each matrix the smallest rank that keeps this share, 0.99.")
     ] = 1.0,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="The type of the factors.")] = "f32",
+    dtype: Annotated[str, option("--dtype DTYPE", "The type of the factors.")] = "f32",
     only: Only = None,
     exclude: Exclude = None,
 ) -> Answers:
@@ -351,18 +301,14 @@ def lora_resize(adapter: Adapter, target: OutputOptions, rank: Rank, config: Con
 def lora_convert(
     adapter: Adapter,
     target: OutputOptions,
-    to: Annotated[
-        str, typer.Option("--to", metavar="SCHEME", help="The names: peft, kohya or diffusers.", show_default=False)
-    ],
+    to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.", show_default=False)],
     base: Annotated[
-        list[str] | None,
-        typer.Option("--base", metavar="FILE", help="A model that it is for: resolves kohya's names. Repeatable."),
+        list[str] | None, option("--base FILE", "A model that it is for: resolves kohya's names. Repeatable.")
     ] = None,
     component: Annotated[
-        str | None,
-        typer.Option("--component", metavar="NAME", help="The model that it is for: unet, te, te1, te2, transformer."),
+        str | None, option("--component NAME", "The model that it is for: unet, te, te1, te2, transformer.")
     ] = None,
-    fold: Annotated[bool, typer.Option("--fold", help="Multiply the scales into the factors.")] = False,
+    fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: Config = None,
 ) -> Answers:
     """Write an adapter with the names of another library; its factors stay as they are."""

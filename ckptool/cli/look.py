@@ -9,10 +9,8 @@ from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
-import typer
-
 from ckptool.checkpoint.workers import Progress, checked_jobs
-from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, Out, examples
+from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, Out, argument, examples, option
 from ckptool.cli.output import Answer, Answers, each_answer, standard_input
 from ckptool.errors import UsageError, counted
 
@@ -30,31 +28,26 @@ class Sort(str, Enum):
 )
 def inspect(
     files: Files,
-    all: Annotated[bool, typer.Option("--all", help="Every tensor and entry, one line each.")] = False,
+    all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
     at: At = None,
-    sort: Annotated[Sort, typer.Option("--sort", help="Order of the listing; none keeps the file's own.")] = Sort.none,
+    sort: Annotated[Sort, option("--sort", "Order of the listing; none keeps the file's own.")] = Sort.none,
     depth: Annotated[
-        int | None,
-        typer.Option("--depth", min=0, metavar="N", help="Levels of the outline, instead of as many as fit."),
+        int | None, option("--depth N", "Levels of the outline, instead of as many as fit.", min=0)
     ] = None,
     stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data."),
+        bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data.")
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PATTERN",
-            help="Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
+        option(
+            "--only PATTERN",
+            "Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
         ),
     ] = None,
     code: Annotated[
-        bool, typer.Option("--code", help="The modules that hold the weights, as far as names and shapes tell.")
+        bool, option("--code", "The modules that hold the weights, as far as names and shapes tell.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Only addresses, one per line; of a run, its checkpoints.")
-    ] = False,
+    quiet: Annotated[bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
@@ -83,10 +76,8 @@ def _inspected(file: str, progress: Progress | None, options: dict[str, Any], sh
 def show(
     file: File,
     at: At = None,
-    slice: Annotated[
-        str | None, typer.Option("--slice", metavar="SLICE", help="Show only this slice of a tensor: '0:4,:'.")
-    ] = None,
-    all: Annotated[bool, typer.Option("--all", help="Show all of it, however large.")] = False,
+    slice: Annotated[str | None, option("--slice SLICE", "Show only this slice of a tensor: '0:4,:'.")] = None,
+    all: Annotated[bool, option("--all", "Show all of it, however large.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Show the values of one tensor, or any other entry: show model.pt#state_dict/fc.weight"""
@@ -98,39 +89,30 @@ def show(
 
 @examples(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"))
 def diff(
-    left: Annotated[
-        str, typer.Argument(metavar="A", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
-    ],
-    right: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    atol: Annotated[
-        float, typer.Option("--atol", min=0, metavar="X", help="Absolute tolerance: values this close count as equal.")
-    ] = 0.0,
+    left: Annotated[str, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
+    right: Annotated[str, argument("B", "Another.")],
+    atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", min=0)] = 0.0,
     rtol: Annotated[
-        float,
-        typer.Option("--rtol", min=0, metavar="X", help="Relative tolerance: the same, as a share of the value in B."),
+        float, option("--rtol X", "Relative tolerance: the same, as a share of the value in B.", min=0)
     ] = 0.0,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
-            "--ignore",
-            metavar="KIND",
-            help="device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
+        option(
+            "--ignore KIND",
+            "device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
         ),
     ] = None,
-    stat: Annotated[bool, typer.Option("--stat", help="Print only counts.")] = False,
-    name_only: Annotated[bool, typer.Option("--name-only", help="Print only the addresses of what differs.")] = False,
+    stat: Annotated[bool, option("--stat", "Print only counts.")] = False,
+    name_only: Annotated[bool, option("--name-only", "Print only the addresses of what differs.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Another order of keys, or another _metadata, is a difference, too.")
+        bool, option("--strict", "Another order of keys, or another _metadata, is a difference, too.")
     ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Trust equal stored checksums instead of reading the data.")
-    ] = False,
+    quick: Annotated[bool, option("--quick", "Trust equal stored checksums instead of reading the data.")] = False,
     only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Compare only what matches; read nothing else. Repeatable."),
+        list[str] | None, option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.")
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="A row for each tensor, instead of groups.")] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing; only set the exit code.")] = False,
+    all: Annotated[bool, option("--all", "A row for each tensor, instead of groups.")] = False,
+    quiet: Annotated[bool, option("-q --quiet", "Print nothing; only set the exit code.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."""
@@ -150,21 +132,16 @@ def diff(
 def verify(
     files: Files,
     at: At = None,
-    finite: Annotated[bool, typer.Option("--finite", help="Look for NaN and Inf as well.")] = False,
+    finite: Annotated[bool, option("--finite", "Look for NaN and Inf as well.")] = False,
     digest: Annotated[
-        bool, typer.Option("--digest", help="Print a digest of every tensor of the weights, and one of all of them.")
+        bool, option("--digest", "Print a digest of every tensor of the weights, and one of all of them.")
     ] = False,
-    write_digest: Annotated[
-        str | None, typer.Option("--write-digest", metavar="DIGESTS", help="Save the digests to this file.")
-    ] = None,
+    write_digest: Annotated[str | None, option("--write-digest DIGESTS", "Save the digests to this file.")] = None,
     against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="DIGESTS", help="Compare with saved digests, whatever the container."),
+        str | None, option("--against DIGESTS", "Compare with saved digests, whatever the container.")
     ] = None,
     force: Force = False,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Print only the names of files that are not fine.")
-    ] = False,
+    quiet: Annotated[bool, option("-q --quiet", "Print only the names of files that are not fine.")] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
@@ -194,22 +171,13 @@ def _verified(file: str, progress: Progress | None, digest: bool, quiet: bool, *
 )
 def doctor(
     file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE",
-            help="The checkpoint that does not load, or FILE#ADDRESS for a part of it.",
-            show_default=False,
-        ),
+        str | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
     ] = None,
     against: Annotated[
-        str | None,
-        typer.Option(
-            "--against", metavar="TARGET", help="The model to load it into: a checkpoint, a spec, or file.py:factory."
-        ),
+        str | None, option("--against TARGET", "The model to load it into: a checkpoint, a spec, or file.py:factory.")
     ] = None,
     error: Annotated[
-        str | None,
-        typer.Option("--error", metavar="TEXT|-", help="Explain this error message; - reads it from standard input."),
+        str | None, option("--error TEXT|-", "Explain this error message; - reads it from standard input.")
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
@@ -225,21 +193,15 @@ def doctor(
 @examples(("ckptool scan .", "every checkpoint here"), ("ckptool scan --latest-good -q .", "for scripts"))
 def scan(
     paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH",
-            help="Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.",
-            show_default=False,
-        ),
+        list[str], argument("PATH", "Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.")
     ],
     latest_good: Annotated[
-        bool, typer.Option("--latest-good", help="Print only the newest intact checkpoint. Exit 1: there is none.")
+        bool, option("--latest-good", "Print only the newest intact checkpoint. Exit 1: there is none.")
     ] = False,
     quiet: Annotated[
-        bool,
-        typer.Option("-q", "--quiet", help="With --latest-good print only its path; otherwise only set the exit code."),
+        bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Verify every checksum too. Reads all data.")] = False,
+    full: Annotated[bool, option("--full", "Verify every checksum too. Reads all data.")] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
@@ -270,23 +232,14 @@ def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool, jobs:
 def report(
     files: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FILE",
-            help="Checkpoints, or FILE#ADDRESS for a part of one; the folder of a run. Two are compared.",
-            show_default=False,
-        ),
+        argument("FILE", "Checkpoints, or FILE#ADDRESS for a part of one; the folder of a run. Two are compared."),
     ],
     run: Annotated[
-        str | None,
-        typer.Option("--run", metavar="RUN", help="Show the checkpoints and curves of the run in this folder."),
+        str | None, option("--run RUN", "Show the checkpoints and curves of the run in this folder.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against",
-            metavar="TARGET",
-            help="The model for the first file: a checkpoint, a spec, or file.py:factory.",
-        ),
+        option("--against TARGET", "The model for the first file: a checkpoint, a spec, or file.py:factory."),
     ] = None,
     out: Out = None,
     force: Force = False,

@@ -23,125 +23,84 @@ if TYPE_CHECKING:
     from ckptool.checkpoint.workers import Progress
     from ckptool.reports.save import Written
 
+
+def option(words: str, text: str, *, panel: str | None = None, **more: Any) -> Any:
+    """An option as its help prints it: its names and what stands for its value (`-o --out OUT`), then the text."""
+    names = [word for word in words.split() if word.startswith("-")]
+    metavar = words.removeprefix(" ".join(names)).strip() or None
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel, **more)
+
+
+def argument(word: str, text: str, show_default: bool = False) -> Any:
+    """An argument as its help prints it: what stands for its value, then the text."""
+    return typer.Argument(metavar=word, help=text, show_default=show_default)
+
+
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
-File = Annotated[
-    str, typer.Argument(metavar="FILE", help="A checkpoint, or FILE#ADDRESS for a part of it.", show_default=False)
-]
-Files = Annotated[
-    list[str],
-    typer.Argument(metavar="FILE", help="Checkpoints, or FILE#ADDRESS for a part of one.", show_default=False),
-]
+File = Annotated[str, argument("FILE", "A checkpoint, or FILE#ADDRESS for a part of it.")]
+Files = Annotated[list[str], argument("FILE", "Checkpoints, or FILE#ADDRESS for a part of one.")]
 At = Annotated[
-    str | None,
-    typer.Option(
-        "--at", metavar="ADDRESS", help="Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS."
-    ),
+    str | None, option("--at ADDRESS", "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS.")
 ]
 ChangedFiles = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help="Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file.",
-        show_default=False,
-    ),
+    list[str], argument("FILE", "Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file.")
 ]
 ChangedAt = Annotated[
-    str | None,
-    typer.Option(
-        "--at",
-        metavar="ADDRESS",
-        help="Change only this part, and write the whole file. The same as FILE#ADDRESS.",
-    ),
+    str | None, option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.")
 ]
 _PAYS = "Work on N files at a time, each in its own process. Pays for many files, with several cores or slow storage."
-Jobs = Annotated[int, typer.Option("--jobs", metavar="N", help=_PAYS)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Jobs = Annotated[int, option("--jobs N", _PAYS)]
+AsJson = Annotated[bool, option("--json", "Print one JSON object.")]
 AsForm = Annotated[
-    AnswerForm | None,
-    typer.Option("--format", metavar="FORM", help="text, json, or markdown: for a job summary or a comment."),
+    AnswerForm | None, option("--format FORM", "text, json, or markdown: for a job summary or a comment.")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="PATTERN",
-        help="Only keys that match; * also matches dots, re: starts a regular expression. Repeatable.",
-    ),
+    option("--only PATTERN", "Only keys that match; * also matches dots, re: starts a regular expression. Repeatable."),
 ]
-Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Skip keys that match. Repeatable.")
-]
+Exclude = Annotated[list[str] | None, option("--exclude PATTERN", "Skip keys that match. Repeatable.")]
 
 Part = Annotated[
-    bool,
-    typer.Option("--part", help="Accept what is only a part of a checkpoint: one rank's file, one shard of several."),
+    bool, option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.")
 ]
 
 _OUTPUT = "Where to"
-Out = Annotated[
-    str | None, typer.Option("-o", "--out", metavar="OUT", help="Write this new file.", rich_help_panel=_OUTPUT)
-]
+Out = Annotated[str | None, option("-o --out OUT", "Write this new file.", panel=_OUTPUT)]
 Folder = Annotated[
     str | None,
-    typer.Option(
-        "-d",
-        "--dir",
-        metavar="DIR",
-        help="Write into this folder, under the same names; it is created if needed.",
-        rich_help_panel=_OUTPUT,
-    ),
+    option("-d --dir DIR", "Write into this folder, under the same names; it is created if needed.", panel=_OUTPUT),
 ]
 InPlace = Annotated[
-    bool,
-    typer.Option(
-        "--in-place",
-        help="Change the files themselves; killed at any instant, they stay intact.",
-        rich_help_panel=_OUTPUT,
-    ),
+    bool, option("--in-place", "Change the files themselves; killed at any instant, they stay intact.", panel=_OUTPUT)
 ]
-Force = Annotated[bool, typer.Option("-f", "--force", help="Replace existing outputs.", rich_help_panel=_OUTPUT)]
-DryRun = Annotated[
-    bool, typer.Option("-n", "--dry-run", help="Show what would be done; write nothing.", rich_help_panel=_OUTPUT)
-]
+Force = Annotated[bool, option("-f --force", "Replace existing outputs.", panel=_OUTPUT)]
+DryRun = Annotated[bool, option("-n --dry-run", "Show what would be done; write nothing.", panel=_OUTPUT)]
 Verify = Annotated[
     bool,
-    typer.Option(
+    option(
         "--verify",
-        help="Check the input's checksums, then re-read the output and compare every tensor before it gets its name.",
-        rich_help_panel=_OUTPUT,
+        "Check the input's checksums, then re-read the output and compare every tensor before it gets its name.",
+        panel=_OUTPUT,
     ),
 ]
 KeepUnknown = Annotated[
     bool,
-    typer.Option(
-        "--keep-unknown",
-        help="Keep calls of unknown functions; whoever loads the file will run them.",
-        rich_help_panel=_OUTPUT,
-    ),
+    option("--keep-unknown", "Keep calls of unknown functions; whoever loads the file will run them.", panel=_OUTPUT),
 ]
 Container = Annotated[
     str | None,
-    typer.Option(
-        "--to",
-        metavar="CONTAINER",
-        help="Write this container (torch-zip, safetensors, sharded, sharded-bin, dcp, npz), whatever the suffix.",
-        rich_help_panel=_OUTPUT,
+    option(
+        "--to CONTAINER",
+        "Write this container (torch-zip, safetensors, sharded, sharded-bin, dcp, npz), whatever the suffix.",
+        panel=_OUTPUT,
     ),
 ]
 
 SkipRefused = Annotated[
-    bool,
-    typer.Option(
-        "--skip-refused",
-        help="If one of several files is refused, write the others. Exit 1.",
-        rich_help_panel=_OUTPUT,
-    ),
+    bool, option("--skip-refused", "If one of several files is refused, write the others. Exit 1.", panel=_OUTPUT)
 ]
-Extract = Annotated[
-    bool,
-    typer.Option("--extract", help="Write only the part at the address, changed.", rich_help_panel=_OUTPUT),
-]
+Extract = Annotated[bool, option("--extract", "Write only the part at the address, changed.", panel=_OUTPUT)]
 
 
 @dataclass(frozen=True)

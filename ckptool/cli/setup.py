@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptool.cli.options import AsJson, DryRun, Force, Jobs, examples
+from ckptool.cli.options import AsJson, DryRun, Force, Jobs, argument, examples, option
 from ckptool.cli.output import Answer, Answers, Printed, each_answer, standard_input
 from ckptool.reports.train import Page
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @examples(("ckptool demo playground", "two checkpoints in a new folder, and what to try"))
 def demo(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The new folder.")] = "ckptool-demo",
+    folder: Annotated[str, argument("FOLDER", "The new folder.", show_default=True)] = "ckptool-demo",
     force: Force = False,
     as_json: AsJson = False,
 ) -> Answers:
@@ -39,10 +39,8 @@ def demo(
 def explain(
     code: Annotated[
         str,
-        typer.Argument(
-            metavar="[CODE|-]",
-            help="The code of a note or error; - reads a message from standard input. Without it: list all.",
-            show_default=False,
+        argument(
+            "[CODE|-]", "The code of a note or error; - reads a message from standard input. Without it: list all."
         ),
     ] = "",
     as_json: AsJson = False,
@@ -60,12 +58,7 @@ def explain(
 )
 def schema(
     verb: Annotated[
-        str,
-        typer.Argument(
-            metavar="[VERB]",
-            help="A command, or a schema such as error or ckptool.diff/1. Without it: list all.",
-            show_default=False,
-        ),
+        str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/1. Without it: list all.")
     ] = "",
     as_json: AsJson = False,
 ) -> Answers:
@@ -87,7 +80,7 @@ class Shell(str, Enum):
     ("ckptool completion fish", "to ~/.config/fish/completions/ckptool.fish"),
 )
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
+    shell: Annotated[Shell, argument("SHELL", "bash, zsh or fish.")],
     as_json: AsJson = False,
 ) -> Answers:
     """Print a shell's completion script: commands, options, values, and after model.pt# the names in the file."""
@@ -96,10 +89,8 @@ def completion(
 
 @examples(("ckptool git-setup -n", "what it would do"), ("ckptool git-setup --remove", "git as it was before"))
 def git_setup(
-    everywhere: Annotated[
-        bool, typer.Option("--global", help="Set up all your repositories, not only this one.")
-    ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove exactly what git-setup added.")] = False,
+    everywhere: Annotated[bool, option("--global", "Set up all your repositories, not only this one.")] = False,
+    remove: Annotated[bool, option("--remove", "Remove exactly what git-setup added.")] = False,
     dry_run: DryRun = False,
     textconv: Annotated[str | None, typer.Option("--textconv", metavar="FILE", hidden=True)] = None,
     as_json: AsJson = False,
@@ -119,13 +110,9 @@ def git_setup(
     ("ckptool git-check model.pt --allow non-finite", "NaN and Inf are accepted"),
 )
 def git_check(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Files to be committed.", show_default=False)],
-    max_size: Annotated[
-        float, typer.Option("--max-size", min=0, metavar="MB", help="Largest file that git may store without git-lfs.")
-    ] = 10,
-    allow: Annotated[
-        list[str] | None, typer.Option("--allow", metavar="CODE", help="Accept this problem. Repeatable.")
-    ] = None,
+    files: Annotated[list[str], argument("FILE", "Files to be committed.")],
+    max_size: Annotated[float, option("--max-size MB", "Largest file that git may store without git-lfs.", min=0)] = 10,
+    allow: Annotated[list[str] | None, option("--allow CODE", "Accept this problem. Repeatable.")] = None,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:

@@ -10,8 +10,6 @@ from contextlib import nullcontext, redirect_stdout
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ckptool.cli.options import (
     AsJson,
     At,
@@ -25,7 +23,9 @@ from ckptool.cli.options import (
     Out,
     Part,
     Verify,
+    argument,
     examples,
+    option,
 )
 from ckptool.cli.output import Answer, Answers, progress_bar, status_line, tell, training_progress
 from ckptool.errors import UsageError
@@ -45,10 +45,9 @@ class OnMismatch(str, Enum):
 
 Against = Annotated[
     str,
-    typer.Option(
-        "--against",
-        metavar="TARGET",
-        help="The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory.",
+    option(
+        "--against TARGET",
+        "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory.",
         show_default=False,
     ),
 ]
@@ -63,32 +62,24 @@ def warm_start(
     file: File,
     against: Against,
     at: At = None,
-    rename: Annotated[
-        list[str] | None, typer.Option("--rename", metavar="RULE", help="'OLD => NEW' for keys of FILE. Repeatable.")
-    ] = None,
-    rules: Annotated[str | None, typer.Option("--rules", metavar="FILE", help="A YAML file of such rules.")] = None,
+    rename: Annotated[list[str] | None, option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.")] = None,
+    rules: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = None,
     exclude: Exclude = None,
     on_mismatch: Annotated[
-        OnMismatch,
-        typer.Option("--on-mismatch", help="Tensors of another shape: refuse, keep the model's, slice, pad, resize."),
+        OnMismatch, option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad, resize.")
     ] = OnMismatch.error,
     resize: Annotated[
         list[str] | None,
-        typer.Option(
-            "--resize", metavar="PATTERN=HOW", help="How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable."
-        ),
+        option("--resize PATTERN=HOW", "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable."),
     ] = None,
     min_loaded: Annotated[
-        float | None,
-        typer.Option("--min-loaded", metavar="SHARE", help="Require this share of the values: 0.95; else half."),
+        float | None, option("--min-loaded SHARE", "Require this share of the values: 0.95; else half.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Allow no missing and no unexpected names.")] = False,
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Take the optimizer's state along, by parameter name.")
-    ] = False,
+    strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
+    optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
     suggest: Annotated[
-        str | None, typer.Option("--suggest", metavar="FILE", help="Write rules that would make more fit, for --rules.")
+        str | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
     ] = None,
     out: Out = None,
     force: Force = False,
@@ -132,12 +123,7 @@ def warm_start(
 @examples(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
 def spec(
     target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A checkpoint, FILE#ADDRESS for a part of it, file.py:factory, or pkg.module:factory.",
-            show_default=False,
-        ),
+        str, argument("TARGET", "A checkpoint, FILE#ADDRESS for a part of it, file.py:factory, or pkg.module:factory.")
     ],
     at: At = None,
     part: Part = False,
@@ -155,10 +141,9 @@ def spec(
 
 
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the configuration: train.steps=3000. Repeatable."),
+    list[str] | None, option("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000. Repeatable.")
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")]
+Quiet = Annotated[bool, option("-q --quiet", "Show no progress.")]
 
 
 class Resume(str, Enum):
@@ -173,18 +158,16 @@ class Resume(str, Enum):
     ("ckptool train run.yaml --set optim.main.lr=3e-4", "override a value"),
 )
 def train(
-    config: Annotated[
-        str | None, typer.Argument(metavar="run.yaml", help="The configuration of the run.", show_default=False)
-    ] = None,
+    config: Annotated[str | None, argument("run.yaml", "The configuration of the run.")] = None,
     set: Set = None,
     resume: Annotated[
-        Resume, typer.Option("--resume", help="auto: start or resume the run; must: only resume it.")
+        Resume, option("--resume", "auto: start or resume the run; must: only resume it.")
     ] = Resume.never,
     dry_run: Annotated[
-        bool, typer.Option("-n", "--dry-run", help="Run one step, save, reload, compare; leave nothing behind.")
+        bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
     ] = False,
-    init: Annotated[bool, typer.Option("--init", help="Print a configuration with every key explained.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a configuration.")] = False,
+    init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
+    schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> Answers:
@@ -206,7 +189,7 @@ def train(
 
 @examples(("ckptool resume runs/basic", "continue where it was killed"))
 def resume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: Annotated[str, argument("RUN", "The folder of a run.")],
     set: Set = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -227,16 +210,11 @@ class On(str, Enum):
     ("ckptool eval runs/basic --checkpoint 400 --on test", "another, on data.test"),
 )
 def eval(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: Annotated[str, argument("RUN", "The folder of a run.")],
     checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--checkpoint", metavar="STEP", help="A step, best or newest. Default: the best.", show_default=False
-        ),
+        str | None, option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False)
     ] = None,
-    on: Annotated[
-        On, typer.Option("--on", help="Evaluate on data.val (or what is held out), or on data.test.")
-    ] = On.val,
+    on: Annotated[On, option("--on", "Evaluate on data.val (or what is held out), or on data.test.")] = On.val,
     set: Set = None,
     as_json: AsJson = False,
 ) -> Answers:
@@ -250,12 +228,8 @@ def eval(
 
 @examples(("ckptool prune runs/basic -n", "what would be deleted"))
 def prune(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
-    ],
-    dry_run: Annotated[
-        bool, typer.Option("-n", "--dry-run", help="Show what would be deleted; delete nothing.")
-    ] = False,
+    run: Annotated[str, argument("RUN", "The folder of a run, not FILE#ADDRESS.")],
+    dry_run: Annotated[bool, option("-n --dry-run", "Show what would be deleted; delete nothing.")] = False,
     set: Set = None,
     as_json: AsJson = False,
 ) -> Answers:
@@ -272,32 +246,26 @@ def prune(
 def prove(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="run.yaml | -- COMMAND",
-            help="The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
-            show_default=False,
+        argument(
+            "run.yaml | -- COMMAND",
+            "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
         ),
     ],
     set: Set = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, metavar="N", help="Length of the run in steps.")] = 300,
-    kills: Annotated[int, typer.Option("--kills", min=1, metavar="N", help="Number of kills.")] = 5,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of where the kills fall.")] = 0,
-    exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Kill a short run at every file-system event too.")
-    ] = False,
+    steps: Annotated[int, option("--steps N", "Length of the run in steps.", min=2)] = 300,
+    kills: Annotated[int, option("--kills N", "Number of kills.", min=1)] = 5,
+    seed: Annotated[int, option("--seed N", "Seed of where the kills fall.")] = 0,
+    exhaustive: Annotated[bool, option("--exhaustive", "Kill a short run at every file-system event too.")] = False,
     processes: Annotated[
         int | None,
-        typer.Option(
-            "--processes",
+        option(
+            "--processes N",
+            "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU.",
             min=1,
-            metavar="N",
-            help="With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU.",
             show_default=False,
         ),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1, metavar="SECONDS", help="For one process of a command.")
-    ] = 600,
+    timeout: Annotated[float, option("--timeout SECONDS", "For one process of a command.", min=1)] = 600,
     as_json: AsJson = False,
 ) -> Answers:
     """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
@@ -322,12 +290,9 @@ def prove(
 
 @examples(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))
 def plot(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a run, not FILE#ADDRESS.", show_default=False)
-    ],
+    run: Annotated[str, argument("RUN", "The folder of a run, not FILE#ADDRESS.")],
     only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Draw only this curve, or those that match a pattern. Repeatable."),
+        list[str] | None, option("--only NAME", "Draw only this curve, or those that match a pattern. Repeatable.")
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
