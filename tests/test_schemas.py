@@ -193,7 +193,7 @@ def test_every_command_and_every_renderer_has_a_schema() -> None:
     names = schema().names
     assert set(COMMANDS) <= {verb for _, verbs in names.values() for verb in verbs}
     texts = "".join(path.read_text() for path in (HOME / "ckptool" / "render").glob("*.py"))
-    assert set(re.findall(r'"schema": f?"ckptool\.([\w-]+)/1"', texts)) == set(names) - {"spec"}
+    assert set(re.findall(r'(?:"schema": "ckptool\.|document\(\s*\w+,\s*")([\w-]+)', texts)) == set(names) - {"spec"}
 
 
 @pytest.mark.parametrize("name", ["inspect", "ckptool.diff/1", "error", "lora merge"])

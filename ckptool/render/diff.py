@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from math import inf
 from typing import Any, TypeVar
 
@@ -327,10 +326,8 @@ def diff_json(found: Diff) -> Json:
         "changed": [_change_json(change) for change in found.changed],
         "only_left": [_only_json(path, node) for path, node in found.only_left],
         "only_right": [_only_json(path, node) for path, node in found.only_right],
-        "ties": [{"side": side, "names": list(names)} for side, names in found.ties],
-        "order": list(found.order_differs),
-        "metadata": list(found.metadata_differs),
-        **fields_json(found, "ignored not_compared remarks strict only elements changed_elements patch_bytes"),
+        **fields_json(found, "ties:side,names order=order_differs metadata=metadata_differs ignored not_compared"),
+        **fields_json(found, "remarks strict only elements changed_elements patch_bytes"),
     }
 
 
@@ -339,8 +336,8 @@ def _change_json(change: Difference) -> Json:
         name: None if name == "values" else [_aspect(name, side) for side in sides]
         for name, sides in change.aspects.items()
     }
-    values = None if change.values is None else finite(asdict(change.values))
-    return {"path": path_json(change.path), "address": change.address, "aspects": aspects, "values": values}
+    facts = {"path": path_json(change.path), "address": change.address, "aspects": aspects}
+    return {**facts, "values": finite(change.values)}
 
 
 def _aspect(name: str, value: Any) -> Any:
@@ -354,6 +351,5 @@ def _aspect(name: str, value: Any) -> Any:
 def _only_json(path: Path, node: Any) -> Json:
     fact: Json = {"path": path_json(path), "address": address(path)}
     if isinstance(node, (TensorEntry, Composite)):
-        shape = None if node.shape is None else list(node.shape)
-        return fact | {"dtype": node.dtype.name if node.dtype else None, "shape": shape, "nbytes": node.nbytes}
+        return fact | fields_json(node, "dtype shape nbytes")
     return fact | {"type": type_name(node)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
-from ckptool.render.json import Json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style
 from ckptool.reports.explain import Explanation
 
@@ -28,10 +28,4 @@ def explain_text(found: Explanation, *, style: Style = PLAIN) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-@provides("json", Explanation)
-def explain_json(found: Explanation) -> Json:
-    """`ckptool.explain/1`: each code with its meaning, and whatever else its table says."""
-    return {
-        "schema": "ckptool.explain/1",
-        "codes": [{"code": code.code, "kind": code.kind, "facts": code.facts} for code in found.codes],
-    }
+document(Explanation, "explain", "codes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable, quoted
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text
 from ckptool.reports.git_setup import GitCheck, GitSetup
 
@@ -26,13 +26,6 @@ def git_setup_text(found: GitSetup, *, style: Style = PLAIN) -> str:
     return "\n".join([*lines, *filter(None, [notes_text(found.notes, style)])]) + "\n"
 
 
-@provides("json", GitSetup)
-def git_setup_json(found: GitSetup) -> Json:
-    """`ckptool.git-setup/1`: the commands as argv, and the patterns of the attributes."""
-    facts = fields_json(found, "commands attributes patterns removed dry_run")
-    return {"schema": "ckptool.git-setup/1", **facts, "notes": notes_json(found.notes)}
-
-
 @provides("text", GitCheck)
 def git_check_text(found: GitCheck, *, style: Style = PLAIN) -> str:
     """A line for a file that may be committed; for any other its problems."""
@@ -46,9 +39,5 @@ def git_check_text(found: GitCheck, *, style: Style = PLAIN) -> str:
     return "\n".join(lines) + "\n"
 
 
-@provides("json", GitCheck)
-def git_check_json(found: GitCheck) -> Json:
-    """`ckptool.git-check/1`: problems by code."""
-    problems = [fields_json(problem) for problem in found.problems]
-    facts = fields_json(found, "file fine pointer")
-    return {"schema": "ckptool.git-check/1", **facts, "problems": problems}
+document(GitSetup, "git-setup", "commands attributes patterns removed dry_run notes")
+document(GitCheck, "git-check", "file fine pointer problems")

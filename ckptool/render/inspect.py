@@ -17,7 +17,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.formats import named
 from ckptool.pickles.plain.text import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
-from ckptool.render.json import Json, fields_json, finite, notes_json, part_json, path_json, tensor_json, type_name
+from ckptool.render.json import Json, fields_json, finite, path_json, tensor_json, type_name
 from ckptool.render.memory_line import memory_json, memory_text
 from ckptool.render.outline import SHOWN, Branch, outline
 from ckptool.render.style import (
@@ -378,24 +378,14 @@ def inspect_json(found: Inspection) -> Json:
         tensors.append(fact)
     return {
         "schema": "ckptool.inspect/1",
-        "file": listing.file,
-        "container": listing.container,
-        "bytes": listing.bytes,
-        "part": part_json(listing.part),
-        "at": listing.at,
-        "tensor_bytes": listing.tensor_bytes,
-        "storages": listing.storages,
+        **fields_json(listing, "file container bytes part at tensor_bytes storages"),
         "metadata": to_json(listing.metadata),
         "roots": [
             {
                 "path": path_json(part.root.path),
-                "kind": part.root.kind,
-                "detail": part.root.detail,
+                **fields_json(part.root, "kind detail"),
                 "tensors": len(part.rows),
-                "elements": part.elements,
-                "bytes": part.bytes,
-                "dtypes": list(part.dtypes),
-                "locations": list(part.locations),
+                **fields_json(part, "elements bytes dtypes locations"),
             }
             for part in divided
         ],
@@ -406,10 +396,7 @@ def inspect_json(found: Inspection) -> Json:
             for row, value in zip(listing.entries, to_jsons([row.value for row in listing.entries]), strict=True)
         ],
         "entries_not_listed": listing.unlisted,
-        "code": None
-        if found.code is None
-        else {at: [fields_json(line) for line in lines] for at, lines in found.code.items()},
-        "notes": notes_json(found.notes),
+        **fields_json(found, "code notes"),
     }
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.registry import Report, provides
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import printable
 from ckptool.pickles.plain.text import summary
@@ -27,17 +31,71 @@ def dumps(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain facts with NaN and infinities as the texts "NaN", "Infinity", "-Infinity", and tuples as lists."""
+    """Plain facts with NaN and infinities as the texts "NaN", "Infinity", "-Infinity", and tuples as lists.
+
+    Of a report what it prints itself, of any other dataclass its fields.
+    """
+    if type(value) in (str, int, bool):
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, Report):
+        return value.to_dict()
+    if isinstance(value, PartOf):
+        return part_json(value)
+    if isinstance(value, DType):
+        return value.name
+    return fields_json(value) if is_dataclass(value) else value
+
+
+class _Fact(NamedTuple):
+    key: str
+    name: str
+    or_null: str
+    columns: str
+
+
+_FACTS: dict[type, str] = {}  # of types whose facts are not all of their fields, as `fields_json` takes them
+_FACT = re.compile(r"(?:(\w+)=)?(\w+)(\??)(?::([\w,]+))?")
 
 
 def fields_json(value: Any, names: str = "") -> Json:
-    """The attributes of these names, else all fields of a dataclass, as plain facts."""
-    return {name: finite(getattr(value, name)) for name in names.split() or [field.name for field in fields(value)]}
+    """The attributes of these names, else all fields of a dataclass, as plain facts.
+
+    `key=name` has another key; `name?` is null where it is empty; `name:key,key` are objects with the values of each
+    pair; `*` stands for all fields.
+    """
+    found: Json = {}
+    kind: Any = type(value)
+    for key, name, or_null, columns in _facts(kind, names):
+        fact = getattr(value, name)
+        if columns:
+            rows = fact.items() if isinstance(fact, dict) else fact
+            found[key] = [dict(zip(columns.split(","), finite(row), strict=True)) for row in rows]
+        else:
+            found[key] = finite(fact or None if or_null else fact)
+    return found
+
+
+@cache
+def _facts(kind: Any, names: str) -> tuple[_Fact, ...]:
+    text = (names or _FACTS.get(kind, "*")).replace("*", " ".join(field.name for field in fields(kind)))
+    matches = [match for word in text.split() if (match := _FACT.fullmatch(word))]
+    return tuple(_Fact(match[1] or match[2], match[2], match[3], match[4] or "") for match in matches)
+
+
+def facts_of(kind: type, names: str) -> None:
+    """Says which facts of values of a type are printed, wherever they stand: names as `fields_json` takes them."""
+    _FACTS[kind] = names
+
+
+def document(kind: type, schema: str, names: str = "") -> None:
+    """Says what `--json` prints for a report: the schema, and facts of these names, as `fields_json` takes them."""
+    provides("json", kind)(lambda found: {"schema": f"ckptool.{schema}/1", **fields_json(found, names)})
 
 
 def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
@@ -48,13 +106,8 @@ def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
         "shape": None if tensor.shape is None else list(tensor.shape),
     }
     if isinstance(tensor, TensorEntry):
-        fact |= {
-            "stride": list(tensor.stride),
-            "offset": tensor.offset,
-            "location": tensor.location,
-            "storage": storage,
-        }
-        fact |= {"nbytes": tensor.nbytes}
+        fact |= {"stride": list(tensor.stride), "offset": tensor.offset, "location": tensor.location}
+        fact |= {"storage": storage, "nbytes": tensor.nbytes}
         fact |= {name: True for name, value in tensor.flags._asdict().items() if value} if any(tensor.flags) else {}
         return fact
     parts = {"stride": None, "offset": None, "location": tensor.location, "storage": None}
@@ -74,14 +127,8 @@ def part_json(part: PartOf | None) -> Json | None:
     """Of what a checkpoint is only a part: None for a whole one."""
     if part is None:
         return None
-    return {
-        "kind": part.kind.value,
-        "label": printable(part.label),
-        "meaning": part.meaning,
-        "number": part.number,
-        "count": part.count,
-        "whole": part.whole or None,
-    }
+    facts = fields_json(part, "meaning number count whole?")
+    return {"kind": part.kind.value, "label": printable(part.label), **facts}
 
 
 def type_name(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
-from ckptool.render.json import Json, fields_json
+from ckptool.render.json import Json, facts_of, fields_json
 from ckptool.render.style import PLAIN, Style
 from ckptool.transforms.translate.layouts import LayoutList, LayoutSide
 
@@ -40,9 +40,7 @@ def layouts_json(found: LayoutList) -> Json:
     """`ckptool.layouts/1`: every layout that ships."""
     layouts = [
         {
-            **fields_json(each, "name title source"),
-            "old": _side_json(each.old),
-            "new": _side_json(each.new),
+            **fields_json(each, "name title source old new"),
             "variables": list(each.translation.variables),
             **fields_json(each, "notes file"),
         }
@@ -51,5 +49,4 @@ def layouts_json(found: LayoutList) -> Json:
     return {"schema": "ckptool.layouts/1", "layouts": layouts}
 
 
-def _side_json(side: LayoutSide) -> Json:
-    return {**fields_json(side, "name has lacks"), "refused": [{"what": what, "why": why} for what, why in side.refuse]}
+facts_of(LayoutSide, "name has lacks refused=refuse:what,why")

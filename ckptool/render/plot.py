@@ -8,7 +8,7 @@ from html import escape
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
 from ckptool.render.html import page_html
-from ckptool.render.json import Json, fields_json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, columns, number
 from ckptool.reports.plot import Curve, RunHistory, column
 
@@ -95,12 +95,7 @@ def _legend(found: RunHistory) -> Iterator[tuple[str, str]]:
             )
 
 
-@provides("json", RunHistory)
-def plot_json(found: RunHistory) -> Json:
-    """`ckptool.plot/1`: the curves and the steps of what happened."""
-    curves = {name: fields_json(curve) for name, curve in found.curves.items()}
-    rest = fields_json(found, "saves resumes kills stops event step left_out")
-    return {"schema": "ckptool.plot/1", "path": found.path, "curves": curves, **rest}
+document(RunHistory, "plot", "path curves saves resumes kills stops event step left_out")
 
 
 @provides("html", RunHistory)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
-from ckptool.render.json import Json, finite
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style
 from ckptool.reports.prove import ANY, POLLING, PRELOAD, STRACE, CommandKill, CommandProof
 
@@ -66,7 +65,4 @@ def _coverage(found: CommandProof) -> str:
     return ", ".join(told) or "none was seen"
 
 
-@provides("json", CommandProof)
-def command_json(found: CommandProof) -> Json:
-    """`ckptool.prove_command/1`: kills, events, findings, causes."""
-    return {"schema": "ckptool.prove_command/1", "proved": found.proved, **finite(asdict(found))}
+document(CommandProof, "prove_command", "proved *")

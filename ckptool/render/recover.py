@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, columns, notes_text, size
 from ckptool.reports.recover import Recovery
 
@@ -87,18 +87,9 @@ def _few(lines: list[str]) -> list[str]:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-@provides("json", Recovery)
-def recover_json(done: Recovery) -> Json:
-    """`ckptool.recovery/1`: every tensor that is lost or filled in; places and sizes in bytes."""
-    return {
-        "schema": "ckptool.recovery/1",
-        **fields_json(done, "file output container complete dry_run damage how proven raw tensors back records"),
-        "whole_records": done.whole,
-        "file_bytes": done.file_bytes,
-        "lost": [fields_json(item) for item in done.lost],
-        "lost_records": [fields_json(record) for record in done.lost_records],
-        **fields_json(done, "dropped filled_from"),
-        "filled": [{"address": here, "from": there} for here, there in done.filled],
-        "refused": [{"address": name, "why": why} for name, why in done.refused],
-        "notes": notes_json(done.notes),
-    }
+document(
+    Recovery,
+    "recovery",
+    "file output container complete dry_run damage how proven raw tensors back records whole_records=whole file_bytes"
+    " lost lost_records dropped filled_from filled:address,from refused:address,why notes",
+)

@@ -6,10 +6,7 @@ from html import escape
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import MissingExtra, counted, printable
-from ckptool.render.diff import diff_json
-from ckptool.render.doctor import doctor_json
-from ckptool.render.inspect import inspect_json
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import document, facts_of
 from ckptool.render.report_page import report_page
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.report import CheckpointReport, FileReport
@@ -42,31 +39,8 @@ def report_text(found: CheckpointReport, *, style: Style = PLAIN) -> str:
     return f"report: {facts}, {problems}{where}\n" + (f"{notes}\n" if notes else "")
 
 
-@provides("json", CheckpointReport)
-def report_json(found: CheckpointReport) -> Json:
-    """`ckptool.report/1`: the facts on the page; the parts have the schemas of the commands that print them."""
-    return {
-        "schema": "ckptool.report/1",
-        "files": [_file_json(file) for file in found.files],
-        "diff": None if found.diff is None else diff_json(found.diff),
-        "fit": None if found.fit is None else doctor_json(found.fit),
-        "run": None if found.run is None else found.run.to_dict(),
-        "history": None if found.history is None else found.history.to_dict(),
-        "norms": None if found.norms is None else fields_json(found.norms),
-        "distances": None if found.distances is None else fields_json(found.distances),
-        **fields_json(found, "out bytes"),
-        "notes": notes_json(found.notes),
-    }
-
-
-def _file_json(file: FileReport) -> Json:
-    health = fields_json(file.health, "tensors read skipped rules")
-    return {
-        "inspect": None if file.inspection is None else inspect_json(file.inspection),
-        "doctor": doctor_json(file.diagnosis),
-        "pictures": {address: fields_json(picture) for address, picture in file.pictures.items()},
-        "health": {**health, "findings": [fields_json(finding) for finding in file.health.findings]},
-    }
+document(CheckpointReport, "report", "files diff fit run history norms distances out bytes notes")
+facts_of(FileReport, "inspect=inspection doctor=diagnosis pictures health")
 
 
 @provides("html", CheckpointReport)

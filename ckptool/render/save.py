@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.formats import named
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.save import Written
 
@@ -33,11 +33,8 @@ def save_text(written: Written, style: Style = PLAIN) -> str:
     return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
-
-
-@provides("json", Written)
-def save_json(written: Written) -> Json:
-    """`ckptool.written/1`: what a verb wrote, or would write."""
-    names = "verb file output container how dry_run verified bytes_written file_bytes summary facts details"
-    return {"schema": "ckptool.written/1", **fields_json(written, names), "notes": notes_json(written.notes)}
+document(
+    Written,
+    "written",
+    "verb file output container how dry_run verified bytes_written file_bytes summary facts details notes",
+)

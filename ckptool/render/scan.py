@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import datetime, timezone
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import marks
-from ckptool.render.json import Json, fields_json, part_json
+from ckptool.render.json import Json, facts_of, fields_json
 from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
 
@@ -161,26 +160,13 @@ def scan_json(found: Scan) -> Json:
     """`ckptool.scan/1`: a row for each checkpoint; sizes in bytes, times in UTC."""
     return {
         "schema": "ckptool.scan/1",
-        "path": found.path,
-        "folder": found.is_folder,
-        "findings": found.findings,
+        **fields_json(found, "path folder=is_folder findings"),
         "latest_good": found.latest.path if found.latest else None,
-        "latest_by": found.by or None,
-        "other_files": found.others,
-        "full": found.full,
-        "files": [_file_json(file) for file in found.files],
+        **fields_json(found, "latest_by=by? other_files=others full files"),
     }
 
 
-def _file_json(file: ScannedFile) -> Json:
-    return {
-        **fields_json(file, "path state"),
-        "problem": file.problem or None,
-        "part": part_json(file.part),
-        "members": file.members or None,
-        "container": file.container or None,
-        **fields_json(file, "step epoch bytes"),
-        "modified": datetime.fromtimestamp(file.modified, timezone.utc).isoformat(timespec="seconds"),
-        **fields_json(file, "holds notes"),
-        "calls": [fields_json(call) for call in file.calls],
-    }
+facts_of(
+    ScannedFile,
+    "path state problem? part members? container? step epoch bytes modified=modified_at holds notes calls",
+)

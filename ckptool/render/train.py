@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
-from ckptool.render.json import Json, finite
+from ckptool.render.json import document
 from ckptool.render.scan import age
 from ckptool.render.style import PLAIN, Style, columns, short, size
 from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
@@ -28,12 +26,6 @@ def _end(found: Outcome, style: Style) -> str:
         return f"{head}\n  {printable(found.why)}; go on all the same: {style.cyan(on)}\n"
     where = f"after {counted(found.step, 'step')}, saved → {path}" if found.step else f"before the first step: {path}"
     return f"{style.yellow('stopped')} {where}\n  {style.cyan(f'ckptool resume {quoted(found.path)}')}\n"
-
-
-@provides("json", Outcome)
-def train_json(found: Outcome) -> Json:
-    """`ckptool.train/1`: how a run ended."""
-    return {"schema": "ckptool.train/1", **finite(asdict(found))}
 
 
 @provides("text", Rehearsal)
@@ -58,12 +50,6 @@ def dry_run_text(found: Rehearsal, *, style: Style = PLAIN) -> str:
         f"  activations   {kept}",
     ]
     return "\n".join(lines) + "\n"
-
-
-@provides("json", Rehearsal)
-def dry_run_json(found: Rehearsal) -> Json:
-    """`ckptool.dry_run/1`: what a rehearsal of a run showed."""
-    return {"schema": "ckptool.dry_run/1", **finite(asdict(found))}
 
 
 @provides("text", Proof)
@@ -98,12 +84,6 @@ def prove_text(found: Proof, *, style: Style = PLAIN) -> str:
     return "\n".join(lines) + "\n"
 
 
-@provides("json", Proof)
-def prove_json(found: Proof) -> Json:
-    """`ckptool.prove/1`: digests, kills and ablations."""
-    return {"schema": "ckptool.prove/1", "proved": found.proved, **asdict(found)}
-
-
 @provides("text", Pruned)
 def prune_text(found: Pruned, *, style: Style = PLAIN) -> str:
     """The deleted checkpoints, then those that stay, with the reasons."""
@@ -115,18 +95,6 @@ def prune_text(found: Pruned, *, style: Style = PLAIN) -> str:
     return "\n".join([*lines, *columns(sorted(rows, key=lambda row: int(row[0][5:].replace(",", ""))))]) + "\n"
 
 
-@provides("json", Pruned)
-def prune_json(found: Pruned) -> Json:
-    """`ckptool.prune/1`: the steps that went, and those that stay."""
-    return {
-        "schema": "ckptool.prune/1",
-        "run": found.run,
-        "dry_run": found.dry_run,
-        "deleted": [{"step": step, "bytes": nbytes} for step, nbytes in found.deleted],
-        "kept": [{"step": step, "why": list(why)} for step, why in found.kept.items()],
-    }
-
-
 @provides("text", Evaluated)
 def eval_text(found: Evaluated, *, style: Style = PLAIN) -> str:
     """The checkpoint, then a line for each metric."""
@@ -135,12 +103,6 @@ def eval_text(found: Evaluated, *, style: Style = PLAIN) -> str:
     head = f"{style.bold(printable(found.run))}: step {found.step:,}{which} on {data}"
     rows = [(printable(name), f"{value:.5g}") for name, value in found.metrics.items()]
     return "\n".join([head + (", the average of its weights" if found.ema else ""), *columns(rows)]) + "\n"
-
-
-@provides("json", Evaluated)
-def eval_json(found: Evaluated) -> Json:
-    """`ckptool.eval/1`: the metrics of a checkpoint."""
-    return {"schema": "ckptool.eval/1", **finite(asdict(found))}
 
 
 @provides("text", RunReport)
@@ -204,19 +166,16 @@ def _row(one: RunCheckpoint, metric: str) -> tuple[str, ...]:
     )
 
 
-@provides("json", RunReport)
-def inspect_run_json(found: RunReport) -> Json:
-    """`ckptool.run/1`: a row for each checkpoint; sizes in bytes."""
-    return {"schema": "ckptool.run/1", **finite(asdict(found))}
-
-
 @provides("text", Page)
 def page_text(found: Page, *, style: Style = PLAIN) -> str:
     """The text as it is."""
     return found.text
 
 
-@provides("json", Page)
-def page_json(found: Page) -> Json:
-    """`ckptool.text/1`."""
-    return {"schema": "ckptool.text/1", "text": found.text}
+document(Outcome, "train")
+document(Rehearsal, "dry_run")
+document(Proof, "prove", "proved *")
+document(Pruned, "prune", "run dry_run deleted:step,bytes kept:step,why")
+document(Evaluated, "eval")
+document(RunReport, "run")
+document(Page, "text")

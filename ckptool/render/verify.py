@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, listed, printable, quoted
-from ckptool.render.json import Json, fields_json, finite, notes_json, part_json
+from ckptool.render.json import Json, fields_json
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
 from ckptool.reports.digests import Compared
 from ckptool.reports.verify import ALL, NONE, Problem, Verification
@@ -146,20 +146,12 @@ def verify_json(found: Verification) -> Json:
     """`ckptool.verification/1`: every problem with its place; offsets and sizes in bytes."""
     fact: Json = {
         "schema": "ckptool.verification/1",
-        **fields_json(found, "file container fine"),
-        "part": part_json(found.part),
-        **fields_json(found, "bytes files tensors storages checksums checked checked_bytes"),
-        "problems": [fields_json(problem) for problem in found.problems],
-        "non_finite": None if found.non_finite is None else [fields_json(row) for row in found.non_finite],
-        "unsearched": list(found.unsearched),
-        "notes": notes_json(found.notes),
-        "fixes": finite(found.fixes),
+        **fields_json(found, "file container fine part bytes files tensors storages checksums checked checked_bytes"),
+        **fields_json(found, "problems non_finite unsearched notes fixes"),
     }
     if found.digests is not None:
         tensors = [fields_json(tensor, "key dtype shape sha256") for tensor in found.digests.tensors]
         fact["digest"] = {"at": found.root, "remark": found.remark, "root": found.digests.root, "tensors": tensors}
     if found.compared is not None:
-        differing = [{"key": name, "in": how} for name, how in found.compared.differing]
-        facts = {"file": found.against, "same": found.compared.same, "differing": differing}
-        fact["against"] = {**facts, **fields_json(found.compared, "missing new")}
+        fact["against"] = {"file": found.against, **fields_json(found.compared, "same differing:key,in missing new")}
     return fact

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, printable
 from ckptool.render.html import page_html
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import Json, facts_of, fields_json, finite
 from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style, short, size
 from ckptool.reports.targets import BUFFER
@@ -182,54 +181,26 @@ def warm_start_json(report: LoadReport) -> Json:
     return {
         "schema": "ckptool.warm_start/1",
         **fields_json(report, "source root"),
-        "target": {"name": report.target, "kind": report.target_kind},
-        "accepted": report.accepted,
-        "refused": [fields_json(fact) for fact in report.refused],
-        **fields_json(report, "share elements total"),
-        "loaded": [fields_json(fact) for fact in report.loaded],
-        "tied": [{"target": name, "through": other} for name, other in report.tied],
-        "missing": [_absent_json(fact) for fact in report.missing],
-        "unexpected": [{"source": fact.source, **_absent_json(fact)} for fact in report.unexpected],
+        "target": fields_json(report, "name=target kind=target_kind"),
+        **fields_json(report, "accepted refused share elements total loaded tied:target,through"),
+        "missing": [fields_json(fact, "name kind dtype shape") for fact in report.missing],
+        "unexpected": [fields_json(fact, "source name kind dtype shape") for fact in report.unexpected],
         "mismatched": [_mismatch_json(fact) for fact in report.mismatched],
-        "dtype_changes": [_change_json(fact) for fact in report.dtype_changes],
-        "excluded": list(report.excluded),
-        "from_target": list(report.taken),
-        "normalised": notes_json(report.normalised),
-        "suggestions": [fields_json(suggestion) for suggestion in report.suggestions],
-        "optimizer": _optimizer_json(report.optimizer) if report.optimizer is not None else None,
-        "output": _output_json(report) if report.output is not None else None,
+        **fields_json(report, "dtype_changes excluded from_target=taken normalised suggestions optimizer"),
+        "output": None
+        if report.output is None
+        else fields_json(report.output, "file=output container bytes=file_bytes") | {"written": report.applied},
         "rules_file": report.rules_file or None,
     }
 
 
-def _optimizer_json(found: OptimizerReport) -> Json:
-    left_out = [{"name": name, "why": why} for name, why in found.left_out]
-    return {**fields_json(found), "left_out": left_out}
-
-
-def _output_json(report: LoadReport) -> Json:
-    saved = report.output
-    facts = {"file": saved.output, "container": saved.container, "bytes": saved.file_bytes}
-    return {**facts, "written": report.applied}
-
-
-def _absent_json(fact: Absent) -> Json:
-    return {"name": fact.name, "kind": fact.kind, **_side_json((fact.dtype, fact.shape))}
-
-
-def _side_json(side: tuple[Any, Any]) -> Json:
-    dtype, shape = side
-    return {"dtype": dtype.name if dtype else None, "shape": None if shape is None else list(shape)}
-
-
 def _mismatch_json(fact: Mismatch) -> Json:
-    facts = fields_json(fact, "source target kind about done how")
-    return {**facts, "have": _side_json(fact.have), "want": _side_json(fact.want)}
+    sides = {name: dict(zip(("dtype", "shape"), finite(getattr(fact, name)), strict=True)) for name in ("have", "want")}
+    return {**fields_json(fact, "source target kind about done how"), **sides}
 
 
-def _change_json(fact: DtypeChange) -> Json:
-    names = {**fields_json(fact, "source target"), "from": fact.old.name, "to": fact.new.name}
-    return {**names, **fields_json(fact, "exact changed overflowed")}
+facts_of(DtypeChange, "source target from=old to=new exact changed overflowed")
+facts_of(OptimizerReport, "address known_by carried fresh left_out:name,why")
 
 
 # HTML ----------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartOf
@@ -71,6 +72,11 @@ class ScannedFile:
     @property
     def is_good(self) -> bool:
         return self.state == GOOD
+
+    @property
+    def modified_at(self) -> str:
+        """The time as ISO 8601 has it, in UTC."""
+        return datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

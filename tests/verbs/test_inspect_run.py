@@ -14,7 +14,7 @@ import pytest
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
-from ckptool.render.train import inspect_run_json, inspect_run_text
+from ckptool.render.train import inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
@@ -38,7 +38,7 @@ def test_what_a_run_says(run_folder: Path) -> None:
     assert newest.bytes == sidecar["bytes"]
     assert newest.kept[:2] == ("newest", "last")
     assert sum("best" in one.kept for one in found.checkpoints) == 1
-    assert inspect_run_json(found)["checkpoints"][-1]["step"] == 20
+    assert found.to_dict()["checkpoints"][-1]["step"] == 20
 
 
 def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
     text = inspect_run_text(ckptool.inspect_run(run_folder))
     assert "\x1b" not in text
-    json.dumps(inspect_run_json(ckptool.inspect_run(run_folder)), allow_nan=False)
+    json.dumps(ckptool.inspect_run(run_folder).to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize(

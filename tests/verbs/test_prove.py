@@ -15,7 +15,7 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
-from ckptool.render.train import prove_json, prove_text
+from ckptool.render.train import prove_text
 from ckptool.reports.train import Kill, Proof
 from ckptool.training.prove.fork_server import ForkServer, _end_of
 from ckptool.training.prove.proof import ProofRun, configured, processes_of, resumes
@@ -60,7 +60,7 @@ def test_a_run_is_proved(tmp_path: Path, server: ForkServer) -> None:
     assert lines[0] == f"reference             30 steps  sha256 {proof.reference[:8]}…"
     assert lines[3].endswith("identical file")
     assert lines[-1] == "proved: a run killed anywhere ends with the same bytes."
-    assert prove_json(proof)["proved"] is True
+    assert proof.to_dict()["proved"] is True
 
 
 def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, server: ForkServer) -> None:

@@ -18,7 +18,6 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, OutputExists, UsageError
 from ckptool.formats import marks, read
-from ckptool.render.recover import recover_json
 from ckptool.verbs.recover import recover
 from fixtures.make import make
 from tests.support.cli import Run
@@ -397,7 +396,7 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
     fact: dict[str, Any] = json.loads(text)
     assert code == 1 and fact["schema"] == "ckptool.recovery/1" and not fact["complete"]
     assert fact["back"] + len(fact["lost"]) == fact["tensors"] == 8
-    assert fact == recover_json(recover(path, tmp_path / "out.pt", overwrite=True))
+    assert fact == recover(path, tmp_path / "out.pt", overwrite=True).to_dict()
     assert said("recover", str(path), "-o", str(tmp_path / "out.pt"))[0] == 2
     other = str(tmp_path / "a.pt")
     code, text = said("recover", str(path), "-o", str(tmp_path / "out.pt"), "-f", "--fill-from", other)

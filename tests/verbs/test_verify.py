@@ -26,7 +26,7 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.render.verify import verify_json, verify_text
+from ckptool.render.verify import verify_text
 from ckptool.reports import verify as report
 from ckptool.reports.verify import NonFinite, Verification
 from ckptool.verbs.verify import verify
@@ -88,7 +88,7 @@ def test_a_format_without_checksums_says_so(tmp_path: Path) -> None:
         found = verify(written(bytes(data), path))
         assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
         assert "no checksums stored: damage to the data cannot be noticed" in str(found)
-        assert verify_json(found)["checksums"] == "none"
+        assert found.to_dict()["checksums"] == "none"
 
 
 # Damaged --------------------------------------------------------------------------------------------------------------
