@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
 from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.registry import Report
@@ -23,7 +25,7 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, stored_parts, walk
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, stored_parts, walk
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
+SHORT = 8  # a container of so many plain values is listed wherever it stands
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
@@ -57,10 +60,15 @@ class TensorRow:
 
 @dataclass(slots=True, eq=False)
 class EntryRow:
-    """A value other than a tensor, at one place in the tree."""
+    """A value other than a tensor, at one place in the tree.
+
+    same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one.
+    """
 
     path: Path
     value: Any
+    same_as: Path | None = None
+    repeated: bool = False
 
     @property
     def address(self) -> str:
@@ -92,6 +100,11 @@ class Listing:
     part: PartOf | None = None
     only: tuple[str, ...] = ()
 
+    @property
+    def printed(self) -> tuple[EntryRow, ...]:
+        """The entries; a container is one of them after its first place, unless `only` asked for its parts."""
+        return self.entries if self.only else tuple(row for row in self.entries if not row.repeated)
+
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
@@ -100,9 +113,13 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     entries: list[EntryRow] = []
     numbers: dict[int, int] = {}
     sizes: dict[int, int] = {}
+    places: dict[int, Path] = {}  # of containers, the first of each
+    repeat: Path | None = None
     unlisted = 0
     for below, node in walk(tree):
         path = base + below
+        if repeat is not None and path[: len(repeat)] != repeat:
+            repeat = None
         if isinstance(node, TensorEntry):
             number = numbers.setdefault(id(node.storage), len(numbers))
             sizes[number] = node.storage.nbytes
@@ -113,9 +130,12 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
             rows.append(TensorRow(path, node, None))
         elif _is_leaf(node):
             if len(entries) < MAX_ENTRIES:
-                entries.append(EntryRow(path, node))
+                entries.append(EntryRow(path, node, repeated=repeat is not None))
             else:
                 unlisted += 1
+        elif repeat is None and places.setdefault(id(node), path) is not path and not _is_short(node):
+            repeat = path
+            entries.append(EntryRow(path, node, same_as=places[id(node)]))
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
     found = find_state_dicts(replace(checkpoint, tree=tree))
@@ -218,6 +238,12 @@ def _is_leaf(node: Any) -> bool:
         if not isinstance(node, Object)
         else not (node.items or node.elements or node.attributes)
     )
+
+
+def _is_short(node: Any) -> bool:
+    """True for what is printed in every place, as the `betas` that all groups of an optimizer share."""
+    parts = list(islice(children(node), SHORT + 1))
+    return len(parts) <= SHORT and all(type(part) in SCALARS for _, part in parts)
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------
