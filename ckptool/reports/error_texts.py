@@ -133,11 +133,19 @@ KNOWN: tuple[KnownError, ...] = (
         _CPU,
     ),
     _known(
-        r"cuda out of memory|CUDA error: out of memory",
+        r"\A(?=(?s:.*?)serialization\.py\", line \d+, in (_legacy)?_?load\b)(?s:.*)cuda (error: )?out of memory",
         "cuda-location",
-        "torch.load puts the tensors on the GPU that they were saved from, beside the model that is there.",
+        "torch.load puts the tensors on a GPU, which has no room: the one they were saved from, or map_location's.",
         _CPU,
         advice="Or load with map_location='cpu'.",
+    ),
+    _known(
+        r"cuda out of memory|CUDA error: out of memory",
+        "gpu-memory",
+        "The GPU has no room. Likely the model, its batch or another process fills it; the file does only where "
+        "torch.load is in the traceback and inspect shows tensors tagged cuda.",
+        _INSPECT,
+        advice="See what fills it: nvidia-smi",
     ),
     _known(
         r"TorchScript archives|torch\.jit\.load|looks like a TorchScript archive",

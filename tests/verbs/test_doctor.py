@@ -463,3 +463,11 @@ def test_keys_that_would_become_one_are_no_problem_of_the_file(tmp_path: Path) -
     assert "conflict" not in codes(found) and "unsafe-global" in codes(found)
     assert not any("ADDRESS" in fix for finding in found.findings for fix in finding.fixes)
     run_all(found)
+
+
+def test_out_of_gpu_memory_is_a_device_tag_only_within_torch_load() -> None:
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    for line, code in (("torch/serialization.py", "cuda-location"), ("train.py", "gpu-memory")):
+        traceback = f'Traceback (most recent call last):\n  File "{line}", line 1500, in load\n{message}\n'
+        assert codes(ckptool.doctor(error=traceback)) == [code]
+    assert codes(ckptool.doctor(error=message)) == ["gpu-memory"]
