@@ -79,7 +79,8 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     wanted = [fix.with_words(words) for fix in known.fixes]
     fixes = tuple(str(chain.fill(fix) if file else fix) for fix in wanted)
     says = _first_line(text, known)
-    return Diagnosis(file, "", (Finding(known.code, known.meaning, says, True, fixes, known.advice),))
+    found = Finding(known.code, known.meaning, says, True, fixes, known.advice, certain=known.certain)
+    return Diagnosis(file, "", (found,))
 
 
 def _first_line(text: str, known: KnownError | None = None) -> str:

@@ -24,6 +24,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
+from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
 
 
@@ -470,4 +471,23 @@ def test_out_of_gpu_memory_is_a_device_tag_only_within_torch_load() -> None:
     for line, code in (("torch/serialization.py", "cuda-location"), ("train.py", "gpu-memory")):
         traceback = f'Traceback (most recent call last):\n  File "{line}", line 1500, in load\n{message}\n'
         assert codes(ckptool.doctor(error=traceback)) == [code]
-    assert codes(ckptool.doctor(error=message)) == ["gpu-memory"]
+
+
+def test_what_a_message_may_mean_is_likely_or_certain(run: Run) -> None:
+    """Those that the code beside the file raises as well, in words of its own."""
+    for message in (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 9.05 GB)",
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "KeyError: 'model'",
+        "ModuleNotFoundError: No module named 'mmcv'",
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80",
+        "EOFError: Ran out of input",
+        "AttributeError: 'dict' object has no attribute 'eval'",
+    ):
+        assert run("doctor", "--error", message).out.startswith("likely ["), message
+    for message in (
+        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+        "RuntimeError: unexpected pos 64 vs 0",
+    ):
+        assert run("doctor", "--error", message).out.startswith("problem ["), message
