@@ -122,21 +122,13 @@ KNOWN: tuple[KnownError, ...] = (
         command("warm-start", FILE, against=MODEL),
         advice=f"It shows what fits, and rules for the rest. {_MODEL}.",
     ),
-    _known(
-        r"\A(?=(?s:.*?)serialization\.py\", line \d+, in (_legacy)?_?load\b)(?s:.*)"
-        r"(cuda|hip|mps|xpu)\b.{0,40}out of memory",
-        "cuda-location",
-        "torch.load puts the tensors on a GPU, which has no room: the one they were saved from, or map_location's.",
-        _CPU,
-        advice="Or load with map_location='cpu'.",
-    ),
     _likely(
         r"(cuda|hip|mps|xpu)\b.{0,40}out of memory",
         "gpu-memory",
-        "The GPU has no room for the model, its batch or what another process has there. The file is the cause only "
-        "where torch.load is in the traceback and inspect shows tensors tagged with that GPU.",
+        "The GPU has no room for the model, its batch or what another process has there; where torch.load is in the "
+        "traceback, for the tensors, which it puts on the GPU that they were saved from.",
         _INSPECT,
-        advice="See what fills it: nvidia-smi",
+        advice="See what fills it: nvidia-smi. For torch.load: map_location='cpu'.",
     ),
     _likely(
         r"Torch not compiled with CUDA|MPS backend|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
@@ -312,8 +304,9 @@ KNOWN: tuple[KnownError, ...] = (
     ),
     _known(
         r"Weights only load failed|weights_only|Unsupported global|UnpicklingError.*global",
-        "unsafe-global",
-        "The file calls functions or holds classes that weights_only does not allow.",
+        "weights-only",
+        "The file calls functions or holds classes that weights_only does not allow; scan says whether they would run "
+        "unknown code.",
         _SCAN,
         _PLAIN,
     ),

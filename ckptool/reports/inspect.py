@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
@@ -25,11 +25,12 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, stored_parts, walk
-from ckptool.errors import counted, form, listed, printable
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
+from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
+from ckptool.pickles.weights_only import takes, weights_only
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
@@ -250,10 +251,12 @@ def _is_short(node: Any) -> bool:
 
 
 def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[TensorRow]) -> Iterator[Note]:
-    for note in (*_prefix_notes(roots), *_device_notes(rows)):
+    use = list(use_notes(checkpoint))
+    refused = () if use or checkpoint.container not in _WITH_DEFAULT else _weights_only_notes(checkpoint)
+    for note in (*_prefix_notes(roots), *_device_notes(rows), *refused):
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
-    yield from use_notes(checkpoint)
+    yield from use
     yield from _waste_notes(rows)
     yield from _adapter_notes(checkpoint, roots)
     yield from _optimizer_notes(roots)
@@ -279,6 +282,31 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         shown = listed([printable(name) for name in names], 4)
         yield Note("not-judged", f"{shown}: begins as a pickle does, and could not be read or judged")
     yield from custom_notes(checkpoint)
+
+
+WEIGHTS_ONLY = "weights-only"  # the code of the note on it
+_WITH_DEFAULT = ("torch-zip", "torch-legacy")  # that torch.load reads with weights_only=True unless told otherwise
+
+
+def _weights_only_notes(checkpoint: Checkpoint) -> Iterator[Note]:
+    """The note on values that would run nothing unknown, and that torch.load refuses all the same."""
+    if takes(checkpoint.tree):
+        return
+    fix: tuple[()] | Command = ()
+    try:
+        plain = weights_only(checkpoint)
+        names = plain.refused
+        if {id(each) for each in storages(checkpoint.tree)} == {id(each) for each in storages(plain.checkpoint.tree)}:
+            fix = command("convert", FILE, weights_only=True, out=OUT)
+    except Conflict:
+        names = ["keys that would become the same text"]
+    if names:
+        shown = listed(names, 4)
+        yield Note(
+            WEIGHTS_ONLY,
+            f"torch.load refuses it by default (weights_only=True): {shown}; nothing in it would run",
+            fix,
+        )
 
 
 def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iterator[Note]:
