@@ -66,6 +66,9 @@ def test_what_shows_nothing_is_taken_on_the_word_of_the_rest() -> None:
     assert ckptool.find_rules(few, other).unrelated == ("a",)
     matrix = {"w": rng.standard_normal((16, 16))}
     assert ckptool.find_rules({**few, **matrix}, {**other, **matrix}).complete
+    for scale in (1e-30, 1e307):
+        tuned = {"w": (matrix["w"] + rng.standard_normal((16, 16)) / 10) * scale}
+        assert ckptool.find_rules({"w": matrix["w"] * scale}, tuned).complete
     near = [{**matrix, "norm": 1 + rng.standard_normal(256) / 50} for _ in range(2)]
     assert ckptool.find_rules(*near).complete
 

@@ -140,6 +140,7 @@ def is_tuned(one: TensorEntry, other: TensorEntry) -> bool | None:
     x, y = x[known], y[known]
     if not len(x) or x.min() == x.max() or y.min() == y.max():
         return None
+    x, y = x / abs(x).max(), y / abs(y).max()  # sums and squares of very small and very large values would be lost
     if _cosine(x - x.mean(), y - y.mean()) > max(LEAST_ALIKE, 3 / len(x) ** 0.5):  # chance: three standard deviations
         return True
     return None if len(x) < FEW_VALUES or _cosine(x, y) > NEAR else False
@@ -156,7 +157,6 @@ def _sample(entry: TensorEntry) -> Array:
 
 
 def _cosine(x: Array, y: Array) -> float:
-    x, y = x / abs(x).max(), y / abs(y).max()  # squares of very small and very large values would be lost
     return float(x @ y / ((x @ x) * (y @ y)) ** 0.5)
 
 
