@@ -222,3 +222,31 @@ def test_arithmetic_of_too_many_blocks_is_refused() -> None:
 def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
     folder = LAYOUT_CASES.parents[1] / "engines" / "megatron-torch-dist" / "checkpoint"
     refused(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
+
+
+def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
+    """A VAE without attention in the middle, Llama 1 with its angles in every layer; and shapes with no place."""
+    shapes = {name: json.loads((LAYOUT_CASES / name / "case.json").read_text()).get("shapes") for name in
+              ("vae-ldm", "vit-timm", "clip-openclip")}  # fmt: skip
+    vae = {name: shape for name, shape in shapes["vae-ldm"].items() if "mid.attn_1" not in name}
+    save_file(counting(vae), tmp_path / "vae.safetensors")
+    for name, out in (("vae", "new"), ("new", "back")):
+        ckptool.translate(tmp_path / f"{name}.safetensors", out=tmp_path / f"{out}.safetensors", rules_file="vae-ldm")
+    again = load_file(tmp_path / "back.safetensors")
+    assert again.keys() == vae.keys() and all(torch.equal(again[key], value) for key, value in counting(vae).items())
+    assert not any("attentions" in name for name in load_file(tmp_path / "new.safetensors"))
+    source, first = LAYOUT_CASES / LLAMA, tmp_path / "llama"
+    shutil.copytree(source, first)
+    for rank in sorted(first.glob("*.safetensors")):
+        angles = {f"layers.{layer}.attention.inner_attention.rope.freqs": torch.ones(4) for layer in range(2)}
+        save_file(load_file(rank) | angles, rank)
+    ckptool.translate(first, out=tmp_path / "llama.safetensors", rules_file=LLAMA)
+    assert (
+        digests(load_file(tmp_path / "llama.safetensors")) == json.loads((source / "case.json").read_text())["expected"]
+    )
+    vit, clip = shapes["vit-timm"], shapes["clip-openclip"]
+    for count in (1, 4, 9, 16, 196, 225):
+        save_file(counting(vit | {"pos_embed": [1, count, vit["pos_embed"][2]]}), tmp_path / "vit.safetensors")
+        refused(tmp_path / "vit.safetensors", "vit-timm", "positions without a row for the class token", tmp_path)
+    save_file(counting(clip | {"logit_scale": [1]}), tmp_path / "clip.safetensors")
+    refused(tmp_path / "clip.safetensors", "clip-openclip", r"a scale of the shape \[1\]", tmp_path)
