@@ -263,13 +263,11 @@ class _Comparer:
         if self.notes_metadata and not alike(self._metadata(a), self._metadata(b), MAX_METADATA):
             self.found.metadata.append(address(path))
         for key in common:
-            one, other = left[key], right[key]
-            if type(one) in SCALARS and type(one) is type(other) and one == other and one != 0:
-                continue  # as nearly all plain values; 0.0 may be -0.0
-            segment = ours.get(key, key)
+            one, other, segment = left[key], right[key], ours.get(key, key)
             if type(key) is tuple and key[0] is _Node:
                 yield (*path, segment), segment, theirs[key]
-            yield (*path, segment), one, other
+            if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
+                yield (*path, segment), one, other  # as few plain values; 0.0 may be -0.0
 
     def _metadata(self, node: Any) -> Any:
         found = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
