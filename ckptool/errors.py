@@ -42,6 +42,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import EEXIST
 from typing import Any
 
 
@@ -74,8 +75,8 @@ class CkptoolError(Exception):
         return self if place in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
 
 
-class UsageError(CkptoolError):
-    """The request makes no sense: an unknown option value, a malformed rule, an impossible device."""
+class UsageError(CkptoolError, ValueError):
+    """The request makes no sense: an unknown option value, a malformed rule. A `ValueError`, too."""
 
     code = "usage"
 
@@ -210,8 +211,8 @@ class Ambiguous(CkptoolError):
     code = "ambiguous"
 
 
-class LimitExceeded(CkptoolError):
-    """The file asks for more work or memory than its size justifies."""
+class LimitExceeded(CkptoolError, MemoryError):
+    """The file asks for more work or memory than its size justifies. A `MemoryError`, too."""
 
     code = "limit-exceeded"
 
@@ -228,10 +229,11 @@ class Conflict(CkptoolError):
     code = "conflict"
 
 
-class OutputExists(Conflict):
-    """The target is there already and was not to be overwritten."""
+class OutputExists(Conflict, FileExistsError):
+    """The target is there already and was not to be overwritten. A `FileExistsError`, too."""
 
     code = "output-exists"
+    errno = EEXIST
 
 
 class OnlyAPart(CkptoolError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptool
 from ckptool import errors
@@ -27,6 +28,9 @@ STANDARD = {
     "Truncated": EOFError,
     "MissingExtra": ImportError,
     "MissingKey": KeyError,
+    "UsageError": ValueError,
+    "LimitExceeded": MemoryError,
+    "OutputExists": FileExistsError,
 }
 
 
@@ -95,3 +99,25 @@ assert isinstance(ckptool.Run, type)
 def test_without_torch_every_name_is_there_and_says_what_it_needs() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_ours_is_not_told_in_the_words_of_another(tmp_path: Path) -> None:
+    """Where a standard error is caught, and made one of ours, such an error itself stays what it is."""
+    file = saved({"w": torch.ones(2)}, tmp_path / "a.pt")
+    (tmp_path / "made.pt").touch()
+    with pytest.raises(FileExistsError, match="exists already") as raised:
+        ckptool.convert(file, tmp_path / "made.pt")
+    assert (raised.value.errno, type(raised.value).__name__) == (errno.EEXIST, "OutputExists")
+    for call in (
+        lambda: ckptool.cast(file, tmp_path / "o.pt", dtype="f99"),
+        lambda: ckptool.remap(file, tmp_path / "o.pt", to="moon"),
+        lambda: ckptool.rename(file, ["w"], tmp_path / "o.pt"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert isinstance(refused.value, errors.UsageError) and refused.value.what, refused.value
+    exists = errors.OutputExists("a.pt exists already", "It was left as it is.")
+    from ckptool.checkpoint.paths import file_problem
+    from ckptool.output.durable import write_problem
+
+    assert file_problem(exists, "a.pt", "write") is exists is write_problem(exists, "a.pt")

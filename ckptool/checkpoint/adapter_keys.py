@@ -1,6 +1,7 @@
 """The names of tensors in adapters: LoRA, LoHa and LoKr as PEFT, kohya, LyCORIS, diffusers and ai-toolkit write them.
 
-    PEFT        base_model.model.MODULE.lora_A.weight, .lora_embedding_A, .lora_magnitude_vector, .lora_B.bias
+    PEFT        base_model.model.MODULE.lora_A.weight, .lora_embedding_A, .lora_magnitude_vector, .lora_B.bias,
+                .token_adapter.trainable_tokens_delta (whole rows)
     kohya       lora_unet_MODULE.lora_down.weight, .lora_up.weight, .lora_mid.weight, .alpha, .dora_scale (MODULE with
                 underscores for dots); LyCORIS: .hada_w1_a, .lokr_w1, .diff
     diffusers   unet.MODULE.lora_A.weight; older: .lora.down.weight, .processor.to_q_lora.down.weight
@@ -20,6 +21,7 @@ from ckptool.errors import counted, listed, printable
 
 PEFT, KOHYA, DIFFUSERS, AI_TOOLKIT = "PEFT", "kohya", "diffusers", "ai-toolkit"
 LORA, LOHA, LOKR, DIFF, BIAS, WHOLE = "LoRA", "LoHa", "LoKr", "difference", "bias", "whole tensor"
+TOKENS = "trainable tokens"
 
 _COMPONENTS = (
     (PEFT, re.compile(r"base_model\.model\.")),
@@ -33,13 +35,16 @@ _ROLE = re.compile(
     r"|\.lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?"
     r"|\.(?P<magnitude>lora_magnitude_vector|dora_scale)(?:\.[^.]+){0,2}"
     r"|(?:\.lora_|\.lora\.|\.lora_linear_layer\.|_lora\.)(?P<half>down|up|mid)\.weight"
+    r"|(?:\.token_adapter)?\.trainable_(?P<tokens>tokens)_delta(?:\.[^.]+)?"
     r"|\.(?P<other>alpha|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|diff|diff_b|w_norm|b_norm)"
     r")"
 )
 _HALVES = {"down": "A", "up": "B", "mid": "mid"}
 _WHOLE = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")
 RANKED = ("A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")  # the factors whose first dimension is the rank
-_METHODS = {"": WHOLE, "A": LORA, "B": LORA, "mid": LORA} | dict.fromkeys(("B.bias", "diff_b", "b_norm"), BIAS)
+_METHODS = {"": WHOLE, "A": LORA, "B": LORA, "mid": LORA, "tokens": TOKENS} | dict.fromkeys(
+    ("B.bias", "diff_b", "b_norm"), BIAS
+)
 
 
 class AdapterKey(NamedTuple):
@@ -47,7 +52,7 @@ class AdapterKey(NamedTuple):
 
     component: the prefix that says which model it is for (`base_model.model.`, `lora_unet_`), empty for none.
     module: that it changes; for kohya with underscores for dots.  role: `A`, `B`, `mid`, `alpha`, `magnitude`,
-    `B.bias`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
+    `B.bias`, `tokens`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
     embedding: A and B are those of an embedding.  depth: wrappers of PEFT around the module, one for each further
     parameter of it that is changed.
     """
@@ -70,14 +75,15 @@ def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     name = key[len(component) :]
     match = _ROLE.fullmatch(name)
     if match is None or (found == PEFT and (match["other"] or "").startswith(("diff", "w_", "b_"))):
-        whole = _WHOLE.sub("", name).replace(".base_layer.", ".")
+        whole = _WHOLE.sub("", name).replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
         return AdapterKey(found, component, whole, "")
     module = match["module"]
     if ".processor." in module and key.endswith(("_lora.down.weight", "_lora.up.weight")):
         module = re.sub(r"\.to_out$", ".to_out.0", module.replace(".processor.", "."))
     inner = re.sub(r"(?:\.base_layer)+$", "", module)
     depth = (len(module) - len(inner)) // len(".base_layer")
-    role = match["side"] or match["embedding"] or _HALVES.get(match["half"]) or match["other"] or "magnitude"
+    role = match["side"] or match["embedding"] or _HALVES.get(match["half"]) or match["tokens"] or match["other"]
+    role = role or "magnitude"
     role += ".bias" if match["of"] == "bias" else ""
     return AdapterKey(found, component, inner.replace(".base_layer.", "."), role, bool(match["embedding"]), depth)
 

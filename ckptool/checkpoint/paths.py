@@ -9,7 +9,16 @@ from contextlib import suppress
 from itertools import islice
 
 from ckptool.checkpoint.commands import Advice, Command, other_program
-from ckptool.errors import BrokenLink, FileMissing, FileProblem, IsAFolder, NoPermission, NotAFolder, printable
+from ckptool.errors import (
+    BrokenLink,
+    CkptoolError,
+    FileMissing,
+    FileProblem,
+    IsAFolder,
+    NoPermission,
+    NotAFolder,
+    printable,
+)
 
 # By the number that the system gives.
 KINDS: dict[int | None, type[FileProblem]] = {
@@ -58,8 +67,10 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     ).about(errno.ENOENT, name)
 
 
-def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> FileProblem:
-    """The system's refusal as one of our errors: `doing` is the verb that failed (`read`, `write to`)."""
+def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> CkptoolError:
+    """The system's refusal as one of our errors, or such an error itself: `doing` is the verb that failed (`read`)."""
+    if isinstance(error, CkptoolError):
+        return error
     if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
         return elsewhere
     name = printable(os.fspath(path))

@@ -11,7 +11,7 @@ bitsandbytes/functional.py (`QuantState`), AutoGPTQ, and AutoAWQ (`WQLinear_GEMM
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -69,6 +69,25 @@ _KNOWN = {
     "gptq": ["gptq", "gptq_v2"],
     "awq": ["gemm"],
 }
+# The fields of configurations that are read here, or say nothing of the values: how they were found and are computed
+# with. Any other that is not empty, as a rotation, may be a step that is not known here.
+_FIELDS: dict[str, Sequence[str]] = {
+    "": """activation_scale_ub activation_scheme backend bits checkpoint_format config_groups dataset dequantize
+        desc_act dynamic expert_dtype exllama_config fmt format global_compression_ratio group_size ignore
+        ignored_layers kv_cache_scheme include_input_output_embeddings is_checkpoint_fp8_serialized lm_head meta
+        modules_in_block_to_quantize modules_to_convert modules_to_fuse modules_to_not_convert pack_dtype quant_method
+        quant_type quantization_status run_compressed scale_fmt static_groups sym tokenizer true_sequential
+        untie_embedding_weights use_optimized_inference version weight_block_size zero_point act_group_aware batch_size
+        block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent do_fuse disable_exllama
+        fuse_max_seq_len max_input_length model_file_base_name model_name_or_path model_seqlen
+        module_name_preceding_first_block mse pad_token_id quantizer use_cuda_fp16 use_exllama bnb_4bit_compute_dtype
+        bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload
+        llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit _load_in_4bit
+        _load_in_8bit""".split(),
+    "group": "format input_activations output_activations targets weights".split(),
+    "weights": """actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype strategy
+        symmetric type zp_dtype""".split(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +111,26 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """The facts of a `quantization_config`."""
     method = _text(config.get("quant_method"))
     groups = config.get("config_groups")  # of compressed-tensors
-    nodes = [
-        each for each in (config, *(groups.values() if isinstance(groups, dict) else ())) if isinstance(each, dict)
-    ]
+    divided = [each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict)]
+    nodes = [each for each in (config, *divided) if isinstance(each, dict)]
     names = ["checkpoint_format", "format", *(["version"] if method == "awq" else [])]
     forms = tuple(text.lower() for node in nodes for name in names if (text := _text(node.get(name))))
     strange = [form for form in forms if form not in _KNOWN.get(method, forms)]
     unknown = f"the format {strange[0]!r} of {method} is not known" if strange else ""
     if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
         unknown = f"the quantization method {method!r} is not known"
-    nodes += [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
+    weights = [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
+    levels: dict[str, list[Any]] = {"": [config], "group": divided, "weights": weights}
+    strange = [
+        key[:60]
+        for level, found in levels.items()
+        for node in found
+        for key, value in node.items()
+        if key not in _FIELDS[level] and value and value != {"format": "dense"}
+    ]
+    if strange and not unknown:
+        unknown = f"the field {printable(strange[0])!r} of its quantization configuration is not known"
+    nodes += weights
     nodes = [] if config.get("dynamic") else nodes  # GPTQModel: other facts by module
     bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
     signs = {sign for node in nodes for name in ("symmetric", "sym") if type(sign := node.get(name)) is bool}

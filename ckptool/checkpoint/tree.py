@@ -21,10 +21,12 @@ from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, cou
 Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
 
-# A container that stands in several places is walked each time, up to so many nodes in all; after that only once.
-REPEATED_NODES = 200_000
+# A container that stands in several places is walked each time, as a state dict that is both `model` and `best`, up to
+# so many nodes in all, and so many for each node; after that only once. Objects that share parts have a name for each.
+REPEATED_NODES = 10_000
+REPEATED_PER_NODE = 4
 
-MANY_NAMES = 100_000  # of tensors, from where on it matters how many tensors they are names of
+MANY_NAMES = 20_000  # of tensors, from where on it matters how many tensors they are names of
 
 _CONTAINERS = (dict, list, tuple, Set, Object)
 
@@ -64,7 +66,7 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
     yield (), tree
     if not isinstance(tree, _CONTAINERS):
         return
-    seen, inside, repeated = {id(tree)}, [id(tree)], 0
+    seen, inside, repeated = {id(tree)}, [id(tree)], -REPEATED_NODES
     # Not written with `visit`: what stands in two places comes twice, each time with its path.
     stack: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), children(tree))]
     while stack:
@@ -73,11 +75,13 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
             here = (*path, segment)
             yield here, node
             if isinstance(node, _CONTAINERS) and (node or type(node) is OrderedDict):
-                if id(node) in seen:
-                    if id(node) in inside or repeated > REPEATED_NODES:
-                        continue
+                if id(node) not in seen:
+                    seen.add(id(node))
+                    repeated -= REPEATED_PER_NODE * _width(node)
+                elif id(node) in inside or repeated > 0:
+                    continue
+                else:
                     repeated += _width(node) * (1 + _length(here) // 64)
-                seen.add(id(node))
                 inside.append(id(node))
                 stack.append((here, children(node)))
                 break
@@ -87,8 +91,8 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _length(path: Path) -> int:
-    """About how many characters an address has."""
-    return sum([len(segment) if type(segment) is str else 8 for segment in path])
+    """About how many characters an address has, and as much for each segment."""
+    return sum([8 + len(segment) if type(segment) is str else 16 for segment in path])
 
 
 def _width(node: Any) -> int:

@@ -156,6 +156,8 @@ def make_folder(path: str) -> None:
 
 def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
     """The error for a failed write, with what was not touched."""
+    if isinstance(error, CkptoolError):
+        return error
     name = printable(os.fspath(target))
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "the limit on file sizes was reached"}.get(

@@ -328,6 +328,17 @@ def class_first(args: Arguments) -> bool:
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
+def tensordict(args: Arguments) -> bool:
+    """`_make_td(class, state)`: sets what `__getstate__` of a tensordict gives."""
+    return (
+        len(args) == 2
+        and type(args[0]) is Global
+        and args[0].module.startswith("tensordict.")
+        and type(args[1]) is dict
+        and all(type(name) is str and not name.startswith("__") for name in args[1])
+    )
+
+
 def few_layers(node: Object) -> bool:
     """False for a module of more layers than any has: a recurrent one goes through them when its state is set."""
     layers = node.state.get("num_layers") if isinstance(node.state, dict) else None

@@ -339,6 +339,26 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
             "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
         },
     ),
+    # Data in batches and graphs, whose classes set their state as it is
+    (Kind(given.tensordict, state_at=1, stands=False), {"tensordict._reductions": "_make_td"}),
+    (
+        _OBJECT,
+        {
+            "torch_geometric.data.data": "Data",
+            "torch_geometric.data.hetero_data": "HeteroData",
+            "torch_geometric.data.storage": "BaseStorage NodeStorage EdgeStorage GlobalStorage",
+        },
+    ),
+    (
+        _NAME,
+        {
+            "tensordict._td": "TensorDict",
+            "tensordict._lazy": "LazyStackedTensorDict",
+            "torch_geometric.data.data": "DataEdgeAttr DataTensorAttr",
+            "torch_geometric.data.feature_store": "TensorAttr",
+            "torch_geometric.data.graph_store": "EdgeAttr",
+        },
+    ),
     # Lightning's callbacks stand in its checkpoints as keys
     (
         _NAME,

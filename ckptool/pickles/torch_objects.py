@@ -7,6 +7,7 @@ torch/_utils.py and torch/_tensor.py, torch 0.4 to 2.13.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,6 +176,24 @@ def _tensor_class(dtype: DType) -> Callable[[tuple[Any, ...]], Any]:
     return build
 
 
+_LISTED = {"f64": "d", "f32": "f", "f16": "e", "i64": "q", "i32": "i", "i16": "h", "i8": "b", "u8": "B"}
+
+
+def _listed_storage(dtype: DType, location: str) -> Callable[[tuple[Any, ...]], Any]:
+    """`torch.DoubleStorage([1.0, 2.0])`: the data as a list, as plain pickles of torch before 0.4 hold it."""
+
+    def build(args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or type(args[0]) is not list:
+            return NotImplemented
+        try:
+            content = struct.pack(f"<{len(args[0])}{_LISTED[dtype.name]}", *args[0])
+        except (struct.error, OverflowError):
+            return NotImplemented
+        return StorageRef(Storage(InlineBytes(content), location), dtype)
+
+    return build
+
+
 def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
     """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they are given a state."""
 
@@ -234,6 +253,12 @@ _TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
         for module in ("torch", "torch.cuda")
         for dtype in BY_STORAGE.values()
         if dtype.kind != "quantized"
+    },
+    **{
+        Global(module, str(dtype.storage)): _listed_storage(dtype, location)
+        for module, location in (("torch", "cpu"), ("torch.cuda", "cuda:0"))
+        for dtype in BY_STORAGE.values()
+        if dtype.name in _LISTED
     },
     Global("torch.nn.parameter", "Parameter"): _variable(parameter=True),
     Global("torch.autograd.variable", "Variable"): _variable(parameter=False),

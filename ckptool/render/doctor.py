@@ -21,7 +21,8 @@ def doctor_text(found: Diagnosis, *, style: Style = PLAIN) -> str:
             lines.append("To check these names and shapes against a model: --against MODEL")
     number = 0
     for finding in found.findings:
-        mark = style.red("problem") if finding.blocks else style.yellow("note")
+        kind = style.red("problem") if finding.blocks else style.yellow("note")
+        mark = kind if finding.certain else style.yellow("likely")
         lines += ["", f"{mark} [{finding.code}] {printable(finding.what)}"]
         lines += [f"  seen as: {style.dim(printable(finding.says))}"] if finding.says else []
         for fix in finding.fixes:
@@ -64,6 +65,7 @@ def _finding_json(finding: Finding) -> Json:
         "what": finding.what,
         "seen_as": finding.says or None,
         "blocks": finding.blocks,
+        "certain": finding.certain,
         "fixes": [{"command": fix, "ckptool": fix.startswith("ckptool ")} for fix in finding.fixes],
         "advice": finding.advice or None,
     }

@@ -48,7 +48,9 @@ def _evidence(rule: FoundRule) -> str:
 
 
 def _left_over(found: FoundRules) -> list[str]:
-    named = (("not made", found.missing), ("become nothing", found.dropped), ("values differ", found.by_name))
+    named = [("not made", found.missing), ("become nothing", found.dropped), ("values differ", found.by_name)]
+    named += [("wrong: the same values in another order, which no rule makes", found.reordered)]
+    named += [("wrong: unrelated values, as of another model", found.unrelated)]
     return [f"{what}: {listed([printable(name) for name in names], SHOWN)}" for what, names in named if names]
 
 
@@ -59,7 +61,7 @@ def find_rules_json(found: FoundRules) -> Json:
         "schema": "ckptool.find-rules/1",
         **fields_json(found, "old new total by_value complete"),
         "rules": [fields_json(rule) for rule in found.rules],
-        **fields_json(found, "by_name missing dropped drop output dry_run"),
+        **fields_json(found, "by_name reordered unrelated missing dropped drop output dry_run"),
         "notes": notes_json(found.notes),
     }
 
@@ -76,8 +78,9 @@ def find_rules_file(found: FoundRules) -> str:
 
 
 def _lacks(found: FoundRules) -> bool:
-    """True where a tensor is not made that is no second name of one."""
-    return len(found.missing) > sum(note.code == "second-name" for note in found.notes)
+    """True where a tensor is made wrong, or is not made and no second name of one."""
+    wrong = [*found.missing, *found.reordered, *found.unrelated]
+    return len(wrong) > sum(note.code == "second-name" for note in found.notes)
 
 
 def _item(text: str) -> str:

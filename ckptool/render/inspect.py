@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
-from ckptool.checkpoint.tree import children, segment_text
+from ckptool.checkpoint.tree import address, children, segment_text
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import named
 from ckptool.pickles.plain.text import to_json, to_jsons
@@ -78,7 +78,7 @@ def inspect_text(
     if quiet:
         rows: list[TensorRow | EntryRow] = [
             *_sorted_rows(listing.tensors, sort),
-            *_sorted_entries(listing.entries, sort),
+            *_sorted_entries(listing.printed, sort),
         ]
         return "".join(f"{printable(row.address)}\n" for row in rows)
     divided = parts(listing)
@@ -306,7 +306,15 @@ def _everything(listing: Listing, divided: Sequence[PartSummary], order: str, st
 
 
 def _entries(listing: Listing, order: str, style: Style) -> str:
-    rows = [(printable(row.address) or WHOLE, value_text(row.value)) for row in _sorted_entries(listing.entries, order)]
+    rows = [
+        (
+            printable(row.address) or WHOLE,
+            value_text(row.value)
+            if row.same_as is None
+            else f"the same {type_name(row.value)} as {printable(address(row.same_as)) or WHOLE}",
+        )
+        for row in _sorted_entries(listing.printed, order)
+    ]
     return "\n".join([style.bold("entries"), *columns(rows)]) if rows else ""
 
 
@@ -376,6 +384,7 @@ def inspect_json(found: Inspection) -> Json:
             # Plain numbers; asdict would copy each of them, of each of many tensors.
             fact["statistics"] = {name: finite(getattr(numbers, name)) for name in names}
         tensors.append(fact)
+    values = to_jsons([row.value if row.same_as is None else None for row in listing.printed])
     return {
         "schema": "ckptool.inspect/1",
         **fields_json(listing, "file container bytes part at tensor_bytes storages"),
@@ -393,7 +402,8 @@ def inspect_json(found: Inspection) -> Json:
         "tensors": tensors,
         "entries": [
             {"path": path_json(row.path), "type": type_name(row.value), "value": value}
-            for row, value in zip(listing.entries, to_jsons([row.value for row in listing.entries]), strict=True)
+            | ({} if row.same_as is None else {"same_as": path_json(row.same_as)})
+            for row, value in zip(listing.printed, values, strict=True)
         ],
         "entries_not_listed": listing.unlisted,
         **fields_json(found, "code notes"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import marks
 from ckptool.render.json import Json, facts_of, fields_json
 from ckptool.render.style import PLAIN, Style, columns, size
+from ckptool.reports.inspect import WEIGHTS_ONLY
 from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -37,9 +39,11 @@ def scan_text(found: Scan, *, latest_good: bool = False, quiet: bool = False, st
                 "good: tables and structure are whole; the data was not compared with its checksums (--full does)"
             ),
         ]
-    if risky := [file for file in found.files if file.calls]:
-        lines += ["", f"{style.yellow('would run code')} when loaded with pickle: see  ckptool scan FILE"]
-        lines += [f"  {_relative(found, file)}: {_names(file)}" for file in risky]
+    for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
+        calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in found.files]
+        named = [f"  {_relative(found, file)}: {_names(file, some)}" for file, some in calls if some]
+        if named:
+            lines += ["", f"{style.yellow(what)} when loaded with pickle: see  ckptool scan FILE", *named]
     return "\n".join(lines) + "\n"
 
 
@@ -123,11 +127,11 @@ def _relative(found: Scan, file: ScannedFile) -> str:
     return printable(os.path.relpath(file.path, found.path) if found.is_folder else file.path)
 
 
-def _names(file: ScannedFile) -> str:
-    """What it would run; of a folder, with the file in which that is, where it is beside the checkpoint itself."""
+def _names(file: ScannedFile, calls: Sequence[Call]) -> str:
+    """What it names; of a folder, with the file in which that is, where it is beside the checkpoint itself."""
     beside = os.path.isdir(file.path)
-    first = (call.places[0].partition(": ")[0] if beside and ": " in call.places[0] else "" for call in file.calls)
-    pairs = zip(file.calls, first, strict=True)
+    first = (call.places[0].partition(": ")[0] if beside and ": " in call.places[0] else "" for call in calls)
+    pairs = zip(calls, first, strict=True)
     return listed([printable(call.name) + (f" in {printable(name)}" if name else "") for call, name in pairs], 4)
 
 
@@ -140,9 +144,17 @@ def _file_text(file: ScannedFile, style: Style) -> str:
         what = style.yellow("it holds a program")
         return f"{head}{what}, which runs when the model is called; loading it only makes the model\n"
     if not file.calls:
-        return head + style.green("nothing in it would run") + ": functions of torch and plain data only\n"
+        if WEIGHTS_ONLY in file.notes:
+            only = "torch.load refuses it by default (weights_only=True): see  ckptool inspect FILE"
+        else:
+            only = "functions of torch and plain data only"
+        return f"{head}{style.green('nothing in it would run')}: {only}\n"
     words = {"called": "calls", "made": "makes objects of", "named": "imports"}
-    lines = [head + style.red("loading it with pickle would run code") + "; ckptool runs none of it"]
+    if all(call.is_custom for call in file.calls):
+        head += style.yellow("it needs classes of its own") + ", which loading with pickle imports and creates"
+    else:
+        head += style.red("loading it with pickle would run unknown code")
+    lines = [f"{head}; ckptool runs none of it"]
     rows = [(words[call.how], printable(call.name), _places(call)) for call in file.calls]
     return "\n".join([*lines, *columns(rows)]) + "\n"
 

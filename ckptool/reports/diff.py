@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.graph import alike
+from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.registry import Report
@@ -208,10 +208,12 @@ class _Comparer:
         return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
 
     def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> _Found:
-        stack = list(reversed(pairs))
+        stack = [iter(pairs)]  # a million plain values are not made a million pairs
         while stack:
-            path, a, b = stack.pop()
-            stack += reversed(list(self._pair(path, a, b)))
+            if (pair := next(stack[-1], None)) is None:
+                stack.pop()
+            else:
+                stack.append(self._pair(*pair))
         return self.found
 
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
@@ -250,43 +252,47 @@ class _Comparer:
             self._change(path, a, b, aspects)
 
     def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
-        left, right = self._by_key(a), self._by_key(b)
-        for key in left:
-            if key not in right:
-                self.found.only_left.append(((*path, _segment(key, left)), left[key][1]))
-        for key in right:
-            if key not in left:
-                self.found.only_right.append(((*path, _segment(key, right)), right[key][1]))
+        (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
+        self.found.only_left += [((*path, ours.get(key, key)), part) for key, part in left.items() if key not in right]
+        self.found.only_right += [
+            ((*path, theirs.get(key, key)), part) for key, part in right.items() if key not in left
+        ]
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
             self.found.order.append(address(path))
         if self.notes_metadata and not alike(self._metadata(a), self._metadata(b), MAX_METADATA):
             self.found.metadata.append(address(path))
         for key in common:
-            if key[0] is _Node:
-                yield (*path, left[key][0]), left[key][0], right[key][0]
-            yield (*path, left[key][0]), left[key][1], right[key][1]
+            one, other, segment = left[key], right[key], ours.get(key, key)
+            if type(key) is tuple and key[0] is _Node:
+                yield (*path, segment), segment, theirs[key]
+            if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
+                yield (*path, segment), one, other  # as few plain values; 0.0 may be -0.0
 
     def _metadata(self, node: Any) -> Any:
         found = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
         return _without_wrapper_modules(found) if "prefix" in self.skipped and isinstance(found, dict) else found
 
-    def _by_key(self, node: Any) -> dict[Any, tuple[Any, Any]]:
-        parts: dict[Any, tuple[Any, Any]] = {}
-        for key, part in self._parts(node):
+    def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """The parts of a node by what their keys are called in both files; the keys that are called otherwise."""
+        parts: dict[Any, Any] = {}
+        segments: dict[Any, Any] = {}
+        for key, segment, part in self._parts(node):
             if key in parts and "prefix" not in self.skipped:
                 key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
-                one, other = (printable(str(segment)) for segment in (parts[key][0], part[0]))
+                one, other = (printable(str(each)) for each in (segments.get(key, key), segment))
                 raise Conflict(
-                    f"without their prefixes {one!r} and {other!r} are both {printable(str(key[1]))!r}",
+                    f"without their prefixes {one!r} and {other!r} are both {printable(str(key))!r}",
                     "Which of the two to compare is not known.",
                     "Compare them under their own names: without --ignore prefix",
                 )
             parts[key] = part
-        return parts
+            if key is not segment:
+                segments[key] = segment
+        return parts, segments
 
-    def _parts(self, node: Any) -> Iterator[tuple[Any, tuple[Any, Any]]]:
+    def _parts(self, node: Any) -> Iterator[tuple[Any, Any, Any]]:
         strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
         hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
         counts: Counter[str] = Counter()
@@ -296,7 +302,7 @@ class _Comparer:
                 if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
                     part = _without_wrapper_modules(part)
                     self.bare[id(part)] = part
-                yield _comparable(key, counts), (segment, part)
+                yield _comparable(key, counts), segment, part
 
     def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: _Aspects | None = None) -> None:
         """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
@@ -427,9 +433,12 @@ class _Attribute:
     """The kind of a name that an item has too."""
 
 
-def _comparable(key: Any, counts: Counter[str]) -> tuple[type, Any]:
-    """The name of a key in both files; of an inert object its text, and its place among those alike."""
-    if type(key) is str or type(key) is int or not _holds_node(key):
+def _comparable(key: Any, counts: Counter[str]) -> Any:
+    """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
+    place among those alike."""
+    if type(key) is str or type(key) is int:
+        return key
+    if not _holds_node(key):
         return type(key), key
     text = summary(key, 200)
     counts[text] += 1
@@ -440,10 +449,6 @@ def _holds_node(key: Any) -> bool:
     if type(key) is tuple:
         return any(map(_holds_node, key))  # the decoder bounds how deep keys are nested
     return isinstance(key, (Object, Set, TensorEntry, Composite, StorageRef))
-
-
-def _segment(key: tuple[type, Any], parts: dict[Any, tuple[Any, Any]]) -> Any:
-    return parts[key][0] if key[0] is _Node else key[1]
 
 
 def _same_plain(a: Any, b: Any) -> bool:

@@ -20,12 +20,14 @@ from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
 from ckptool.reports.findings import Finding, Stage, in_order
 from ckptool.reports.fit import LOAD_MODEL, TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.reports.fixes import Chain
-from ckptool.reports.inspect import Listing, engine_of
+from ckptool.reports.inspect import WEIGHTS_ONLY, Listing, engine_of
 from ckptool.reports.scan import ScannedFile
 from ckptool.reports.targets import Target
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
-UNSAFE, FOLDER, UNKNOWN = "unsafe-global", "folder", "unknown-error"  # codes of findings
+FOLDER, UNKNOWN = "folder", "unknown-error"  # codes of findings
+# What keeps stock torch from loading values: they would run unknown code, need their class, or are refused by default.
+UNSAFE, CUSTOM_CLASS = "unsafe-global", "custom-class"
 _IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
 
 
@@ -79,7 +81,8 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     wanted = [fix.with_words(words) for fix in known.fixes]
     fixes = tuple(str(chain.fill(fix) if file else fix) for fix in wanted)
     says = _first_line(text, known)
-    return Diagnosis(file, "", (Finding(known.code, known.meaning, says, True, fixes, known.advice),))
+    found = Finding(known.code, known.meaning, says, True, fixes, known.advice, certain=known.certain)
+    return Diagnosis(file, "", (found,))
 
 
 def _first_line(text: str, known: KnownError | None = None) -> str:
@@ -336,7 +339,9 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
         return
     whole = any(root.module is not None for root in found.roots)
     holds = "a whole model, pickled with its class, which" if whole else "values that"
-    what = f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
+    said = {note.code: note.message for note in found.notes}
+    code = next((code for code in (UNSAFE, CUSTOM_CLASS) if code in said), WEIGHTS_ONLY)
+    what = said[UNSAFE] if code == UNSAFE else f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
     says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
     fixes: tuple[Command, ...] = (command("convert", FILE, weights_only=True, out=OUT),)
     advice = ""
@@ -353,8 +358,8 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
             "if you trust it."
         )
     # Engines read their folders with loaders of their own.
-    blocks = not named(found.container).is_folder or any(note.code == UNSAFE for note in found.notes)
-    yield Finding(UNSAFE, what, says, blocks, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
+    blocks = not named(found.container).is_folder or code == UNSAFE
+    yield Finding(code, what, says, blocks, advice=advice, commands=fixes, stage=Stage.VALUES, inert=True)
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------
@@ -380,7 +385,7 @@ _NOTES = {
     ),
 }  # fmt: skip
 _OTHER_NOTES = ("", False, Stage.BETTER)
-_SAID_ELSEWHERE = (UNSAFE, "custom-class", MEMBERS)  # among the values, or of no consequence
+_SAID_ELSEWHERE = (UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS)  # among the values, or of no consequence
 
 
 def _of_notes(notes: Iterable[Note], way: Way | None) -> Iterator[Finding]:

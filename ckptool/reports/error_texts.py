@@ -29,7 +29,7 @@ MAX_TEXT = 100_000  # characters of a message that are looked at
 class KnownError:
     """pattern: of the message.  code: as in notes and errors.  meaning: what is wrong.  fixes: commands, in order.
 
-    advice: what to do where no command does it.
+    advice: what to do where no command does it.  certain: not only the likely meaning.
     """
 
     pattern: re.Pattern[str]
@@ -37,6 +37,7 @@ class KnownError:
     meaning: str
     fixes: tuple[Command, ...] = ()
     advice: str = ""
+    certain: bool = True
 
     def found(self, text: str) -> dict[str, str]:
         """The pattern's named groups in a message, by the names of the slots that they fill: `PREFIX`."""
@@ -46,6 +47,10 @@ class KnownError:
 
 def _known(pattern: str, code: str, meaning: str, *fixes: Command, advice: str = "") -> KnownError:
     return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, fixes, advice)
+
+
+def _likely(pattern: str, code: str, meaning: str, *fixes: Command, advice: str = "") -> KnownError:
+    return KnownError(re.compile(pattern, re.IGNORECASE), code, meaning, fixes, advice, certain=False)
 
 
 _STRIP = command("strip-module", FILE, out=OUT)
@@ -117,27 +122,33 @@ KNOWN: tuple[KnownError, ...] = (
         command("warm-start", FILE, against=MODEL),
         advice=f"It shows what fits, and rules for the rest. {_MODEL}.",
     ),
+    _likely(
+        r"(cuda|hip|mps|xpu)\b.{0,40}out of memory",
+        "gpu-memory",
+        "The GPU has no room for the model, its batch or what another process has there; where torch.load is in the "
+        "traceback, for the tensors, which it puts on the GPU that they were saved from.",
+        _INSPECT,
+        advice="See what fills it: nvidia-smi. For torch.load: map_location='cpu'.",
+    ),
+    _likely(
+        r"Torch not compiled with CUDA|MPS backend|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
+        "device-location",
+        "Tensors are tagged with a device that this torch does not know, or the code asks for that device itself.",
+        _CPU,
+        advice="With inspect FILE one sees the tags; without any it is a .to(device) or .cuda() of the code.",
+    ),
     _known(
-        r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count|"
-        r"Torch not compiled with CUDA",
+        r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count",
         "cuda-location",
         "The tensors are tagged with a GPU that this machine does not have.",
         _CPU,
         advice="Or load with map_location='cpu'. For another GPU: --to cuda:0.",
     ),
     _known(
-        r"don't know how to (restore|determine) (data )?location|storage device not recognized|MPS backend|"
-        r"(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
+        r"don't know how to (restore|determine) (data )?location|storage device not recognized",
         "device-location",
         "The tensors are tagged with a device that this torch does not know.",
         _CPU,
-    ),
-    _known(
-        r"cuda out of memory|CUDA error: out of memory",
-        "cuda-location",
-        "torch.load puts the tensors on the GPU that they were saved from, beside the model that is there.",
-        _CPU,
-        advice="Or load with map_location='cpu'.",
     ),
     _known(
         r"TorchScript archives|torch\.jit\.load|looks like a TorchScript archive",
@@ -180,7 +191,7 @@ KNOWN: tuple[KnownError, ...] = (
         "The file is numpy's (.npz, .npy), which torch.load does not read.",
         command("convert", FILE, out=OUT_PT),
     ),
-    _known(
+    _likely(
         r"dict-like, got <class|has no attribute ['\"](copy|keys|items)['\"]$|"
         r"got an? (unexpected )?\S*Module.{0,20} instead of a state",
         "whole-module",
@@ -188,7 +199,7 @@ KNOWN: tuple[KnownError, ...] = (
         _WEIGHTS,
         advice="Or in Python: model.load_state_dict(loaded.state_dict()).",
     ),
-    _known(
+    _likely(
         r"dict['\"] object has no attribute ['\"](eval|train|to|cuda|cpu|half|float|parameters|forward|modules|"
         r"module|state_dict)\b|"
         r"dict['\"] object is not callable",
@@ -197,7 +208,7 @@ KNOWN: tuple[KnownError, ...] = (
         _INSPECT,
         advice="In Python: model = Net(); model.load_state_dict(torch.load(FILE)).",
     ),
-    _known(
+    _likely(
         r"KeyError: ['\"](\w*state_dict|model|net|weights|params|ema\w*|generator|[GD]|optimizer\w*|epoch|"
         r"\w*step)['\"]",
         "no-such-entry",
@@ -205,14 +216,14 @@ KNOWN: tuple[KnownError, ...] = (
         _INSPECT,
         advice="It shows which entries there are.",
     ),
-    _known(
+    _likely(
         r"UnicodeDecodeError|encoding=['\"]latin1",
         "python-2",
         "Python 2 wrote the file; its texts are bytes.",
         _ANEW,
         advice="Or load with encoding='latin1'.",
     ),
-    _known(
+    _likely(
         r"No module named|Can't get attribute|has no attribute ['\"]\w+['\"] on <module|SourceChangeWarning|"
         r"ModuleNotFoundError",
         "whole-module",
@@ -293,8 +304,9 @@ KNOWN: tuple[KnownError, ...] = (
     ),
     _known(
         r"Weights only load failed|weights_only|Unsupported global|UnpicklingError.*global",
-        "unsafe-global",
-        "The file calls functions or holds classes that weights_only does not allow.",
+        "weights-only",
+        "The file calls functions or holds classes that weights_only does not allow; scan says whether they would run "
+        "unknown code.",
         _SCAN,
         _PLAIN,
     ),
@@ -315,7 +327,7 @@ KNOWN: tuple[KnownError, ...] = (
         _RECOVER,
         advice="A new copy is better, where there is one.",
     ),
-    _known(
+    _likely(
         r"Ran out of input|file (like )?object .*is empty|EOFError",
         "truncated",
         "The file is empty or ends within its pickle: the save was interrupted, or the disk was full.",
@@ -352,7 +364,7 @@ KNOWN: tuple[KnownError, ...] = (
         _VERIFY,
         advice=Advice("Look for the newest intact one: ", _LATEST),
     ),
-    _known(
+    _likely(
         r"float8|has no attribute ['\"](bfloat16|uint16|uint32|uint64|float4)",
         "dtype-unknown",
         "The tensors have a dtype that this torch is too old for.",

@@ -26,8 +26,9 @@ class FoundRules(Report):
     """Rules that make the tensors of `new` of those of `old`, as applying them has shown.
 
     total: tensors of the new one.  by_value: those that are made with the same bytes.  by_name: names of those that are
-    made with the same type and shape, and other values.  missing: those that are not made.  dropped: keys of the old
-    one that become nothing; drop: patterns for them.  output: the file of rules.
+    made with the same type and shape, and other values; reordered: of those, the same values in another order;
+    unrelated: values that no fine-tuning explains.  missing: those that are not made.  dropped: keys of the old one
+    that become nothing; drop: patterns for them.  output: the file of rules.
     """
 
     verdict = "complete"
@@ -38,6 +39,8 @@ class FoundRules(Report):
     total: int
     by_value: int
     by_name: tuple[str, ...]
+    reordered: tuple[str, ...]
+    unrelated: tuple[str, ...]
     missing: tuple[str, ...]
     dropped: tuple[str, ...]
     drop: tuple[str, ...]
@@ -47,5 +50,5 @@ class FoundRules(Report):
 
     @property
     def complete(self) -> bool:
-        """True if every tensor of the new checkpoint is made."""
-        return not self.missing
+        """True if every tensor of the new checkpoint is made, with its values or those that it was fine-tuned from."""
+        return not (self.missing or self.reordered or self.unrelated)

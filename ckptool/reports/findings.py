@@ -28,7 +28,7 @@ class Finding:
     """A reason why a checkpoint does not load, or loads as something else than one expects.
 
     says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on
-    another machine.
+    another machine.  certain: False for the likely meaning of a message that has others.
     fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another
     program.
     commands: the same before the file is known.  inert: they leave out what loading would call.
@@ -43,6 +43,7 @@ class Finding:
     commands: tuple[Command, ...] = field(default=(), repr=False)
     stage: Stage = field(default=Stage.BETTER, repr=False)
     inert: bool = field(default=False, repr=False)
+    certain: bool = True
 
     def filled(self, chain: Chain) -> Finding:
         """The finding with commands for the file as the commands before left it."""

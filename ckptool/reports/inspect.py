@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, command
+from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
 from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.registry import Report
@@ -23,11 +25,12 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, find, stored_parts, walk
-from ckptool.errors import counted, form, listed, printable
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
+from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
+from ckptool.pickles.weights_only import takes, weights_only
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
+SHORT = 8  # a container of so many plain values is listed wherever it stands
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
@@ -57,10 +61,15 @@ class TensorRow:
 
 @dataclass(slots=True, eq=False)
 class EntryRow:
-    """A value other than a tensor, at one place in the tree."""
+    """A value other than a tensor, at one place in the tree.
+
+    same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one.
+    """
 
     path: Path
     value: Any
+    same_as: Path | None = None
+    repeated: bool = False
 
     @property
     def address(self) -> str:
@@ -92,6 +101,11 @@ class Listing:
     part: PartOf | None = None
     only: tuple[str, ...] = ()
 
+    @property
+    def printed(self) -> tuple[EntryRow, ...]:
+        """The entries; a container is one of them after its first place, unless `only` asked for its parts."""
+        return self.entries if self.only else tuple(row for row in self.entries if not row.repeated)
+
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
@@ -100,9 +114,13 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     entries: list[EntryRow] = []
     numbers: dict[int, int] = {}
     sizes: dict[int, int] = {}
+    places: dict[int, Path] = {}  # of containers, the first of each
+    repeat: Path | None = None
     unlisted = 0
     for below, node in walk(tree):
         path = base + below
+        if repeat is not None and path[: len(repeat)] != repeat:
+            repeat = None
         if isinstance(node, TensorEntry):
             number = numbers.setdefault(id(node.storage), len(numbers))
             sizes[number] = node.storage.nbytes
@@ -113,9 +131,12 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
             rows.append(TensorRow(path, node, None))
         elif _is_leaf(node):
             if len(entries) < MAX_ENTRIES:
-                entries.append(EntryRow(path, node))
+                entries.append(EntryRow(path, node, repeated=repeat is not None))
             else:
                 unlisted += 1
+        elif repeat is None and places.setdefault(id(node), path) is not path and not _is_short(node):
+            repeat = path
+            entries.append(EntryRow(path, node, same_as=places[id(node)]))
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
     found = find_state_dicts(replace(checkpoint, tree=tree))
@@ -220,14 +241,22 @@ def _is_leaf(node: Any) -> bool:
     )
 
 
+def _is_short(node: Any) -> bool:
+    """True for what is printed in every place, as the `betas` that all groups of an optimizer share."""
+    parts = list(islice(children(node), SHORT + 1))
+    return len(parts) <= SHORT and all(type(part) in SCALARS for _, part in parts)
+
+
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
 def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[TensorRow]) -> Iterator[Note]:
-    for note in (*_prefix_notes(roots), *_device_notes(rows)):
+    use = list(use_notes(checkpoint))
+    refused = () if use or checkpoint.container not in _WITH_DEFAULT else _weights_only_notes(checkpoint)
+    for note in (*_prefix_notes(roots), *_device_notes(rows), *refused):
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
-    yield from use_notes(checkpoint)
+    yield from use
     yield from _waste_notes(rows)
     yield from _adapter_notes(checkpoint, roots)
     yield from _optimizer_notes(roots)
@@ -253,6 +282,31 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         shown = listed([printable(name) for name in names], 4)
         yield Note("not-judged", f"{shown}: begins as a pickle does, and could not be read or judged")
     yield from custom_notes(checkpoint)
+
+
+WEIGHTS_ONLY = "weights-only"  # the code of the note on it
+_WITH_DEFAULT = ("torch-zip", "torch-legacy")  # that torch.load reads with weights_only=True unless told otherwise
+
+
+def _weights_only_notes(checkpoint: Checkpoint) -> Iterator[Note]:
+    """The note on values that would run nothing unknown, and that torch.load refuses all the same."""
+    if takes(checkpoint.tree):
+        return
+    fix: tuple[()] | Command = ()
+    try:
+        plain = weights_only(checkpoint)
+        names = plain.refused
+        if {id(each) for each in storages(checkpoint.tree)} == {id(each) for each in storages(plain.checkpoint.tree)}:
+            fix = command("convert", FILE, weights_only=True, out=OUT)
+    except Conflict:
+        names = ["keys that would become the same text"]
+    if names:
+        shown = listed(names, 4)
+        yield Note(
+            WEIGHTS_ONLY,
+            f"torch.load refuses it by default (weights_only=True): {shown}; nothing in it would run",
+            fix,
+        )
 
 
 def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iterator[Note]:

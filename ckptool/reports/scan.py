@@ -20,7 +20,7 @@ from ckptool.formats import marks
 from ckptool.formats.files_beside import all_uses
 from ckptool.formats.members import BESIDE_WEIGHTS
 from ckptool.formats.parts import MEMBERS
-from ckptool.pickles.calls import CALLED, MADE, NAMED
+from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.reports.inspect import Listing
 
 GOOD, PART, MEMBER = "good", "part", "member"
@@ -208,6 +208,7 @@ def _richness(file: ScannedFile) -> tuple[int, int, float]:
 class Call:
     """A name that is not known to be inert. how: `called` (or a class with arguments), `made`, `named` (by itself).
 
+    is_custom: an object of a class of the file's own, filled with plain values; else it would run unknown code.
     places: addresses in the tree, the first of `count`.
     """
 
@@ -215,6 +216,7 @@ class Call:
     how: str
     places: tuple[str, ...]
     count: int
+    is_custom: bool = False
 
 
 MAX_PLACES = 5
@@ -222,13 +224,16 @@ MAX_PLACES = 5
 
 def unknown_names(checkpoint: Checkpoint) -> list[Call]:
     """Every name that is not known to be inert where it stands, the most dangerous use first."""
-    found: dict[tuple[str, str], list[str]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, str], list[str]] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     for use, place in all_uses(checkpoint):
-        kind = (use.name, use.how)
+        kind = (use.name, use.how, use.verdict)
         counts[kind] = counts.get(kind, 0) + 1
         places = found.setdefault(kind, [])
         if len(places) < MAX_PLACES and place not in places:
             places.append(place)
-    calls = [Call(name, how, tuple(places), counts[name, how]) for (name, how), places in found.items()]
-    return sorted(calls, key=lambda call: (CALLED, MADE, NAMED).index(call.how))
+    calls = [
+        Call(name, how, tuple(places), counts[name, how, verdict], verdict == CUSTOM)
+        for (name, how, verdict), places in found.items()
+    ]
+    return sorted(calls, key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))

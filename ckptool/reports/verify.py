@@ -78,6 +78,7 @@ class Verification(Report):
 
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
     checked_bytes: their bytes.
+    tensors: each once, under however many names.
     files: that the checkpoint is read from, all of which were looked at.
     non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
     argv.

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.training import is_run
 from ckptool.training.code_paths import rooted
 from ckptool.training.config import Config, Place, descend, keys_of
@@ -204,6 +204,8 @@ class Loader(yaml.SafeLoader):
         """A value that its type cannot hold (an integer of 5,000 digits, `!!int x`) is an error with its line."""
         try:
             return super().construct_object(node, deep)
+        except CkptoolError:
+            raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(

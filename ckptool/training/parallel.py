@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckptool.errors import RunFailed, UsageError, listed, printable
+from ckptool.errors import CkptoolError, RunFailed, UsageError, listed, printable
 from ckptool.training.data import to_device
 from ckptool.training.matching import Patterns, modules_matching, outermost
 
@@ -172,6 +172,8 @@ def _meet(device: torch.device, launched: bool) -> None:
             place = {"store": library.PrefixStore(start, store)}
             place |= {"rank": _number("RANK", "0"), "world_size": _number("WORLD_SIZE", "1")}
         library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
+    except CkptoolError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunFailed(

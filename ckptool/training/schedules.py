@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.errors import UsageError, printable
+from ckptool.errors import CkptoolError, UsageError, printable
 from ckptool.reports.targets import names_code
 from ckptool.training.config import Schedule
 from ckptool.training.extensions import class_of, find_named, load_named
@@ -79,6 +79,8 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
                 f"schedule: {kind.__name__} cannot be named in a configuration", *_NO_SCHEDULE[kind.__name__]
             )
         made: lr_scheduler.LRScheduler = kind(optimizer, **settings.args)
+    except CkptoolError:
+        raise
     except (TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(
             f"the schedule {settings.name} does not take these arguments: {error}",

@@ -382,6 +382,8 @@ def _problems(path: str, verb: str) -> Iterator[None]:
     """Raises what the system refuses as `FileProblem`."""
     try:
         yield
+    except CkptoolError:
+        raise
     except (OSError, ValueError) as error:
         raise file_problem(error, path, verb) from error
 

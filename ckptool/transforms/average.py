@@ -20,7 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import DEFAULT
 from ckptool.reports.diff import diff
 from ckptool.transforms.casting import rounded
@@ -85,6 +85,8 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: M
         pattern, _, numbers = text.rpartition("=")
         try:
             shares = weights_of(count, [float(number) for number in numbers.split(",")], None, how)
+        except CkptoolError:
+            raise
         except ValueError:
             pattern = ""
         if not pattern:

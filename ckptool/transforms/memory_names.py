@@ -42,14 +42,16 @@ class MemoryTree:
     """A state dict with the names and tensors that its library has in memory.
 
     names: those of tensors that are only renamed, by the file's.  odd: the ends of modules whose weights are of no
-    layer that PEFT wraps, though their names say so.  unknown: the file's names of tensors that are changed in a way
-    that is not known here: nothing is renamed then.
+    layer that PEFT wraps, though their names say so.  ties: names that may not be in a file, each with that of the same
+    tensor; None where they are not known.  unknown: the file's names of tensors that are changed in a way that is not
+    known here: nothing is renamed then.
     """
 
     tree: dict[Any, Any]
     names: dict[Any, Any] = field(default_factory=dict)
     groups: list[_Group] = field(default_factory=list)
     odd: tuple[str, ...] = ()
+    ties: dict[str, str] | None = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
     def on_disk(self, changed: Mapping[Any, Any], file: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -101,7 +103,7 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         else:
             names[key] = new
     if found.unknown:
-        return replace(found, tree=dict(file), names={key: key for key in file})
+        return replace(found, tree=dict(file), names={key: key for key in file}, ties=_ties(config, file))
     found.tree.update((new, file[key]) for key, new in names.items())
     if len(found.tree) < len(names):
         twice = [key for key, new in names.items() if list(names.values()).count(new) > 1]
@@ -112,7 +114,7 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], made)
         found.groups.append(group)
         found.tree |= dict(zip(made, _applied(group, file, name), strict=True))
-    return replace(found, names=names)
+    return replace(found, names=names, ties=_ties(config, found.tree))
 
 
 def as_named(root: StateDict, checkpoint: Checkpoint, names: Container[str]) -> StateDict:
@@ -172,18 +174,45 @@ class _Step:
 
 @cache
 def _table() -> Any:
-    """For each type of model its classes, the ends of its odd modules' names, and mappings that are told here first."""
+    """For each type its classes, the ends of odd modules' names, and mappings told here first; each class's ties."""
     found = json.loads(files("ckptool.transforms").joinpath("memory_names.json").read_text("utf-8"))
     del found["version"]
+    ties = {n: text.split() for text, names in found.pop("ties").items() for n in names.split()}
     rows = {kind: {n: row for names, row in each[0].items() for n in names.split()} for kind, each in found.items()}
     odd = {kind: tuple(each[1]) for kind, each in found.items()}
-    return rows, odd, {name: steps for each in found.values() for name, steps in each[2].items()}
+    return rows, odd, {name: steps for each in found.values() for name, steps in each[2].items()}, ties
+
+
+def _ties(config: Mapping[str, Any], tree: Mapping[Any, Any]) -> dict[str, str] | None:
+    """See `MemoryTree.ties`. Of an unknown class, the head is what config.json ties to the only embedding."""
+    table, name, row = _table()[3], _class(config), _row(config.get("model_type"), _class(config))
+    parts = [("", config), *((f"{path}.", config.get(part)) for path, (part, _) in dict(row[2:] and row[2]).items())]
+    pairs = [path + each for path, part in parts for each in table.get(_class(part), ())]
+    says = [each for each in (config, config.get("text_config")) if isinstance(each, Mapping)]
+    is_tied = any(each.get("tie_word_embeddings") is True for each in says)
+    if name not in table and is_tied and (name is None or re.search("LM|Generation", name)):
+        found = [match for key in tree if type(key) is str and (match := _HEAD.fullmatch(key))]
+        if any(match["head"] for match in found):
+            return {}
+        if len(found) != 1:
+            return None
+        pairs = ["lm_head.weight", found[0][0]]
+    both = zip(pairs[::2], pairs[1::2], strict=True)
+    return {a if b in tree else b: b if b in tree else a for a, b in both if a in tree or b in tree}
+
+
+_EMBEDDING = "embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared"
+_HEAD = re.compile(rf"(?:.*\.)?(?:{_EMBEDDING}|(?P<head>lm_head|output|embed_out))\.weight")
+
+
+def _class(config: Any) -> Any:
+    classes = config.get("architectures") if isinstance(config, Mapping) else None
+    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
 
 
 def _steps(config: Mapping[str, Any]) -> list[_Step]:
     """The steps for a configuration, those that only rename first."""
-    classes, steps = config.get("architectures"), list[_Step]()
-    row = _row(config.get("model_type"), classes[0] if isinstance(classes, list) and classes else None)
+    steps, row = list[_Step](), _row(config.get("model_type"), _class(config))
     if row == UNKNOWN:
         return [_Step(re.compile(""), [""], UNKNOWN, ("",))]
     for scope, mapping in _scopes(row, config):

@@ -13,7 +13,7 @@ from ckptool.checkpoint.files import Input, read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
-from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside, configuration
+from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.reports.save import SaveResult, Written
@@ -54,13 +54,6 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
 def _as_saved(value: Any) -> Any:
     """What PEFT's adapter_config.json has for a value: a list for a set."""
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def is_tied(checkpoint: Checkpoint) -> bool:
-    """True where config.json says that the head is the embedding."""
-    config = configuration(checkpoint)
-    inner = config.get("text_config")
-    return any(isinstance(each, dict) and each.get("tie_word_embeddings") is True for each in (config, inner))
 
 
 def write_adapter(

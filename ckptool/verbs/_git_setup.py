@@ -232,7 +232,7 @@ def textconv(path: str) -> str:
 def _tensor_lines(source: Source) -> list[str]:
     checkpoint = formats.read_alone(source)
     found = listing(checkpoint)
-    entries = list(_entries(found.entries, checkpoint.tree))
+    entries = list(_entries([row for row in found.entries if row.same_as is None], checkpoint.tree))
     arrays = [(row.path, array) for row in entries if (array := array_entry(row.value)) is not None]
     pairs: list[tuple[Path, Tensor]] = [*((row.path, row.tensor) for row in found.tensors), *arrays]
     as_arrays = [""] * len(found.tensors) + ["numpy "] * len(arrays)

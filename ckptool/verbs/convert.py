@@ -24,6 +24,7 @@ from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory,
 from ckptool.formats.rank_files.flat_parameters import rebuilt
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
+from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.reports.save import Written
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -40,7 +41,6 @@ from ckptool.transforms.flatten import (
 )
 from ckptool.transforms.join_ranks import open_by_rules
 from ckptool.transforms.optimizer_names import with_optimizers
-from ckptool.transforms.weights_only import weights_only as plain_values
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 from ckptool.verbs.spec import find_target
 

@@ -8,12 +8,12 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.pickles.weights_only import weights_only
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.inspect import Listing, listing
 from ckptool.reports.targets import Target
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
-from ckptool.transforms.weights_only import weights_only
 
 
 def doctor(
@@ -76,7 +76,7 @@ def _values(checkpoint: Checkpoint, found: Listing) -> Values:
         refused, lossy = ["keys that would become the same text"], True
         dropped: tuple[str, ...] = ()
     else:
-        refused = list(dict.fromkeys(what.split(" → ")[0] for _, what in (*plain.converted, *plain.dropped)))
+        refused = plain.refused
         dropped = tuple(place for place, _ in plain.dropped)
         nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
         lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))

@@ -15,7 +15,7 @@ from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import is_tied, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import output_of_adapter, write_adapter
 from ckptool.verbs._save import SaveOptions
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def lora_extract(
         rank=rank,
         dtype=target,
         energy=energy,
-        tied=is_tied(opened[0].checkpoint),
+        ties=second.ties,
         only=several(only),
         exclude=several(exclude),
     )

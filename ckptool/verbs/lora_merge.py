@@ -19,7 +19,7 @@ from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import AdapterConfig, is_tied, open_adapter
+from ckptool.verbs._adapters import AdapterConfig, open_adapter
 from ckptool.verbs._save import SaveOptions, output_of, save, written
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ def lora_merge(
 
 def _merged(node: Any, adapter: Adapter, base: Checkpoint, name: str, scale: float) -> MergedWeights:
     """The base's tensors with the changes, by the names that they have in memory, else by the file's own."""
-    memory, tied = in_memory(node, configuration(base), name), is_tied(base)
+    memory = in_memory(node, configuration(base), name)
     ordered = not memory.groups and not base.tensors_only
     try:
-        made = merge(memory.tree, adapter, base_name=name, multiplier=scale, tied=tied, ordered=ordered)
+        made = merge(memory.tree, adapter, base_name=name, multiplier=scale, ties=memory.ties, ordered=ordered)
     except NoMatch:
         memory.refuse_unknown(name)
         try:
-            return merge(node, adapter, base_name=name, multiplier=scale, tied=tied, ordered=ordered)
+            return merge(node, adapter, base_name=name, multiplier=scale, ties=memory.ties, ordered=ordered)
         except NoMatch:
             pass
         raise

@@ -171,7 +171,7 @@ def _checked(path: str, source: Input | None, checkpoint: Checkpoint, progress: 
         f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         checkpoint.container,
         source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
-        sum(1 for _ in tensors(checkpoint.tree)),
+        _count(checkpoint.tree),
         sum(1 for _ in storages(checkpoint.tree)),
         extent,
         checked,
@@ -182,6 +182,11 @@ def _checked(path: str, source: Input | None, checkpoint: Checkpoint, progress: 
         part=checkpoint.part,
         files=len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1,
     )
+
+
+def _count(tree: Any) -> int:
+    """How many tensors there are, each once, under however many names."""
+    return len({id(tensor) for _, tensor in tensors(tree)})
 
 
 def _archives_in(checkpoint: Checkpoint, elsewhere: list[Source]) -> Iterator[Archive]:
@@ -307,7 +312,7 @@ def _damaged(path: str, source: Input, error: CkptoolError) -> Verification:
         path,
         done.checkpoint.container,
         source.size,
-        0 if done.raw else sum(1 for _ in tensors(tree)),
+        0 if done.raw else _count(tree),
         sum(1 for _ in storages(tree)),
         ALL if done.proven else NONE,
         done.whole if done.proven else 0,

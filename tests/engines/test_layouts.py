@@ -129,6 +129,27 @@ def test_clip(act: str, tmp_path: Path) -> None:
     prove("clip-openclip", open_clip(quick_gelu=act == "quick_gelu"), hf_clip(act), tmp_path)
 
 
+def test_shapes_that_transformers_would_not_load_are_refused(tmp_path: Path) -> None:
+    """A scale of [1], and the positions of FlexiViT and DeiT III, which have no row for the class token."""
+    import timm
+
+    for grid in (2, 3, 4, 7):
+        for token in (False, True):
+            model = timm.models.VisionTransformer(
+                img_size=grid * 4, patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=5, no_embed_class=token
+            )
+            torch.save(model.state_dict(), tmp_path / "vit.pt")
+            if token:
+                with pytest.raises(Conflict, match="positions without a row for the class token"):
+                    ckptool.translate(tmp_path / "vit.pt", out=tmp_path / "out.pt", rules_file="vit-timm")
+            else:
+                ckptool.translate(tmp_path / "vit.pt", out=tmp_path / f"{grid}.pt", rules_file="vit-timm")
+    open_clip(nonscalar_logit_scale=True).write(tmp_path / "clip.pt")
+    with pytest.raises(Conflict, match=r"a scale of the shape \[1\]"):
+        ckptool.translate(tmp_path / "clip.pt", out=tmp_path / "out.pt", rules_file="clip-openclip")
+    assert not (tmp_path / "out.pt").exists()
+
+
 # BERT ----------------------------------------------------------------------------------------------------------------
 
 

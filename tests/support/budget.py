@@ -1,5 +1,5 @@
-"""What looking at hostile bytes costs: `inspect`, as text and as JSON, in a process of its own whose time and memory
-are measured.
+"""What looking at hostile bytes costs: `inspect`, as text and as JSON, or any command line, in a process of its own
+whose time and memory are measured.
 
 A server without torch forks one child for each input, so that a measurement takes milliseconds and starts from a small
 process.
@@ -8,6 +8,7 @@ process.
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,12 +64,22 @@ def meets_budget(
     return outcome
 
 
+def command_meets_budget(*words: str | Path) -> Outcome:
+    """The outcome of a command line on small hostile files: at most 1.5 s of processor time, 300 MB, 2 MB of text."""
+    outcome = _ask([os.fspath(word) for word in words])
+    assert not outcome.code.startswith("crash") and "error[bug]" not in outcome.text, (words, outcome)
+    assert outcome.seconds <= 1.5 * ROOM, f"{words}: {outcome.seconds:.2f} s"
+    assert outcome.megabytes <= MEGABYTES * ROOM, f"{words}: {outcome.megabytes:.0f} MB"
+    assert len(outcome.text) <= 2_000_000, f"{words}: {len(outcome.text):,} characters"
+    return outcome
+
+
 # The server ----------------------------------------------------------------------------------------------------------
 
 _server: subprocess.Popen[str] | None = None
 
 
-def _ask(path: Path) -> Outcome:
+def _ask(task: Path | list[str]) -> Outcome:
     global _server
     if _server is None:
         _server = subprocess.Popen(
@@ -79,7 +91,7 @@ def _ask(path: Path) -> Outcome:
         )
         atexit.register(_stop, _server)
     assert _server.stdin is not None and _server.stdout is not None
-    _server.stdin.write(json.dumps(os.fspath(path)) + "\n")
+    _server.stdin.write(json.dumps(task if isinstance(task, list) else os.fspath(task)) + "\n")
     _server.stdin.flush()
     return Outcome(**json.loads(_server.stdout.readline()))
 
@@ -89,26 +101,27 @@ def _stop(server: subprocess.Popen[str]) -> None:
 
 
 def _serve() -> None:
-    from ckptool.formats import FORMATS  # imported once, before the forks
+    import ckptool.cli  # imported once, before the forks
+    from ckptool.formats import FORMATS
     from ckptool.render import inspect as rendering
     from ckptool.verbs import inspect
 
-    assert FORMATS and rendering and inspect and "torch" not in sys.modules
+    assert ckptool.cli and FORMATS and rendering and inspect and "torch" not in sys.modules
     _look(__file__)
     for line in sys.stdin:
         print(json.dumps(asdict(_measured(json.loads(line)))), flush=True)
 
 
-def _measured(path: str) -> Outcome:
-    """Looks at a file in a child."""
+def _measured(task: str | list[str]) -> Outcome:
+    """Looks at a file, or runs a command line, in a child."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         _bounded()
         before, started = _memory(), time.process_time()
-        code, text = _look(path)
-        answer = Outcome(code, text[:100_000], time.process_time() - started, _memory() - before)
+        code, text = _look(task) if isinstance(task, str) else _run(task)
+        answer = Outcome(code, text[: 3 << 20], time.process_time() - started, _memory() - before)
         with open(writing, "w", encoding="utf-8", errors="backslashreplace") as pipe:
             pipe.write(json.dumps(asdict(answer)))
         os._exit(0)
@@ -131,6 +144,15 @@ def _bounded() -> None:
 def _memory() -> float:
     """The most memory that this process has had, in megabytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
+
+
+def _run(words: list[str]) -> tuple[str, str]:
+    from ckptool.cli import main
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = main(words)
+    return str(code), said.getvalue()
 
 
 def _look(path: str) -> tuple[str, str]:

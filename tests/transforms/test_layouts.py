@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import CkptoolError, UsageError
+from ckptool.errors import CkptoolError, Conflict, UsageError
 from ckptool.transforms.key_names import KeyPattern, parse_name
+from ckptool.transforms.translate.layouts import read_layout, shipped
 from tests.support.files import load, saved
 from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
@@ -73,9 +76,9 @@ LLAMA = "llama-meta"
 
 
 @pytest.mark.parametrize(("given", "expected"), [
-    (["heads=3"], "llama-meta.yaml, line 38: the rule .* 32 cannot be divided by 3"),
-    (["heads=8"], r"line 38: .* \[16, 32\] does not have the rows of 2 heads of 4"),
-    (["kv_heads=4"], r"line 38: .* does not have the rows of 4 heads of 8"),
+    (["heads=3"], "llama-meta.yaml, line 43: the rule .* 32 cannot be divided by 3"),
+    (["heads=8"], r"line 43: .* \[16, 32\] does not have the rows of 2 heads of 4"),
+    (["kv_heads=4"], r"line 43: .* does not have the rows of 4 heads of 8"),
     (["head=4"], "head.*: no rule has a variable of that name"),
 ])  # fmt: skip
 def test_numbers_that_do_not_fit(given: list[str], expected: str, tmp_path: Path) -> None:
@@ -222,3 +225,100 @@ def test_arithmetic_of_too_many_blocks_is_refused() -> None:
 def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
     folder = LAYOUT_CASES.parents[1] / "engines" / "megatron-torch-dist" / "checkpoint"
     refused(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
+
+
+def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
+    """A VAE without attention in the middle, Llama 1 with its angles in every layer; and shapes with no place."""
+    shapes = {name: json.loads((LAYOUT_CASES / name / "case.json").read_text()).get("shapes") for name in
+              ("vae-ldm", "vit-timm", "clip-openclip")}  # fmt: skip
+    vae = {name: shape for name, shape in shapes["vae-ldm"].items() if "mid.attn_1" not in name}
+    save_file(counting(vae), tmp_path / "vae.safetensors")
+    for name, out in (("vae", "new"), ("new", "back")):
+        ckptool.translate(tmp_path / f"{name}.safetensors", out=tmp_path / f"{out}.safetensors", rules_file="vae-ldm")
+    again = load_file(tmp_path / "back.safetensors")
+    assert again.keys() == vae.keys() and all(torch.equal(again[key], value) for key, value in counting(vae).items())
+    assert not any("attentions" in name for name in load_file(tmp_path / "new.safetensors"))
+    source, first = LAYOUT_CASES / LLAMA, tmp_path / "llama"
+    shutil.copytree(source, first)
+    for rank in sorted(first.glob("*.safetensors")):
+        angles = {f"layers.{layer}.attention.inner_attention.rope.freqs": torch.ones(4) for layer in range(2)}
+        save_file(load_file(rank) | angles, rank)
+    ckptool.translate(first, out=tmp_path / "llama.safetensors", rules_file=LLAMA)
+    assert (
+        digests(load_file(tmp_path / "llama.safetensors")) == json.loads((source / "case.json").read_text())["expected"]
+    )
+    vit, clip = shapes["vit-timm"], shapes["clip-openclip"]
+    for count in (1, 4, 9, 16, 196, 225):
+        save_file(counting(vit | {"pos_embed": [1, count, vit["pos_embed"][2]]}), tmp_path / "vit.safetensors")
+        refused(tmp_path / "vit.safetensors", "vit-timm", "positions without a row for the class token", tmp_path)
+    save_file(counting(clip | {"logit_scale": [1]}), tmp_path / "clip.safetensors")
+    refused(tmp_path / "clip.safetensors", "clip-openclip", r"a scale of the shape \[1\]", tmp_path)
+
+
+ANOTHER: dict[str, Any] = {"true": False, "false": True, "null": 4096}
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_each_field_that_a_layout_needs(name: str) -> None:
+    """Every value that it lists is taken; another one, and one of another type, is refused by the field's name."""
+    for side in (layout := read_layout(shipped()[name])).old, layout.new:
+        for fields, values in side.needs:
+            for field in fields.split("|"):
+                for value, is_right in [(yaml.safe_load(text), True) for text in values] + [
+                    (ANOTHER.get(values[0], "another"), False),
+                    ([yaml.safe_load(values[0]), 7777], False),
+                ]:
+                    config: Any = value
+                    for part in reversed(field.split(".")):
+                        config = {part: config}
+                    if is_right:
+                        side.check({}, config)
+                        continue
+                    with pytest.raises(Conflict, match=re.escape(field)):
+                        side.check({}, config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        ("gpt2-nanogpt", {"scale_attn_weights": False}),
+        ("gpt2-nanogpt", {"activation_function": "relu"}),
+        ("resnet-torchvision", {"downsample_in_first_stage": True}),
+        ("vit-timm", {"hidden_act": "relu"}),
+        (LLAMA, {"sliding_window": 4096}),
+        (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}),
+        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}),
+    ],
+)
+def test_a_configuration_that_contradicts_a_layout(layout: str, config: dict[str, Any], tmp_path: Path) -> None:
+    case = json.loads((LAYOUT_CASES / layout / "case.json").read_text())
+    source = LAYOUT_CASES / layout
+    if "shapes" in case:
+        source = tmp_path / "in.safetensors"
+        save_file(counting(case["shapes"]), source)
+    beside = tmp_path / "folder"
+    beside.mkdir()
+    ckptool.translate(source, out=beside / "model.safetensors", rules_file=layout, set=case.get("set", ()))
+    (beside / "config.json").write_text(json.dumps(config))
+    refused(beside / "model.safetensors", layout, "in the configuration", tmp_path, reverse=True)
+    (beside / "config.json").write_text("{}")
+    given = case.get("back", ())
+    ckptool.translate(
+        beside / "model.safetensors", out=tmp_path / "o.pt", rules_file=layout, set=given, reverse=True, overwrite=True
+    )
+
+
+def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path) -> None:
+    """With stacked layers, and with each layer by itself."""
+    state = load_file(LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors")
+    fc1 = "decoder.layers.mlp.linear_fc1.weight"
+    state[fc1] = state[fc1][:, : state[fc1].shape[1] // 2].contiguous()
+    apart = {
+        name.replace("layers.", f"layers.{layer}."): value[layer].clone()
+        for name, value in state.items()
+        for layer in range(len(value))
+        if "decoder.layers." in name
+    } | {name: value for name, value in state.items() if "decoder.layers." not in name}
+    for layout, tensors in (("llama-megatron-stacked", state), ("llama-megatron", apart)):
+        save_file(tensors, tmp_path / "in.safetensors")
+        refused(tmp_path / "in.safetensors", layout, "an MLP without a gate", tmp_path, set=["heads=4", "vocab=37"])

@@ -267,6 +267,17 @@ def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin' of gptq"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
         ({"quant_method": "awq"}, "is not quantized as awq does it"),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
+            "'transform_config'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "'sparsity_config'",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"centroids": 4}}}}, "'centroids'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"rotation": "hadamard"}}}, "'rotation'"),
+        ({"quant_method": "fp8", "hadamard": True}, "'hadamard'"),
     ],
 )
 def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -275,6 +286,13 @@ def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path
         dequantized(Case("", tensors, config, {}), tmp_path)
     with pytest.raises(Unsupported, match=words):
         ckptool.cast(write_case(tmp_path, Case("", tensors, config, {})), tmp_path / "out.safetensors", dtype="f32")
+
+
+def test_fields_that_are_empty_or_say_nothing_of_the_values(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor([2.0])}
+    empty = {"transform_config": {}, "sparsity_config": {"format": "dense"}, "rotation": None, "ignore": ["lm_head"]}
+    found = dequantized(Case("", tensors, {"quant_method": "compressed-tensors", **empty}, {}), tmp_path)
+    assert (found["a.weight"] == 2).all()
 
 
 def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
+from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
 
 
@@ -78,7 +79,7 @@ def test_a_wrapped_model_from_a_gpu_is_mended_in_two_steps(tmp_path: Path) -> No
 def test_values_that_weights_only_refuses(tmp_path: Path) -> None:
     file = saved({**fc_weights(), "best": np.float64(0.5), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
     found = ckptool.doctor(file)
-    assert "unsafe-global" in codes(found) and "numpy.core.multiarray.scalar" in found.findings[0].what.replace(
+    assert "weights-only" in codes(found) and "numpy.core.multiarray.scalar" in found.findings[0].what.replace(
         "_core", "core"
     )
     assert list(torch.load(run_all(found), weights_only=True)) == list(fc_weights()), (
@@ -234,7 +235,7 @@ MESSAGES = {
     "whole-module": "ModuleNotFoundError: No module named 'models'",
     "not-a-checkpoint": "_pickle.UnpicklingError: invalid load key, 'v'.",
     "pickle-protocol": "Weights only load failed. Unsupported operand 149",
-    "unsafe-global": "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace",
+    "weights-only": "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace",
     "truncated": "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
     "shared-tensors": "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk",
     "disk-full": "OSError: [Errno 28] No space left on device",
@@ -308,7 +309,7 @@ def test_real_messages_of_this_torch(tmp_path: Path) -> None:
         "truncated": lambda: torch.load(cut, weights_only=True),
         "not-a-checkpoint": lambda: torch.load(tmp_path / "text.pt", weights_only=True),
         "numpy-values": lambda: torch.load(tmp_path / "numpy.pt", weights_only=True),
-        "unsafe-global": lambda: torch.load(tmp_path / "net.pt", weights_only=True),
+        "weights-only": lambda: torch.load(tmp_path / "net.pt", weights_only=True),
         "torchscript": lambda: torch.load(tmp_path / "jit.pt", weights_only=True),
         "shared-tensors": lambda: safetensors.torch.save_file(
             {"a": (w := torch.ones(4)), "b": w}, tmp_path / "x.safetensors"
@@ -386,7 +387,7 @@ def test_tar_is_not_the_whole_suffix(tmp_path: Path) -> None:
 
 def test_a_wrapped_model_that_was_pickled_whole(tmp_path: Path) -> None:
     found = ckptool.doctor(saved(nn.DataParallel(Net()), tmp_path / "a.pt"))
-    assert codes(found) == ["unsafe-global", "prefix-module"] and "whole model" in found.findings[0].what
+    assert codes(found) == ["custom-class", "prefix-module"] and "whole model" in found.findings[0].what
     Net().load_state_dict(torch.load(run_all(found), weights_only=True))
 
 
@@ -460,6 +461,27 @@ def test_commands_for_arrays_that_have_no_plain_form_run(
 
 def test_keys_that_would_become_one_are_no_problem_of_the_file(tmp_path: Path) -> None:
     found = ckptool.doctor(saved({**fc_weights(), Path("a"): torch.ones(1), "a": torch.ones(1)}, tmp_path / "two.pt"))
-    assert "conflict" not in codes(found) and "unsafe-global" in codes(found)
+    assert "conflict" not in codes(found) and "weights-only" in codes(found)
     assert not any("ADDRESS" in fix for finding in found.findings for fix in finding.fixes)
     run_all(found)
+
+
+def test_what_a_message_may_mean_is_likely_or_certain(run: Run) -> None:
+    """Those that the code beside the file raises as well, in words of its own."""
+    for message in (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 9.05 GB)",
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "KeyError: 'model'",
+        "ModuleNotFoundError: No module named 'mmcv'",
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80",
+        "EOFError: Ran out of input",
+        "AttributeError: 'dict' object has no attribute 'eval'",
+    ):
+        assert run("doctor", "--error", message).out.startswith("likely ["), message
+        assert "cuda-location" not in run("doctor", "--error", message).out
+    for message in (
+        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+        "RuntimeError: unexpected pos 64 vs 0",
+    ):
+        assert run("doctor", "--error", message).out.startswith("problem ["), message

@@ -166,7 +166,7 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
     del base["lm_head.weight"]
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    refused(tmp_path, base, adapter, Conflict, r"tied to the head by config\.json")
+    refused(tmp_path, base, adapter, Conflict, r"tied to lm_head\.weight in the model")
     found = merged(tmp_path, base, peft(tmp_path / "adapter", embedding, ensure_weight_tying=True))
     key = "model.embed_tokens"
     delta = product(embedding[f"{key}.lora_embedding_B"], embedding[f"{key}.lora_embedding_A"]).T * 2
@@ -285,3 +285,38 @@ def test_what_the_configuration_names_has_to_be_there(config: Any, message: str,
 def test_a_magnitude_that_the_configuration_does_not_name(tmp_path: Path) -> None:
     tensors = halves("model.layers.0.q", 6, 6) | {"model.layers.0.q.lora_magnitude_vector": torch.ones(6)}
     refused(tmp_path, base_weights(), peft(tmp_path / "adapter", tensors), Conflict, "use_dora is False")
+
+
+def test_trained_tokens_are_rows(tmp_path: Path) -> None:
+    """Of PEFT's `trainable_token_indices`, by a list or by tables, and of its adapters of nothing else."""
+    table, factors = "model.embed_tokens", halves("model.layers.0.up", 8, 6)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64)):
+        base = {key: value.to(dtype) for key, value in base_weights().items()}
+        rows = {f"{table}.token_adapter.trainable_tokens_delta": torch.randn(2, 6)}
+        head = {"lm_head.token_adapter.trainable_tokens_delta": torch.randn(1, 6)}
+        alone = {"trainable_token_indices": None, "peft_type": "TRAINABLE_TOKENS", "token_indices": [6, 0]}
+        for tensors, indices in (
+            (factors | rows, {"trainable_token_indices": [6, 0]}),
+            (factors | rows | head, {"trainable_token_indices": {"embed_tokens": [6, 0], "lm_head": [3]}}),
+            ({f"{table}.trainable_tokens_delta": next(iter(rows.values()))}, alone),
+        ):
+            found = merged(tmp_path, base, peft(tmp_path / f"{number}", tensors, **indices), overwrite=True)
+            expected = {key: value.clone() for key, value in base.items()}
+            expected[f"{table}.weight"][[6, 0]] = next(iter(rows.values())).to(dtype)
+            if len(tensors) == 4:
+                expected["lm_head.weight"][3] = next(iter(head.values()))[0].to(dtype)
+            del expected["model.layers.0.up.weight"], found["model.layers.0.up.weight"]
+            assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    (tmp_path / "out.safetensors").unlink()
+    for indices in ([6, 7], [6, -1], [6], [6, "0"], None):
+        config = {"trainable_token_indices": indices and {"embed_tokens": indices}}
+        refused(
+            tmp_path, base, peft(tmp_path / "wrong", factors | rows, **config), Conflict, r"embed_tokens is for \[2"
+        )
+    tied = {key: value for key, value in base_weights().items() if key != "lm_head.weight"}
+    torch.save(tied | {"lm_head.weight": tied[f"{table}.weight"]}, tmp_path / "tied.pt")
+    adapter = peft(tmp_path / "tied", factors | rows, trainable_token_indices=[6, 0])
+    ckptool.lora_merge(tmp_path / "tied.pt", adapter, tmp_path / "tied-out.pt")
+    found = torch.load(tmp_path / "tied-out.pt", weights_only=True)
+    assert found["lm_head.weight"].data_ptr() == found[f"{table}.weight"].data_ptr()
+    assert torch.equal(found["lm_head.weight"][[6, 0]], next(iter(rows.values())))

@@ -153,7 +153,7 @@ def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path:
     from ckptool.transforms.memory_names import UNKNOWN, in_memory
 
     for kind, row in table.items():
-        for names, known in row[0].items() if kind != "version" else ():
+        for names, known in row[0].items() if kind not in ("version", "ties") else ():
             found = in_memory(
                 ckptool.open(saved_once(tmp_path)), {"model_type": kind, "architectures": names.split()}, "f"
             )
@@ -163,7 +163,7 @@ def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path:
     kind, names = next(
         (kind, names)
         for kind, row in table.items()
-        if kind != "version"
+        if kind not in ("version", "ties")
         for names, known in row[0].items()
         if known == UNKNOWN
     )
@@ -202,3 +202,45 @@ def test_a_table_of_embeddings_is_taken_whole_whatever_its_name(name: str, tmp_p
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["modules_to_save"] == [name]
     assert sorted(config["target_modules"]) == ["blocks.0.mix", "last", "up.proj"]
+
+
+def test_what_a_class_ties_is_taken_under_each_of_its_names(tmp_path: Path) -> None:
+    """Every class of the table, whose file has one name of each tensor; and classes that are not in it."""
+    from ckptool.transforms.memory_names import _table
+
+    linear, number = {"block.0.q_proj.weight": torch.zeros(4, 3)}, 0
+    for number, (name, names) in enumerate(
+        sorted({" ".join(each): (n, each) for n, each in _table()[3].items()}.values())
+    ):
+        pairs = dict(zip(names[::2], names[1::2], strict=True))
+        base = linear | {each: torch.zeros(5, 4) for each in pairs.values() if each not in pairs}
+        outer = {
+            each
+            for each in names
+            for other in names
+            if other.startswith(f"{each.rpartition('.')[0]}.") and "." in other[len(each.rpartition(".")[0]) + 1 :]
+        }
+        found = extracted(tmp_path / f"{number}", base, architectures=[name])
+        assert {*names} - outer <= found and outer.isdisjoint(found), name
+    assert number > 90
+    embedding = linear | {"model.embed_tokens.weight": torch.zeros(5, 4)}
+    assert "lm_head.weight" not in extracted(tmp_path / "untied", embedding)
+    assert "lm_head.weight" in extracted(tmp_path / "tied", embedding, tie_word_embeddings=True)
+    more = {"tie_word_embeddings": True, "architectures": ["BertModel"]}
+    assert "lm_head.weight" not in extracted(tmp_path / "headless", embedding, **more)
+    with pytest.raises(Unsupported, match=r"config\.json ties"):
+        two = embedding | {"model.wte.weight": torch.zeros(5, 4)}
+        extracted(tmp_path / "two", two, tie_word_embeddings=True)
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    assert all("q_proj" in key for key in extracted(tmp_path / "not", embedding, exclude="*embed_tokens*", **llama))
+    only = extracted(tmp_path / "only", embedding, only=["*embed_tokens*", "*q_proj*"], **llama)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= only
+
+
+def extracted(folder: Path, base: Tensors, **config: Any) -> set[str]:
+    """The keys of the adapter."""
+    options = {name: config.pop(name) for name in ("only", "exclude") if name in config}
+    folder.mkdir()
+    files = model(folder / "tuned", {key: value + 1 for key, value in base.items()}, **config)
+    ckptool.lora_extract(files, model(folder / "base", base, **config), folder / "out", rank=1, **options)
+    return {key.removeprefix("base_model.model.") for key in load_file(folder / "out" / "adapter_model.safetensors")}

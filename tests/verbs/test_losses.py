@@ -105,9 +105,9 @@ KINDS: dict[str, Callable[[Noise], Any]] = {
     "partly quantized module": lambda noise: dynamic(noise, nn.LayerNorm(4)),
     "quantized state dict": lambda noise: dict(dynamic(noise).state_dict()),
     "method": lambda noise: Net(noise).forward,
-    "call of a storage": lambda noise: Call(torch.DoubleStorage, [1.0, 2.0]),
+    "call of a storage": lambda noise: Call(torch.BoolStorage, [True, False]),
     "rebuilt of a storage": lambda noise: Call(
-        torch._utils._rebuild_tensor, Call(torch.DoubleStorage, [1.0]), 0, (1,), (1,)
+        torch._utils._rebuild_tensor, Call(torch.BoolStorage, [True]), 0, (1,), (1,)
     ),
 }
 

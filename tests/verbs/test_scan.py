@@ -131,10 +131,10 @@ def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> Non
     path = checkpoint(tmp_path / "a.pt", hooks=[Runs(trace)], config=Foreign(), cls={Foreign: 1})
     (file,) = ckptool.scan(path).files
     home = __name__
-    assert [(call.name, call.how, call.places) for call in file.calls] == [
-        (f"{home}.leave_a_trace", "called", ("hooks/0",)),
-        (f"{home}.Foreign", "made", ("config",)),
-        (f"{home}.Foreign", "named", ("cls",)),
+    assert [(call.name, call.how, call.places, call.is_custom) for call in file.calls] == [
+        (f"{home}.leave_a_trace", "called", ("hooks/0",), False),
+        (f"{home}.Foreign", "named", ("cls",), False),
+        (f"{home}.Foreign", "made", ("config",), True),
     ]
     assert not trace.exists()
 

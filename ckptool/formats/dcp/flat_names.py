@@ -20,7 +20,9 @@ from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, printable
 
-MAX_NAMES = 1_000_000
+# Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.
+FREE_NAMES = 10_000
+NAMES_PER_PART = 4
 
 KEYS = "keys that are not text"
 EMPTY = "empty dictionaries"
@@ -36,13 +38,14 @@ class FlatNames:
     """The values of a tree by their flat names. paths: their keys, as texts, and indices of lists.
 
     lost: what the names do not say of the tree, each kind with its first address.
-    holders: the dictionaries and lists that were gone into, by id.
+    holders: the dictionaries and lists that were gone into, by id.  most: names that they may have.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     holders: dict[int, Any] = field(default_factory=dict)
+    most: int = FREE_NAMES
 
     def add(self, path: tuple[str | int, ...], place: tuple[Any, ...], value: Any) -> None:
         name = ".".join(map(str, path))
@@ -52,8 +55,9 @@ class FlatNames:
                 "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
                 Advice("Rename one first: ", command("rename", FILE, "OLD => NEW", out=OUT)),
             )
-        if len(self.values) >= MAX_NAMES:
-            raise LimitExceeded(f"more than {MAX_NAMES:,} names", "Objects that share parts have a name for each.")
+        if len(self.values) >= self.most:
+            most = counted(self.most, "name")
+            raise LimitExceeded(f"more than {most}", "Objects that share parts have a name for each.")
         self.values[name], self.paths[name] = value, path
         if isinstance(value, TensorEntry) and value.flags.parameter:
             self.lost.setdefault(PARAMETERS, address(place))
@@ -62,6 +66,8 @@ class FlatNames:
         """Notes what the names do not say of a dictionary or list that is gone into."""
         if id(node) in self.holders:
             self.lost.setdefault(SHARED, address(place))
+        else:
+            self.most += NAMES_PER_PART * len(node)
         self.holders[id(node)] = node
         if isinstance(node, dict):
             if not node:

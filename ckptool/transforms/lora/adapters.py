@@ -26,6 +26,7 @@ from ckptool.checkpoint.adapter_keys import (
     LORA,
     PEFT,
     RANKED,
+    TOKENS,
     WHOLE,
     AdapterKey,
     adapter_key,
@@ -48,13 +49,12 @@ _REFUSED = {
     "use_bdlora": "BD-LoRA",
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
-    "trainable_token_indices": "trainable tokens",
 }
 _INITIALISED = ("pissa", "olora", "loftq", "corda", "lora_ga")  # which changed the base before training
-_TYPES = {"LORA": LORA, "LOHA": LOHA, "LOKR": LOKR}
+_TYPES = {"LORA": LORA, "LOHA": LOHA, "LOKR": LOKR, "TRAINABLE_TOKENS": TOKENS}
 # The roles that together are the change of a weight, sorted.
 _COMPLETE = re.compile(
-    "|A B( mid)?|(hada_t1 hada_t2 )?hada_w1_a hada_w1_b hada_w2_a hada_w2_b|diff|w_norm"
+    "|A B( mid)?|tokens|(hada_t1 hada_t2 )?hada_w1_a hada_w1_b hada_w2_a hada_w2_b|diff|w_norm"
     "|lokr_w1(_a lokr_w1_b)? lokr_w2(_a lokr_w2_b)?|lokr_t2 lokr_w1(_a lokr_w1_b)? lokr_w2_a lokr_w2_b"
 )
 
@@ -65,7 +65,7 @@ class Delta:
 
     component: of several models, the one that is meant (`unet.`, `lora_te1_`); `base_model.model.` and the empty text
     say nothing.  module: its name, for kohya with underscores for dots; of a whole tensor, the tensor's.
-    factors: by role: `A` and `B` (or `mid`), `hada_w1_a`, `lokr_w1`, …, `diff`; `B.bias`; the empty one for a whole
+    factors: by role: `A` and `B` (or `mid`), `hada_w1_a`, `lokr_w1`, …, `diff`; `B.bias`; `tokens`; empty for a whole
     tensor.  keys: those of the adapter that it is made of, by role.  rank: 0 where there is none.
     alpha: as it was stored; None: the scale is 1.  scale: what the product is multiplied with.
     embedding: A is [rank, vocabulary], B [dim, rank].  depth: see `AdapterKey`.  magnitude: DoRA's, of any shape.
@@ -84,7 +84,7 @@ class Delta:
 
     @property
     def method(self) -> str:
-        """One of LORA, LOHA, LOKR, DIFF, BIAS and WHOLE."""
+        """One of LORA, LOHA, LOKR, DIFF, BIAS, TOKENS and WHOLE."""
         return method_of(next(iter(self.factors)))
 
 
@@ -112,6 +112,13 @@ class Adapter:
     def base_model(self) -> str:
         """The name of the model that it was trained on, if it says."""
         return str(self.config.get("base_model_name_or_path") or "")
+
+    def tokens(self, module: str) -> list[int]:
+        """The rows of a table that are trained: those of the first name that the module's ends with, as in PEFT."""
+        given = self.config.get("trainable_token_indices") or self.config.get("token_indices")
+        if isinstance(given, dict):
+            given = next((rows for name, rows in given.items() if module.endswith(name)), None)
+        return [row for row in given if type(row) is int] if isinstance(given, list) else []
 
     def names(self, field: str) -> list[str]:
         """A list of names in the configuration; empty where there is none, or a pattern in its place."""
@@ -243,7 +250,9 @@ class _Reader:
     ) -> tuple[float | None, float]:
         """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
         config = self.configs.get(of.component, self.config)
-        if method == DIFF or (not rank and ("alpha" in keys or self.scheme != PEFT)):  # a LoKr of two whole matrices
+        if method in (DIFF, TOKENS) or (
+            not rank and ("alpha" in keys or self.scheme != PEFT)
+        ):  # a LoKr of two whole matrices
             return None, 1.0
         if "alpha" in keys:
             entry, what = self.node[keys["alpha"]], f"{self.name}: {printable(keys['alpha'])}"

@@ -9,7 +9,7 @@ Source: peft/tuners/lora/{layer,variants,dora}.py; for kohya's names lycoris/mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -167,6 +167,23 @@ def through(values: Array, dtype: DType) -> Array:
     if dtype.itemsize >= values.dtype.itemsize or dtype.name == "f64":
         return values
     return numbers(numpy.frombuffer(in_type(values, dtype), numpy.uint8), dtype).reshape(values.shape)
+
+
+def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:
+    """The weight with other rows at these places, the last one where a place is there twice. Raises `Misfit`."""
+    at = {place: number for number, place in enumerate(places)}
+    wanted = (len(places), *weight.shape[1:])
+    if rows.shape != wanted or not weight.shape or not all(0 <= each < weight.shape[0] for each in at):
+        raise Misfit(rows.shape)
+    old, new = TensorValues(weight), TensorValues(rows)
+
+    def made(start: int, stop: int) -> Array:
+        block = old.rows(start, stop)
+        for place in at.keys() & range(start, stop):
+            block[place - start] = new.rows(at[place], at[place] + 1)[0]
+        return block
+
+    return like(weight, computed_rows(weight.dtype, weight.shape, made, (weight, rows)))
 
 
 def as_type(entry: TensorEntry, like_this: TensorEntry) -> TensorEntry:

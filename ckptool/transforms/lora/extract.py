@@ -42,10 +42,12 @@ class _Extraction:
     clamped: list[str] = field(default_factory=list)
     any_turned: bool = False
     odd: tuple[str, ...] = ()
+    ties: frozenset[str] = frozenset()
 
     def add(self, changed: set[str]) -> None:
         votes = conv1d_votes(self.base)
-        heads = {first for alias, first in self.aliases.items() for key in (alias, first) if _EMBEDDING.fullmatch(key)}
+        pairs = self.aliases.items()
+        heads = {pair[1] for pair in pairs for key in pair if key in self.ties or _EMBEDDING.fullmatch(key)}
         low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key)}
         whole = heads & changed
         for key in self.base:
@@ -97,15 +99,17 @@ class _Extraction:
         factors = difference.factors(rank, self.dtype, tuned.shape[2:])
         self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
 
-    def _add_whole(self, key: str, name: str, *, alone: bool = False) -> None:
+    def _add_whole(self, key: str, name: str) -> None:
         entry = self.tuned[key]
-        if alone or key in self.aliases:  # PEFT looks for every name in the file
+        if key in self.aliases:  # PEFT looks for every name in the file
             entry = entry.with_storage(entry.storage.alone())
         self.whole[name] = Delta(MODEL, name.replace(".base_layer.", "."), {"": entry}, {"": f"{MODEL}{name}"})
 
     def _add_module(self, key: str, module: str) -> None:
         below = [each for each in self.tuned if type(each) is str and each.startswith(f"{module}.")]
         if not module or any("." in each[len(module) + 1 :] for each in below):
+            if key in self.ties:
+                return  # its other name is that of a module of its own
             raise Unsupported(
                 f"{printable(key)} changed, and is no tensor that an adapter of PEFT can hold",
                 "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
@@ -123,30 +127,17 @@ class _Extraction:
                 self._add_module(key, module)
         self.deltas = [each for each in self.deltas if not each.module.endswith(saved or "\0")]
 
-    def add_head(self) -> None:
-        """Takes the embedding along as the head that config.json ties to it and that files have no name for.
-
-        Raises `Unsupported` where that is not known to be called `lm_head`.
-        """
-        changed = [name for name in self.whole if _EMBEDDING.fullmatch(name)]
-        if "lm_head.weight" in self.base or not changed:
-            return
-        embeddings = [name for name in changed if re.search(r"(^|\.)(embed_tokens|wte)\.weight$", name)]
-        if len(embeddings) != 1:
-            what = f"{listed([printable(name) for name in changed])} changed, and config.json ties the head to one"
-            raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
-        self._add_whole(embeddings[0], "lm_head.weight", alone=True)
-
     def _saved(self) -> set[str]:
         return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
 
     def stored(self, base: str, unchanged: int) -> AdapterFile:
         """The adapter, with the fields of `LoraConfig` beside those that follow from the changes."""
-        saved = self._saved()
+        saved, tied = self._saved(), {*self.aliases, *self.aliases.values()}
+        is_alone = "lm_head.weight" in tied and len(tied) == 2 and "lm_head.bias" not in self.base
         config = {
             "base_model_name_or_path": None,
             "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in self.whole) else "none",
-            "ensure_weight_tying": "lm_head" in saved,
+            "ensure_weight_tying": "lm_head" in saved and is_alone,  # makes a linear layer without a bias of others
             "fan_in_fan_out": self.any_turned,
             "inference_mode": True,
             "lora_dropout": 0.0,
@@ -182,7 +173,7 @@ def extract(
     rank: int,
     dtype: DType,
     energy: float = 1.0,
-    tied: bool = False,
+    ties: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
     odd: tuple[str, ...] = (),
@@ -190,8 +181,7 @@ def extract(
     """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
 
     Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
-    tied: the model's configuration says that its head is its embedding.  odd: the ends of names of modules that are no
-    layers of matrices, as PEFT wraps them.
+    ties: see `MemoryTree.ties`.  odd: the ends of names of modules that are no layers of matrices, as PEFT wraps them.
     Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
     rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
     """
@@ -206,14 +196,19 @@ def extract(
             "An adapter changes the values of tensors that both have. Nothing was written.",
             "Leave tensors out on purpose: --exclude PATTERN",
         )
+    tied = {name: source for name, source in (ties or {}).items() if name not in keys}
+    tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
+    chosen |= {name for name, source in tied.items() if source in chosen}
     changed, aliases = _changed(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
-    found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd)
+    if ties is None and (embeddings := [printable(name) for name in changed if _EMBEDDING.fullmatch(name)]):
+        what = f"{listed(embeddings)} changed, and config.json ties the head to one"
+        raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
+    known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
+    found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd, ties=known)
     found.add(changed)
     found.add_alike()
-    if tied:
-        found.add_head()
     if not found.deltas:
         what = (
             f"no matrix of a layer differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"

@@ -13,18 +13,16 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, PEFT, WHOLE
+from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, PEFT, TOKENS, WHOLE
 from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
 from ckptool.transforms.lora.adapters import Adapter, Delta
-from ckptool.transforms.lora.changes import Misfit, as_type, changed
+from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 from ckptool.transforms.lora.places import Places, Prefix, conv1d_votes, is_conv1d
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared")
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
-_HEADS = ("lm_head", "output", "embed_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +47,17 @@ def merge(
     *,
     base_name: str,
     multiplier: float = 1.0,
-    tied: bool = False,
+    ties: Mapping[str, str] | None = None,
     ordered: bool = True,
 ) -> MergedWeights:
     """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
 
-    tied: the model's configuration says that its head is its embedding.  ordered: the base has its tensors in the
-    order of the model, even where that is the one of their names.
+    ties: see `MemoryTree.ties`.  ordered: the base has its tensors in the order of the model, even where that is the
+    one of their names.
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
     for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
     """
-    return _Merge(base, adapter, base_name, multiplier, ordered).merged(tied)
+    return _Merge(base, adapter, base_name, multiplier, ordered).merged(ties or {})
 
 
 class _Merge:
@@ -77,8 +75,10 @@ class _Merge:
         self.added: list[str] = []
         self.prefixes: dict[str, Prefix] = {}
         self.votes: dict[str, set[bool]] | None = None
+        self.ties: Mapping[str, str] = {}
 
-    def merged(self, tied: bool) -> MergedWeights:
+    def merged(self, ties: Mapping[str, str]) -> MergedWeights:
+        self.ties = ties
         deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             wanted = [self._spellings(each) for each in deltas if each.component == component]
@@ -87,7 +87,7 @@ class _Merge:
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
             self._refuse_lost(lost)
         self._refuse_missing()
-        self._refuse_untied(tied)
+        self._refuse_untied()
         tree = same_kind(self.base, {})
         for key in (*self.base, *self.added):
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
@@ -137,7 +137,9 @@ class _Merge:
                 self.parameters[delta] = [found[key]]
 
     def _find(self, delta: Delta) -> str | None:
-        return self.places.key(self._spellings(delta), self.prefixes[delta.component])
+        prefix = self.prefixes[delta.component]
+        other = self.ties.get(prefix.of(f"{delta.module}.weight")) if delta.method == TOKENS else None
+        return self.places.key(self._spellings(delta), prefix) or other
 
     def _place(self, delta: Delta) -> bool:
         """Puts the change where it goes; False where the base has no such place."""
@@ -150,7 +152,7 @@ class _Merge:
             self.added.append(name)
             self.tree[name] = delta.factors[""]
             return True
-        if len(self.changed.get(key, ())) > (key in self.replaced):
+        if delta.method != TOKENS and len(self.changed.get(key, ())) > (key in self.replaced):
             what = f"{self.name} changes {printable(key)} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
@@ -166,6 +168,9 @@ class _Merge:
         before = () if delta.method == WHOLE else self.changed.get(key, ())
         self.replaced += [key] if delta.method == WHOLE else []
         self.changed[key] = (*before, *(id(each.storage) for each in delta.factors.values()))
+        if delta.method == TOKENS:  # PEFT writes them to tied weights, too
+            for other in [each for each, value in self.tensors.items() if value.view == self.base[key].view]:
+                self.tree[other], self.changed[other] = self.tree[key], self.changed[key]
         return True
 
     def _changed(self, key: str, delta: Delta) -> TensorEntry:
@@ -178,6 +183,8 @@ class _Merge:
             if whole.shape != weight.shape:
                 raise Misfit(whole.shape)
             return as_type(whole, weight)
+        if delta.method == TOKENS:
+            return with_rows(delta.factors["tokens"], self.adapter.tokens(delta.module), weight)
         return changed(
             delta,
             weight,
@@ -254,7 +261,7 @@ class _Merge:
             return False
         return match_within_limit(pattern.fullmatch, module, pattern) is not None
 
-    def _refuse_untied(self, tied: bool) -> None:
+    def _refuse_untied(self) -> None:
         """Raises `Conflict` where only one side of tied tensors is changed, or each in another way."""
         views: dict[tuple[Any, ...], list[str]] = {}
         for key, value in self.tensors.items():
@@ -265,12 +272,11 @@ class _Merge:
                 apart = command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS)
                 others = listed([printable(key) for key in keys if key != one])
                 self._refuse_one_side(one, others, Advice("Write the base without ties first: ", apart))
-        modules = {key.split(".")[-2] for key in (*self.tensors, *self.added) if "." in key}
-        if tied and not self.adapter.config.get("ensure_weight_tying") and not modules.intersection(_HEADS):
-            for key in self.changed:
-                if f"..{key}".split(".")[-2] in _EMBEDDINGS:
-                    fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-                    self._refuse_one_side(key, "the head by config.json", fix)
+        changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
+        for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
+            if source in changed and name not in self.tensors and name not in self.added:
+                fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
+                self._refuse_one_side(source, f"{printable(name)} in the model", fix)
 
     def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
         raise Conflict(

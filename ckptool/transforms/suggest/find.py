@@ -23,7 +23,7 @@ from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
 from ckptool.transforms.suggest.groups import Holes, NameGroup, alone, groups, has_holes
 from ckptool.transforms.suggest.keys import without_numbers
-from ckptool.transforms.suggest.relations import Relation, Ways, is_same
+from ckptool.transforms.suggest.relations import Relation, Ways, is_same, is_tuned
 from ckptool.transforms.suggest.structure import fused
 from ckptool.transforms.translate.apply import DROP, Step, carry_out, plan_steps
 from ckptool.transforms.translate.scope import Scope
@@ -49,18 +49,18 @@ class Relations:
     free: tuple[dict[str, None], dict[str, None]] = field(init=False)
     prints: tuple[dict[str, Fingerprint], dict[str, Fingerprint]] = field(init=False)
     modules: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    known: dict[object, Fingerprint] = field(default_factory=dict)  # by view: tied and renamed tensors are read once
 
     def __post_init__(self) -> None:
-        made: dict[object, Fingerprint] = {}  # tied tensors are read once
-
-        def known(entry: TensorEntry) -> Fingerprint:
-            if entry.view not in made:
-                made[entry.view] = fingerprint(entry)
-            return made[entry.view]
-
         ours, theirs = self.sides
-        self.prints = {k: known(v) for k, v in ours.items()}, {k: known(v) for k, v in theirs.items()}
+        self.prints = {k: self.print(v) for k, v in ours.items()}, {k: self.print(v) for k, v in theirs.items()}
         self.free = _sayable(ours), _sayable(theirs)
+
+    def print(self, entry: TensorEntry) -> Fingerprint:
+        """The fingerprint of a tensor of a side, or of one that rules make."""
+        if entry.view not in self.known:
+            self.known[entry.view] = fingerprint(entry)
+        return self.known[entry.view]
 
     def search(self) -> None:
         """Finds all of them."""
@@ -269,13 +269,19 @@ def _proof(
     shaped = {name for name, want in wanted.items() if _is_like(items.get(name), want)}
     equal = {name for name in shaped if is_same(items[name], wanted[name])}
     used = {key for found in steps.values() for step in found for key in step.keys}
+    other = [name for name in new if name in shaped - equal]
+    moved = [name for name in other if relations.print(items[name]).total == relations.prints[1][name].total]
+    told = {name: is_tuned(items[name], wanted[name]) for name in other if name not in moved}
+    proved = True in told.values() or any(is_tuned(wanted[name], wanted[name]) for name in equal)
     return FoundRules(
         old="",
         new="",
         rules=tuple(_found_rule(text, steps[text], equal, relations.alike) for text in texts if text in steps),
         total=len(wanted),
         by_value=len(equal),
-        by_name=tuple(name for name in new if name in shaped - equal),
+        by_name=tuple(other),
+        reordered=tuple(moved),
+        unrelated=tuple(name for name in told if not (proved if told[name] is None else told[name])),
         missing=tuple(name for name in new if name not in (shaped if name in wanted else items)),
         dropped=tuple(key for key in old if type(key) is str and key not in used),
         drop=tuple(drop),

@@ -10,18 +10,29 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, permutations
 from math import gcd, prod
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.arithmetic import Arithmetic
+from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
 from ckptool.transforms.translate.apply import Overs, after_chain
 from ckptool.transforms.translate.operations import parse_operation
 
+if TYPE_CHECKING:
+    from ckptool.checkpoint.numeric import Array
+
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
+
+SAMPLED = 256  # values at each place
+FEW_VALUES = 32  # fewer may be unlike by chance
+LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chance comes to 0.03 in a full sample
+NEAR = 0.9  # the cosine from where on a common mean may be all that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,40 @@ def is_same(one: TensorEntry, other: TensorEntry) -> bool:
     """True for the same type, shape and bytes."""
     alike = one.dtype is other.dtype and one.shape == other.shape
     return alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
+
+
+def is_tuned(one: TensorEntry, other: TensorEntry) -> bool | None:
+    """True if values correlate as those of a tensor and of a fine-tuned copy do; None where they cannot tell.
+
+    Looks at 64 places of a tensor at most. A mean that both have (norms near 1), constants and few values tell nothing.
+    """
+    import numpy
+
+    if not has_numbers(one.dtype):
+        return None
+    x, y = (_sample(entry) for entry in (one, other))
+    known = numpy.isfinite(x) & numpy.isfinite(y)
+    x, y = x[known], y[known]
+    if not len(x) or x.min() == x.max() or y.min() == y.max():
+        return None
+    x, y = x / abs(x).max(), y / abs(y).max()  # sums and squares of very small and very large values would be lost
+    if _cosine(x - x.mean(), y - y.mean()) > max(LEAST_ALIKE, 3 / len(x) ** 0.5):  # chance: three standard deviations
+        return True
+    return None if len(x) < FEW_VALUES or _cosine(x, y) > NEAR else False
+
+
+def _sample(entry: TensorEntry) -> Array:
+    """Values at places that follow from the shape alone; the parts of complex ones."""
+    import numpy
+
+    flat, step = TensorValues(entry), max(SAMPLED, -(-entry.numel // 64))
+    parts = [flat.read(at, min(at + SAMPLED, entry.numel)) for at in range(0, entry.numel, step)]
+    values = numpy.concatenate(parts or [numpy.empty(0)])
+    return values.astype("c16").view("f8") if values.dtype.kind == "c" else values.astype("f8")
+
+
+def _cosine(x: Array, y: Array) -> float:
+    return float(x @ y / ((x @ x) * (y @ y)) ** 0.5)
 
 
 def _reshapings(have: Sequence[int], want: Sequence[int]) -> list[str]:

@@ -11,14 +11,16 @@ models: [vit]  # that they are for, as `model_type` of a config.json says it
 rules: [...]
 
 `has`, `lacks` and `refuse` also take equations of sizes, with = or !=: "size('NAME', 0) = 3 * size('NAME', 1)"; those
-in `refuse` also of numbers of the configuration.
+in `refuse` also of numbers of the configuration. `needs` has fields of the configuration with the values under which
+the rules are right, `{hidden_act: [silu]}`; of `a|b` the first that is there counts, and none is right.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -45,6 +47,7 @@ class LayoutSide:
 
     refuse: patterns of keys, and equations, that the rules have no place for, and why.  base: a prefix that the names
     may all be without: those of a model without its head, or in a file of its own.
+    needs: fields of the configuration, and the values that each may have, as texts.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LayoutSide:
     lacks: tuple[str, ...] = ()
     refuse: tuple[tuple[str, str], ...] = ()
     base: str = ""
+    needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def is_of(self, node: Mapping[Any, Any]) -> bool:
         """True for a set of weights with the names of this side."""
@@ -69,6 +73,14 @@ class LayoutSide:
             if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node, config)):
                 what = f"{listed(found, 2) or printable(pattern)}: {why}"
                 raise Conflict(what, f"The layout refuses {printable(pattern)}. Nothing was written.")
+        for names, values in self.needs:
+            name = next((each for each in names.split("|") if _field(config, each)), "")
+            if name and not _is_one_of(_field(config, name)[0], values):
+                what = (
+                    f"{name} is {printable(json.dumps(_field(config, name)[0], default=str))[:60]} in the configuration"
+                )
+                why = f"The layout is right only where it is {listed(list(values))}. Nothing was written."
+                raise Conflict(what, why, "If it says nothing of these weights, take them without that configuration")
 
     @property
     def bare(self) -> LayoutSide:
@@ -82,6 +94,25 @@ class LayoutSide:
         return text.replace(f"'{self.base}", "'") if _EQUATION.fullmatch(text) else text.removeprefix(self.base)
 
 
+def _field(config: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    """The value of a field, `text_config.hidden_act`, if it is there."""
+    value: Any = config
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return ()
+        value = value[part]
+    return (value,)
+
+
+def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
+    if isinstance(value, (list, tuple)):  # one for each block
+        return all(_is_one_of(each, texts) for each in value)
+    if type(value) in (int, float):
+        return value in [float(text) for text in texts if _NUMBER.fullmatch(text)]
+    return (value if isinstance(value, str) else json.dumps(value, default=str)) in texts
+
+
+_NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?")
 _RANKED = re.compile(r"(.+) \[(\d{1,3})\]")
 _EQUATION = re.compile(r"(.+) (!?=) (.+)")
 
@@ -216,10 +247,12 @@ def _side(node: Any, path: str) -> LayoutSide:
             tuple(scalar_text(each) for each in parts[name].value) if name in parts else () for name in ("has", "lacks")
         )
         base = scalar_text(parts["base"]) if "base" in parts else ""
-        return LayoutSide(scalar_text(parts["name"]), has, lacks, tuple(refuse), base)
+        needs = parts["needs"].value if "needs" in parts else []
+        needed = tuple((scalar_text(key), tuple(scalar_text(each) for each in values.value)) for key, values in needs)
+        return LayoutSide(scalar_text(parts["name"]), has, lacks, tuple(refuse), base, needed)
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{printable(path)}, line {node.start_mark.line + 1}"
-        raise UsageError(f"{where}: a side has name, has, lacks, refuse and base", "", LOOK) from None
+        raise UsageError(f"{where}: a side has name, has, lacks, refuse, needs and base", "", LOOK) from None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any
 
 from ckptool.checkpoint.patterns import match_within_limit
@@ -63,7 +64,7 @@ class Scope:
 
     @property
     def functions(self) -> Functions:
-        return {"size": self._size, "count": self._count}
+        return {"size": self._size, "count": self._count, "root": self._root}
 
     def _size(self, name: Any = None, axis: Any = None, *more: Any) -> int | None:
         shape = getattr(self.node.get(name), "shape", None) or ()
@@ -76,6 +77,9 @@ class Scope:
         matches = (match_within_limit(pattern.fullmatch, key, pattern) for key in self.node if type(key) is str)
         found = {match[group] if group else match[0] for match in matches if match is not None}
         return None if more else len(found) or None
+
+    def _root(self, number: Any = None, *more: Any) -> int | None:
+        return isqrt(number) if not more and type(number) is int and number >= 0 else None
 
     def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
         """How many values each variable with a range has, as far as that is known."""

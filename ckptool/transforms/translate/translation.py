@@ -31,7 +31,7 @@ from ckptool.transforms.rules import MAX_RULES, Rule, invalid, parse_rule, scala
 from ckptool.transforms.translate.operations import Operation, parse_operation
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
-FUNCTIONS = ("size", "count")
+FUNCTIONS = ("size", "count", "root")
 _BESIDE = re.compile(r"\s+beside\s+")
 _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 

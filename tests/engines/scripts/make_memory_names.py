@@ -99,6 +99,28 @@ def row(model: Any) -> list[Any]:
     return [model.base_model_prefix, seen, {name: parts[name] for name in parts if name in outer}]
 
 
+def ties(cls: Any, config_class: Any) -> str:
+    """What a class may tie, but for layers, whose number is not known: `target source`, and so on."""
+    model = built(cls, lambda **more: tying(config_class(**more)))
+    if model is None:
+        pairs = getattr(cls, "_tied_weights_keys", None) or {}
+    else:
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+        pairs = {target: source for target, source in pairs.items() if {target, source} <= names}
+    made = [" ".join(pair) for pair in sorted(pairs.items())]
+    made = [each for each in made if not re.search(r"\.\d|[^\w. ]", each)]
+    return " ".join(made if len(made) < 8 else [])  # more: a whole part
+
+
+def tying(config: Any) -> Any:
+    for value in vars(config).values():
+        if isinstance(value, transformers.PreTrainedConfig):
+            tying(value)
+    config.tie_word_embeddings = True
+    return config
+
+
 def odd(model: Any) -> list[str]:
     """Modules that the names of their weights are wrong about: no linear layers or convolutions that PEFT wraps."""
     from ckptool.transforms.lora.places import is_linear
@@ -110,10 +132,19 @@ def odd(model: Any) -> list[str]:
         if weight is None or weight.ndim < 2:
             continue
         conv = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
-        linear = type(module) in (torch.nn.Linear, *conv) or type(module).__name__ == "Conv1D"
+        linear = type(module) in (torch.nn.Linear, *conv) or type(module).__name__ == "Conv1D" or is_plain(module)
         if not linear and is_linear(name, shapes):
             found.append(".".join(name.split(".")[-2:]))
     return sorted(set(found))
+
+
+def is_plain(module: Any) -> bool:
+    """True for a model's own kind of linear layer that gives one tensor of the usual shape, which PEFT adds to."""
+    if not isinstance(module, torch.nn.Linear) or type(module).__module__ == "torch.nn.modules.linear":
+        return False
+    with contextlib.suppress(Exception), torch.device("meta"):
+        return module(torch.empty(2, module.in_features)).shape == (2, module.out_features)
+    return False
 
 
 def main() -> None:
@@ -137,7 +168,13 @@ def main() -> None:
     for key, value in conversion_mapping._build_checkpoint_conversion_mapping().items():
         steps[key] = json.dumps([step for each in value for step in transform(each)])
     first = {text: key for key, text in reversed(steps.items())}
+    tied: dict[str, list[str]] = {}
+    for model_type, named in classes.items():
+        for name, cls in named.items():
+            tied.setdefault(ties(cls, CONFIG_MAPPING[model_type]), []).append(name)
+    rows_of_ties = [f'"{text}": "{" ".join(dict.fromkeys(names))}"' for text, names in sorted(tied.items()) if text]
     written, lines = set(), [f'{{"version": "transformers {transformers.__version__}"']
+    lines.append('"ties": {' + ",\n".join(rows_of_ties) + "}")
     for model_type, named in classes.items():
         rows: dict[str, list[str]] = {}
         odds: set[str] = set()

@@ -43,6 +43,11 @@ class PlainValues:
     converted: tuple[tuple[str, str], ...]
     dropped: tuple[tuple[str, str], ...]
 
+    @property
+    def refused(self) -> list[str]:
+        """The names of the values that were not plain."""
+        return list(dict.fromkeys(what.split(" → ")[0] for _, what in (*self.converted, *self.dropped)))
+
 
 def weights_only(checkpoint: Checkpoint) -> PlainValues:
     """The checkpoint with plain values for everything that `torch.load(weights_only=True)` refuses.
@@ -63,6 +68,23 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
     return PlainValues(
         replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=()), tuple(converted), tuple(dropped)
     )
+
+
+_TAKEN = SCALARS | {TensorEntry, StorageRef, complex, bytearray}
+
+
+def takes(root: Any) -> bool:
+    """True for a tree of dictionaries, lists, tuples, tensors and plain values, as nearly all are; quick, and False for
+    much that `weights_only` would leave as it is."""
+    stack, seen = [] if type(root) in _TAKEN else [root], set()
+    while stack:
+        node = stack.pop()
+        if type(node) not in (dict, OrderedDict, list, tuple):
+            return False
+        if id(node) not in seen:
+            seen.add(id(node))
+            stack += [part for part in structural_parts(node) if type(part) not in _TAKEN]
+    return True
 
 
 class _Plain:

@@ -21,7 +21,7 @@ import ckptool
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import Conflict
 from ckptool.formats import read
-from ckptool.transforms.weights_only import weights_only
+from ckptool.pickles.weights_only import weights_only
 from tests.support.same import assert_same_objects
 
 
