@@ -56,6 +56,12 @@ class CkptoolError(Exception):
     code = "error"
     exit_code = 2
 
+    def __init_subclass__(cls, code: str = "", exit_code: int = 0, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.exit_code = exit_code or cls.exit_code
+        if code:
+            cls.code = code
+
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         Exception.__init__(self, what, why, fix)  # an OSError would take them for its number and file
         self.what = what
@@ -75,10 +81,8 @@ class CkptoolError(Exception):
         return self if place in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
 
 
-class UsageError(CkptoolError, ValueError):
+class UsageError(CkptoolError, ValueError, code="usage"):
     """The request makes no sense: an unknown option value, a malformed rule. A `ValueError`, too."""
-
-    code = "usage"
 
 
 class MissingKey(UsageError, KeyError):
@@ -107,17 +111,12 @@ class MissingKey(UsageError, KeyError):
         return self.why if attribute == "why" else self.fix
 
 
-class NoMatch(CkptoolError):
+class NoMatch(CkptoolError, code="no-match", exit_code=1):
     """A rule, pattern or prefix that the user named matches nothing."""
 
-    code = "no-match"
-    exit_code = 1
 
-
-class FileProblem(CkptoolError):
+class FileProblem(CkptoolError, code="io"):
     """The operating system refused: missing, a folder, no permission, a read error."""
-
-    code = "io"
 
     errno: int | None = None
     filename: str | None = None
@@ -153,138 +152,97 @@ class NotAFolder(FileProblem, NotADirectoryError):
     """It lies below a file. A `NotADirectoryError`, too."""
 
 
-class BrokenLink(FileProblem, FileNotFoundError):
+class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
     """The name is a link, and what it leads to is not there."""
 
-    code = "broken-link"
 
-
-class FileChanged(FileProblem):
+class FileChanged(FileProblem, code="file-changed"):
     """The input was changed by someone else while it was being read."""
 
-    code = "file-changed"
 
-
-class DiskFull(FileProblem):
+class DiskFull(FileProblem, code="disk-full"):
     """There is not enough room for the output."""
 
-    code = "disk-full"
 
-
-class NotACheckpoint(CkptoolError):
+class NotACheckpoint(CkptoolError, code="not-a-checkpoint"):
     """The bytes are something else than a checkpoint."""
 
-    code = "not-a-checkpoint"
 
-
-class Unsupported(CkptoolError):
+class Unsupported(CkptoolError, code="unsupported"):
     """The thing is known by name, but cannot be read or written here."""
 
-    code = "unsupported"
 
-
-class Truncated(CkptoolError, EOFError):
+class Truncated(CkptoolError, EOFError, code="truncated"):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
-    code = "truncated"
     cut_archive: Any = None
 
 
-class Corrupt(CkptoolError):
+class Corrupt(CkptoolError, code="corrupt"):
     """The bytes contradict themselves."""
-
-    code = "corrupt"
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what, why or "It was damaged after it was written.", fix)
 
 
-class BadTensor(Corrupt):
+class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
-    code = "bad-tensor"
 
-
-class Ambiguous(CkptoolError):
+class Ambiguous(CkptoolError, code="ambiguous"):
     """Two readers of this file would see two different things."""
 
-    code = "ambiguous"
 
-
-class LimitExceeded(CkptoolError, MemoryError):
+class LimitExceeded(CkptoolError, MemoryError, code="limit-exceeded"):
     """The file asks for more work or memory than its size justifies. A `MemoryError`, too."""
 
-    code = "limit-exceeded"
 
-
-class UnsafeObject(CkptoolError):
+class UnsafeObject(CkptoolError, code="unsafe-global"):
     """The file calls functions that ckptool does not know; passing them on was not asked for."""
 
-    code = "unsafe-global"
 
-
-class Conflict(CkptoolError):
+class Conflict(CkptoolError, code="conflict"):
     """Carrying on would lose data or mix two things."""
 
-    code = "conflict"
 
-
-class OutputExists(Conflict, FileExistsError):
+class OutputExists(Conflict, FileExistsError, code="output-exists"):
     """The target is there already and was not to be overwritten. A `FileExistsError`, too."""
 
-    code = "output-exists"
     errno = EEXIST
 
 
-class OnlyAPart(CkptoolError):
+class OnlyAPart(CkptoolError, code="part"):
     """A part of a checkpoint (a rank's share, one shard, placeholders) was given where a whole one is needed."""
 
-    code = "part"
 
-
-class VerifyFailed(CkptoolError):
+class VerifyFailed(CkptoolError, code="verify-failed"):
     """The output differs from what was to be written."""
 
-    code = "verify-failed"
 
-
-class MissingExtra(CkptoolError, ImportError):
+class MissingExtra(CkptoolError, ImportError, code="missing-extra"):
     """An optional package that the verb needs is not installed."""
 
-    code = "missing-extra"
 
-
-class UserCodeFailed(CkptoolError):
+class UserCodeFailed(CkptoolError, code="user-code"):
     """The user's own module raised an error; its traceback is in the message."""
 
-    code = "user-code"
 
-
-class PlanRefused(CkptoolError):
+class PlanRefused(CkptoolError, code="plan-refused", exit_code=1):
     """The plan of a warm start was not accepted; nothing was changed. `report` says what it was."""
 
-    code = "plan-refused"
-    exit_code = 1
     report: Any = None
 
 
-class NoneValid(CkptoolError):
+class NoneValid(CkptoolError, code="none-valid", exit_code=3):
     """Checkpoints exist, and none of them is whole: starting again from 0 would throw the run away."""
 
-    code = "none-valid"
-    exit_code = 3
 
-
-class NotFinite(CkptoolError):
+class NotFinite(CkptoolError, code="non-finite"):
     """The loss or a gradient is NaN or infinite, and the run is to stop at that."""
 
-    code = "non-finite"
 
-
-class RunFailed(CkptoolError):
+class RunFailed(CkptoolError, code="run-failed"):
     """A process that ckptool started ended in an error of its own, or was killed."""
-
-    code = "run-failed"
 
 
 def listed(things: Sequence[object], limit: int = 5) -> str:

@@ -206,6 +206,7 @@ def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> 
     assert {function.__module__ for function in functions} <= {
         kind.__module__.replace("reports", "render"),
         "ckptool.render.html",
+        "ckptool.render.json",  # `document`
     }
 
 

@@ -7,7 +7,7 @@ import os
 from ckptool.checkpoint.commands import OUT, command
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
-from ckptool.render.json import Json, fields_json, notes_json
+from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text
 from ckptool.reports.find_rules import FoundRule, FoundRules
 
@@ -54,16 +54,11 @@ def _left_over(found: FoundRules) -> list[str]:
     return [f"{what}: {listed([printable(name) for name in names], SHOWN)}" for what, names in named if names]
 
 
-@provides("json", FoundRules)
-def find_rules_json(found: FoundRules) -> Json:
-    """`ckptool.find-rules/1`: each rule with its counts, and every name that is left over."""
-    return {
-        "schema": "ckptool.find-rules/1",
-        **fields_json(found, "old new total by_value complete"),
-        "rules": [fields_json(rule) for rule in found.rules],
-        **fields_json(found, "by_name reordered unrelated missing dropped drop output dry_run"),
-        "notes": notes_json(found.notes),
-    }
+document(
+    FoundRules,
+    "find-rules",
+    "old new total by_value complete rules by_name reordered unrelated missing dropped drop output dry_run notes",
+)
 
 
 def find_rules_file(found: FoundRules) -> str:

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 import ckptool
-from ckptool.render.find_rules import find_rules_json, find_rules_text
+from ckptool.render.find_rules import find_rules_text
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, counting
 from tests.support.random_rules import RandomRules
@@ -179,7 +179,7 @@ def test_values_that_differ_are_marked_and_what_is_not_made_is_listed(tmp_path: 
     text = find_rules_text(found)
     assert f"{found.by_value} of {found.total} by value, 1 by name and shape, 1 not made" in text
     assert "5 of 6 tensors by value; 1 by name and shape only: the values differ" in text
-    assert "not made: extra.weight" in text and find_rules_json(found)["missing"] == ["extra.weight"]
+    assert "not made: extra.weight" in text and found.to_dict()["missing"] == ["extra.weight"]
 
 
 def test_fused_attention_of_a_tuned_model_is_found_by_names_and_shapes(tmp_path: Path) -> None:
