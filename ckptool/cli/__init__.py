@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 COMMANDS = VERBS
 INTERRUPTED = 130
 LEAST_WIDTH = 20  # columns
+RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 HELP = ["-h", "--help"]
 FIRST_STEPS = """\
 ckptool looks into PyTorch checkpoints, and fixes, converts and combines them.
@@ -57,9 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         _as_program()
     done: list[Json] = []
+    debug = os.environ.get("CKPTOOL_DEBUG")  # asked now: where memory has run out, even that fails
     words = list(sys.argv[1:] if arguments is None else arguments)
     FORM.set(_form_of(words))
+    reserve: list[bytes] = []
     try:
+        reserve.append(bytes(RESERVE))
         code = _run(words, done)
     except (KeyboardInterrupt, typer.Abort):
         tell("interrupted\n")
@@ -69,12 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stop.__context__, BrokenPipeError):
             code = 0  # rich gives up where nobody reads the help to its end (`| head`)
     except Exception as error:  # the one place that tells all of them
-        if os.environ.get("CKPTOOL_DEBUG"):
+        if debug:
             raise
+        reserve.clear()
         try:
             code = _told(error, done)
-        except Exception:  # noqa: BLE001 (not even for that there is room: memory or open files have run out)
-            code = _told_in_short(error)
+        except Exception as another:  # noqa: BLE001 (not even for that there is room: memory or files have run out)
+            code = _told_in_short(MemoryError() if isinstance(another, MemoryError) else error)
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
