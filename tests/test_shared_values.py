@@ -1,4 +1,5 @@
-"""Values that are shared: a few bytes of dictionaries that hold each other have more paths than atoms in the universe.
+"""What hostile files of at most 1 MB cost in every verb, above all values that are shared: a few bytes of dictionaries
+that hold each other have more paths than atoms in the universe.
 
 Walks visit an object once; what is listed by path, as the names of a tensor are, has a bound, and says so.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.budget import command_meets_budget
+from tests.support.all_hostile import everything
+from tests.support.budget import SMALL, command_meets_budget
 from tests.support.cli import Run
 from tests.support.memory import PROMISED, peak_of
 
@@ -76,6 +80,22 @@ def test_every_verb_meets_the_budget(share: float, tmp_path: Path) -> None:
             if chosen.random() < share:
                 out = tmp_path / f"out{number}-{place}"
                 command_meets_budget(*(word.replace(f"out{number}", out.name) for word in words))
+
+
+@pytest.mark.parametrize("share", [0.005, pytest.param(1.0, marks=pytest.mark.soak)])
+def test_every_verb_meets_the_budget_for_every_hostile_file(share: float, tmp_path: Path) -> None:
+    chosen = random.Random(5)
+    torch.save({"w": torch.ones(3, 4)}, tmp_path / "base.pt")
+    for number, (_, data) in enumerate(each for each in everything() if len(each[1]) <= SMALL):
+        file = tmp_path / f"{number}.pt"
+        for place, words in enumerate(commands(file, tmp_path / "out")):
+            if chosen.random() < share:
+                file.write_bytes(data)
+                placed = (word.replace(f"{os.sep}out", f"{os.sep}out{place}") for word in words)
+                command_meets_budget(*placed, characters=8 * SMALL)  # numbers in JSON are longer than in a pickle
+        for path in tmp_path.glob("out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        file.unlink(missing_ok=True)
 
 
 def test_verify_counts_a_tensor_once(tmp_path: Path, run: Run) -> None:

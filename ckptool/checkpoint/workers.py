@@ -215,6 +215,7 @@ def serve(fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    sys.unraisablehook = raised_in_vain
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _parent = Connection(fd)
@@ -228,6 +229,18 @@ def serve(fd: int) -> NoReturn:
 def stop(number: int, frame: object) -> NoReturn:
     """Leaves by an exception, so that temporary files are removed on the way."""
     raise SystemExit(128 + number)
+
+
+def raised_in_vain(lost: Any) -> None:
+    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an
+    error is not told."""
+    if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
+
+        def again(number: int, frame: object) -> NoReturn:
+            raise lost.exc_value
+
+        signal.signal(signal.SIGALRM, again)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
 
 
 def _end_with(parent: int) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptool.checkpoint.commands import ALIASES, VERBS, function_name, with_verb
-from ckptool.checkpoint.workers import stop
+from ckptool.checkpoint.workers import raised_in_vain, stop
 from ckptool.cli.output import (
     FORM,
     AnswerForm,
@@ -256,7 +256,7 @@ def _told_in_short(error: Exception) -> int:
 def _as_program() -> None:
     _open_standard_streams()
     _forget_odd_widths()
-    sys.unraisablehook = _raised_in_vain
+    sys.unraisablehook = raised_in_vain
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
@@ -282,15 +282,3 @@ def _forget_odd_widths() -> None:
         text = os.environ.get(name, "80")
         if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) >= LEAST_WIDTH):
             del os.environ[name]
-
-
-def _raised_in_vain(lost: Any) -> None:
-    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an
-    error is not told."""
-    if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
-
-        def again(number: int, frame: object) -> NoReturn:
-            raise lost.exc_value
-
-        signal.signal(signal.SIGALRM, again)
-        signal.setitimer(signal.ITIMER_REAL, 0.001)

@@ -197,6 +197,29 @@ def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
     assert isinstance(odd, RuntimeError) and "ExceptionOfTests" in str(odd)
 
 
+class ThrownAway:
+    """Is told to end where Python drops what is raised."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(100):
+            pass
+
+
+def throwing_away(item: int, progress: object) -> int:
+    ThrownAway()
+    time.sleep(1)
+    return item
+
+
+def test_a_worker_is_ended_in_silence_wherever_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    """A file that fails ends the work on others: what is told of that must not depend on where they were."""
+    for task in in_turn(throwing_away, range(2), jobs=2):
+        with pytest.raises(RunFailed, match="the process that worked on it ended"):
+            task(None)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
     """Files whose work takes a second or so each, and nearly no room."""
