@@ -192,11 +192,7 @@ def codes_of(node: ast.AST, names: dict[str, set[str]]) -> Iterator[str]:
                     yield from names.get(each.id, ())
     elif isinstance(node, ast.ClassDef) and node.name != "CkptoolError":
         yield from (
-            line.value.value
-            for line in node.body
-            if isinstance(line, ast.Assign)
-            and ast.unparse(line.targets[0]) == "code"
-            and isinstance(line.value, ast.Constant)
+            word.value.value for word in node.keywords if word.arg == "code" and isinstance(word.value, ast.Constant)
         )
 
 

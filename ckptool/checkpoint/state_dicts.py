@@ -322,6 +322,8 @@ def _kind_at(path: Path) -> str:
 
 
 def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
+    if not any(isinstance(value, (TensorEntry, Composite)) for value in node.values()):
+        return False
     if not all(type(key) is str for key in node):
         return False
     members = {key: value for key, value in node.items() if not key.endswith("_extra_state")}

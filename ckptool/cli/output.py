@@ -287,10 +287,8 @@ def _pace(fact: dict[str, Any], rate: float) -> str:
 BadUsage = typer.BadParameter.__mro__[1]
 
 
-class Bug(CkptoolError):
+class Bug(CkptoolError, code="bug"):
     """Something that ckptool did not expect: its own fault."""
-
-    code = "bug"
 
 
 def in_words(error: Exception) -> CkptoolError:

@@ -216,7 +216,7 @@ def lost_tensors(before: Any, after: Any) -> Lost:
     found: Lost = []
     covered: set[Path] = set()
     for path, node in walk(before):
-        if any(path[:depth] in covered for depth in range(len(path))):
+        if covered and any(path[:depth] in covered for depth in range(len(path))):
             continue
         if any(view not in kept and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
             found.append((path, _kind(node)))
@@ -294,11 +294,13 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
     if any(True for _, node in walk(constants) for _ in stored_parts(node)):  # weights, of a program that was frozen
         tree, names = {**tree, "constants": constants}, (*names, "constants")
     sizes: dict[str, list[int]] = {name: [] for name in names}
+    if not sizes:
+        return Behind([], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
     roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
     left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
     kept = {view for _, node in transient(tree) for view in _views(node)}
     inside: dict[Path, tuple[str, bool]] = {}  # what stays behind: in which entry, and whether one expects it to
-    for path, node in walk(tree) if sizes else ():
+    for path, node in walk(tree):
         entry, expected = inside.get(path[:-1], ("", False))
         if not entry and (place := address(path)) in sizes:
             entry = place

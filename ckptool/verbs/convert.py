@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder, unchanged
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
@@ -338,7 +339,8 @@ def _chosen(root: StateDict, keys: set[str]) -> str:
 
 def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """The notes on whole modules that were written as they were."""
-    found = [root for root in find_state_dicts(part) if root.module is not None]
+    holds_objects = any(isinstance(node, Object) for node in visit(part.tree))
+    found = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
     if not found:
         return ()
     message = f"{found[0]} stays an object of its class; by the address of a module its weights alone are written"
