@@ -42,7 +42,6 @@ average FILE FILE -o x.pt -n
 warm-start FILE --against m.pt
 spec FILE"""
 ALONE = """inspect m.pt n.pt
-inspect m.pt --code
 inspect nothing.pt
 inspect m.pt nothing.pt
 inspect parameters.pt

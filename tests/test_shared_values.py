@@ -50,7 +50,7 @@ def files(folder: Path) -> list[Path]:
 
 
 COMMANDS = """
-inspect FILE|inspect FILE --json|inspect FILE --all|inspect FILE --stats|inspect FILE --code|show FILE|diff FILE FILE
+inspect FILE|inspect FILE --json|inspect FILE --all|inspect FILE --stats|show FILE|diff FILE FILE
 diff FILE BASE|diff FILE BASE --json|verify FILE|doctor FILE|scan FILE
 report FILE -o OUT.html|remap FILE --to cpu -o OUT
 strip-module FILE -o OUT|add-module FILE -o OUT|rename FILE w=>q -o OUT|cast FILE --to bf16 -o OUT|slim FILE -o OUT

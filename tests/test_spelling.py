@@ -42,7 +42,6 @@ SHELL_ONLY = {
     "--json",
     "--format",
     "--skip-refused",
-    "--sort",
     "--depth",
     "--stat",
     "--name-only",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from enum import Enum
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,22 +14,14 @@ from ckptool.cli.output import Answer, Answers, each_answer, standard_input
 from ckptool.errors import UsageError, counted
 
 
-class Sort(str, Enum):
-    name = "name"
-    size = "size"
-    none = "none"
-
-
 @examples(
     ("ckptool inspect model.pt", "what is in it"),
-    ("ckptool inspect model.pt --code", "the modules that hold the weights"),
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
 )
 def inspect(
     files: Files,
     all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
     at: At = None,
-    sort: Annotated[Sort, option("--sort", "Order of the listing; none keeps the file's own.")] = Sort.none,
     depth: Annotated[
         int | None, option("--depth N", "Levels of the outline, instead of as many as fit.", min=0)
     ] = None,
@@ -44,16 +35,13 @@ def inspect(
             "Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
         ),
     ] = None,
-    code: Annotated[
-        bool, option("--code", "The modules that hold the weights, as far as names and shapes tell.")
-    ] = False,
     quiet: Annotated[bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")] = False,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> Answers:
     """Show what is in a checkpoint: parts, sizes, notes with the commands that fix them; or a run's checkpoints."""
-    options = {"at": at, "stats": stats, "only": only or (), "code": code}
-    shown = {"all": all, "sort": sort.value, "depth": depth, "quiet": quiet}
+    options = {"at": at, "stats": stats, "only": only or ()}
+    shown = {"all": all, "depth": depth, "quiet": quiet}
     answer = partial(_inspected, options=options, shown=shown)
     return Answers(each_answer(answer, files, jobs, as_json), as_json, separate=not quiet)
 

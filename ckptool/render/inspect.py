@@ -34,10 +34,8 @@ from ckptool.render.style import (
     tensor_text,
     value_text,
 )
-from ckptool.reports.code_view import INFERRED, CodeLine
 from ckptool.reports.inspect import (
     ENGINE,
-    EntryRow,
     Inspection,
     Listing,
     PartSummary,
@@ -64,34 +62,28 @@ def inspect_text(
     found: Inspection,
     *,
     all: bool = False,
-    sort: str = "none",
     depth: int | None = None,
     quiet: bool = False,
     style: Style = PLAIN,
 ) -> str:
     """The parts of a file, an outline of their tensors, notes with the commands that fix them.
 
-    all: every tensor and entry, a line each.  sort: `name`, `size` or `none`.  depth: levels of the outline.
+    all: every tensor and entry, a line each.  depth: levels of the outline.
     quiet: only the addresses of what `all` lists.
     """
     listing = found.listing
     if quiet:
-        rows: list[TensorRow | EntryRow] = [
-            *_sorted_rows(listing.tensors, sort),
-            *_sorted_entries(listing.printed, sort),
-        ]
-        return "".join(f"{printable(row.address)}\n" for row in rows)
+        addresses = [row.address for row in listing.tensors] + [row.address for row in listing.printed]
+        return "".join(f"{printable(each)}\n" for each in addresses)
     divided = parts(listing)
     blocks = [_heading(listing, style)]
     if found.statistics:
-        blocks.append(_statistics(listing, found.statistics, sort, style))
+        blocks.append(_statistics(listing, found.statistics, style))
     elif all:
-        blocks.append(_everything(listing, divided, sort, style))
-    elif found.code is not None:
-        blocks += _code(found.code, style)
+        blocks.append(_everything(listing, divided, style))
     else:
-        blocks.append(_overview(divided, sort, depth, style))
-    blocks.append(_entries(listing, sort, style) if listing.only and not all else "")
+        blocks.append(_overview(divided, depth, style))
+    blocks.append(_entries(listing, style) if listing.only and not all else "")
     blocks += [_totals(listing, divided, style), notes_text(found.notes, style)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -127,10 +119,10 @@ Line = tuple[str, int | None, int, str]
 """A label with its indentation, bytes (None: no bar), the width of its level, details."""
 
 
-def _overview(divided: Sequence[PartSummary], order: str, depth: int | None, style: Style) -> str:
+def _overview(divided: Sequence[PartSummary], depth: int | None, style: Style) -> str:
     if len(divided) == 1 and divided[0].root.path == () and not divided[0].rows:
         return _flat_entries(divided[0])
-    shown, hidden = overview(divided, order, depth)
+    shown, hidden = overview(divided, depth)
     lines = _lines(shown, " (--all lists them)")
     if hidden:
         lines.append(("…", None, 0, f"{hidden:,} more (--all lists every tensor)"))
@@ -158,12 +150,10 @@ class OverviewRow:
     outline: Branch | None
 
 
-def overview(
-    divided: Sequence[PartSummary], order: str = "none", depth: int | None = None
-) -> tuple[list[OverviewRow], int]:
+def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[list[OverviewRow], int]:
     """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
     alike = {} if depth is not None else like_others(divided)
-    runs = _runs(_arranged(divided, order), alike)
+    runs = _runs(divided, alike)
     shown = runs if depth is not None else runs[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
     outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
@@ -175,7 +165,7 @@ def overview(
         name = root_name(first) if first is last else f"{root_name(first)} … {root_name(last)}"
         detail = root_detail(first) if first is last else f"{len(run):,} × {root_detail(first)}"
         detail += f"; names and shapes as in {root_name(alike[first])}" if first in alike else ""
-        below = outline(first, room // len(outlined), depth, order) if first in with_outline else None
+        below = outline(first, room // len(outlined), depth) if first in with_outline else None
         rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
 
@@ -191,12 +181,6 @@ def _runs(divided: Iterable[PartSummary], alike: dict[PartSummary, PartSummary])
         else:
             runs.append(together)
     return runs
-
-
-def _arranged(divided: Sequence[PartSummary], order: str) -> Sequence[PartSummary]:
-    if order == "size":
-        return sorted(divided, key=lambda part: -part.bytes)
-    return sorted(divided, key=root_name) if order == "name" else divided
 
 
 def _has_outline(part: PartSummary, depth: int | None) -> bool:
@@ -295,17 +279,16 @@ def _flat_entries(part: PartSummary) -> str:
 # Everything
 
 
-def _everything(listing: Listing, divided: Sequence[PartSummary], order: str, style: Style) -> str:
+def _everything(listing: Listing, divided: Sequence[PartSummary], style: Style) -> str:
     tied = {id(part.rows[i]): part.rows[before] for part in divided for i, before in part.tied.items()}
-    tensors = _sorted_rows(listing.tensors, order)
-    rows = [(printable(row.address) or WHOLE, *_tensor_cells(row, tied.get(id(row)))) for row in tensors]
+    rows = [(printable(row.address) or WHOLE, *_tensor_cells(row, tied.get(id(row)))) for row in listing.tensors]
     blocks = ["\n".join(columns(rows, right=(3,), indent=""))] if rows else []
-    blocks += [entries] if (entries := _entries(listing, order, style)) else []
+    blocks += [entries] if (entries := _entries(listing, style)) else []
     blocks += [f"… and {counted(listing.unlisted, 'more entry', 'more entries')}"] if listing.unlisted else []
     return "\n\n".join(blocks)
 
 
-def _entries(listing: Listing, order: str, style: Style) -> str:
+def _entries(listing: Listing, style: Style) -> str:
     rows = [
         (
             printable(row.address) or WHOLE,
@@ -313,21 +296,9 @@ def _entries(listing: Listing, order: str, style: Style) -> str:
             if row.same_as is None
             else f"the same {type_name(row.value)} as {printable(address(row.same_as)) or WHOLE}",
         )
-        for row in _sorted_entries(listing.printed, order)
+        for row in listing.printed
     ]
     return "\n".join([style.bold("entries"), *columns(rows)]) if rows else ""
-
-
-def _code(code: dict[str, tuple[CodeLine, ...]], style: Style) -> Iterable[str]:
-    """The modules of each set of weights, a line each; what goes on below its line is indented further."""
-    yield style.dim("\n".join(style.prose(INFERRED if code else "no model weights")))
-    for where, view in code.items():
-        lines = [style.bold(printable(where) or WHOLE)]
-        for line in view:
-            indent = "  " * (line.level + 1)
-            name = printable(line.name) + (f" ×{line.times:,}" if line.times > 1 else "")
-            lines += style.prose(f"{indent}{name}{': ' if line.name and line.text else ''}{line.text}", f"{indent}    ")
-        yield "\n".join(lines)
 
 
 def _tensor_cells(row: TensorRow, before: TensorRow | None) -> tuple[str, str, str, str]:
@@ -342,20 +313,10 @@ def _tensor_cells(row: TensorRow, before: TensorRow | None) -> tuple[str, str, s
     return tensor.dtype.name if tensor.dtype else "?", shape, size(tensor.nbytes), ", ".join(extra)
 
 
-def _sorted_rows(rows: Sequence[TensorRow], order: str) -> Sequence[TensorRow]:
-    if order == "size":
-        return sorted(rows, key=lambda row: -row.tensor.nbytes)
-    return sorted(rows, key=lambda row: row.address) if order == "name" else rows
-
-
-def _sorted_entries(rows: Sequence[EntryRow], order: str) -> Sequence[EntryRow]:
-    return sorted(rows, key=lambda row: row.address) if order == "name" else rows
-
-
-def _statistics(listing: Listing, found: dict[str, Statistics], order: str, style: Style) -> str:
+def _statistics(listing: Listing, found: dict[str, Statistics], style: Style) -> str:
     heads = ("", "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
     rows = [heads]
-    for row in _sorted_rows(listing.tensors, order):
+    for row in listing.tensors:
         tensor, values = row.tensor, found.get(row.address)
         shape = "" if tensor.shape is None else str(list(tensor.shape))
         cells = ("",) * 8
@@ -406,7 +367,7 @@ def inspect_json(found: Inspection) -> Json:
             for row, value in zip(listing.printed, values, strict=True)
         ],
         "entries_not_listed": listing.unlisted,
-        **fields_json(found, "code notes"),
+        **fields_json(found, "notes"),
     }
 
 

@@ -6,7 +6,7 @@ Nothing is split or added up that is not shown: a file may have a million tensor
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -91,7 +91,7 @@ class Branch:
         return structure(self.part, [item[1] for item in self.items], names)
 
 
-def outline(part: PartSummary, lines: int, depth: int | None, order: str) -> Branch:
+def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
     """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
     base = len(part.root.path)
     names = [_name(row.path, base) for row in part.rows]
@@ -101,8 +101,7 @@ def outline(part: PartSummary, lines: int, depth: int | None, order: str) -> Bra
         top = top.children[0]  # what all names have in common stands before each of them
     top.start = 0
     if items:
-        arrange = sorter(order)
-        _to_depth(top, depth, arrange) if depth is not None else _within(top, lines, arrange)
+        _to_depth(top, depth) if depth is not None else _within(top, lines)
     return top
 
 
@@ -112,40 +111,21 @@ def _name(path: Path, base: int) -> str:
     return str(first) if plain else address(path[base:])
 
 
-Arrange = Callable[[list[Branch]], list[Branch]]
-
-
-def sorter(order: str) -> Arrange:
-    if order == "name":
-        return lambda branches: sorted(branches, key=lambda branch: _natural(branch.label))
-    if order == "size":
-        return lambda branches: sorted(branches, key=lambda branch: -branch.size)
-    return lambda branches: branches
-
-
-def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """A key by which `layers.10` comes after `layers.9`."""
-    return [
-        (not piece.isdecimal(), int(piece) if piece.isdecimal() else 0, piece)
-        for piece in text.replace("/", ".").split(".")
-    ]
-
-
-def _to_depth(top: Branch, depth: int, arrange: Arrange) -> None:
+def _to_depth(top: Branch, depth: int) -> None:
     level = [top]
     for _ in range(depth):
         for branch in level:
-            branch.expanded = arrange(_below(branch))
+            branch.expanded = _below(branch)
         level = [child for branch in level for child in branch.expanded]
 
 
-def _within(top: Branch, lines: int, arrange: Arrange) -> None:
+def _within(top: Branch, lines: int) -> None:
     """Expands level by level, the largest first, as long as there is room."""
     queue = [(0, 0, 0, top)]
     count = 0
     while queue:
         level, _, _, branch = heapq.heappop(queue)
-        below = arrange(_below(branch))
+        below = _below(branch)
         if len(below) > lines:
             if branch is not top:
                 continue

@@ -19,8 +19,7 @@ from ckptool.render.report_changes import PageNote, changes, distance_rows, plac
 from ckptool.render.report_table import packed, parts_of
 from ckptool.render.style import size
 from ckptool.render.svg import treemap
-from ckptool.reports.code_view import code_view
-from ckptool.reports.inspect import PartSummary, engine_of, parts
+from ckptool.reports.inspect import engine_of, parts
 from ckptool.reports.memory import memory_needs
 from ckptool.reports.report import CheckpointReport, FileReport
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATES = Path(__file__).with_name("templates")
-LINES, CODE = 90, 500  # of an outline, of a code view
+LINES = 90  # of an outline
 RUNS = ("unsafe-global", "custom-class")  # notes on what loading would call
 FOUND = 200  # tensors that a finding names
 
@@ -146,10 +145,9 @@ def _file(file: FileReport) -> dict[str, Any]:
     facts = {"name": file.diagnosis.file or "in memory", "facts": file.diagnosis.is_a}
     if file.inspection is None:
         verdict = Verdict("Does it load?", "It cannot be opened", "bad", "What it is, and what to do, stands below.")
-        empty = dict.fromkeys(("cells", "health", "memory", "outline", "code"))
+        empty = dict.fromkeys(("cells", "health", "memory", "outline"))
         return facts | empty | {"verdicts": [verdict], "notes": notes}
     found, divided = file.inspection.listing, parts_of(file)
-    code = [line for part in divided for line in _code(part)]
     notes += [
         PageNote(note.code, note.message, [" ".join(map(quoted, note.fix))] if note.fix else [])
         for note in file.inspection.notes
@@ -167,7 +165,6 @@ def _file(file: FileReport) -> dict[str, Any]:
         "cells": treemap(divided, file.inspection.statistics, 1000, 260),
         "narrow": treemap(divided, file.inspection.statistics, 372, 420),
         "outline": list(_outline(file)),
-        "code": code[:CODE] + ["… all of it: ckptool inspect FILE --code"] * (len(code) > CODE),
         "health": _health(file) if file.health.tensors else None,
     }
 
@@ -230,7 +227,7 @@ def _outline(file: FileReport) -> Iterator[OutlineLine]:
         bar = 100 * (row.bytes or 0) // most
         yield OutlineLine(row.name, 0, 1, row.detail, "" if row.bytes is None else size(row.bytes), bar)
         if row.outline is not None:
-            branch = outline(row.part, LINES // deep, None, "none")
+            branch = outline(row.part, LINES // deep, None)
             yield from _branches(branch, 1, most)
     if hidden:
         yield OutlineLine("…", 0, 1, f"and {counted(hidden, 'more part')}, in the table of all tensors", "", 0)
@@ -251,13 +248,6 @@ def _branches(branch: Branch, level: int, most: int) -> Iterator[OutlineLine]:
         yield from _branches(child, level + 1, most)
     if branch.hidden:
         yield OutlineLine("…", min(level, 8), 1, f"{branch.hidden:,} more, in the table of all tensors", "", 0)
-
-
-def _code(part: PartSummary) -> Iterator[str]:
-    """The modules of a part as `print(model)` would show them."""
-    for line in code_view(part, CODE + 1):
-        times = f"  ×{line.times}" if line.times > 1 else ""
-        yield "    " * line.level + ": ".join(text for text in (line.name, line.text) if text) + times
 
 
 def _health(file: FileReport) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from ckptool.pickles.weights_only import takes, weights_only
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
-    from ckptool.reports.code_view import CodeLine
     from ckptool.reports.statistics import Statistics
 
 WASTE_WORTH_A_NOTE = 1 << 16
@@ -539,10 +538,8 @@ def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Inspection(Report):
-    """A listing; if they were asked for, the statistics of each tensor by its address, and the code view of each set of
-    weights by that of the set."""
+    """A listing; the statistics of each tensor by its address, if they were asked for."""
 
     listing: Listing
     statistics: dict[str, Statistics]
     notes: tuple[Note, ...]
-    code: dict[str, tuple[CodeLine, ...]] | None = None

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import unchanged
-from ckptool.errors import UsageError, counted, form, listed, printable
+from ckptool.errors import counted, form, listed, printable
 from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.fixes import runnable
-from ckptool.reports.inspect import Inspection, Listing, listing, matching_only, parts
+from ckptool.reports.inspect import Inspection, Listing, listing, matching_only
 
 if TYPE_CHECKING:
-    from ckptool.reports.code_view import CodeLine
     from ckptool.reports.statistics import Statistics
 
 
@@ -24,35 +23,25 @@ def inspect(
     at: str | None = None,
     stats: bool = False,
     only: str | Sequence[str] = (),
-    code: bool = False,
 ) -> Inspection:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
-    only: just the tensors and entries that match one of these patterns.  code: the modules that hold the weights, as
-    far as names and shapes tell.
+    only: just the tensors and entries that match one of these patterns.
     Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor.
     Raises `NoMatch` where a pattern matches nothing.
     """
-    if code and only:
-        raise UsageError("--code cannot be used with --only", "Modules are recognized by all of their tensors.")
     opened = open_file(file, at)
     found = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
     numbers: dict[str, Statistics] = {}
     if stats:
         with unchanged(opened.checkpoint.source):
             numbers = _numbers(found)
-    return Inspection(found, numbers, inspection_notes(found, numbers, opened.path), _code(found) if code else None)
+    return Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
 
 
 def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) -> tuple[Note, ...]:
     """The notes on a listing with statistics."""
     return (*_non_finite(found, numbers), *runnable(found.notes, path))
-
-
-def _code(found: Listing) -> dict[str, tuple[CodeLine, ...]]:
-    from ckptool.reports.code_view import code_view
-
-    return {part.root.address: code_view(part) for part in parts(found) if part.root.is_model}
 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:

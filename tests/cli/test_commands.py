@@ -76,8 +76,7 @@ def test_inspect_orders_depth_and_parts(files: Path, run: Run) -> None:
         rows = done(run("inspect", "training.pt#model_state_dict", "--all", *words)).split("\n\n")[1].split("\n")
         return [row.split()[0].partition("/")[2] for row in rows]
 
-    assert names()[0] == "fc1.weight" and sorted(names()) == names("--sort", "name")
-    assert names("--sort", "size")[:2] == ["fc1.weight", "fc2.weight"]
+    assert names()[0] == "fc1.weight"
     flat = done(run("inspect", "training.pt", "--depth", "0"))
     assert "fc1" not in flat and "fc1" in done(run("inspect", "training.pt", "--depth", "1"))
     assert done(run("inspect", "training.pt", "--at", "model_state_dict")) == done(

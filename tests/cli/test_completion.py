@@ -93,8 +93,8 @@ def test_every_name_is_passed_on_as_it_is(quote: str, shell: Shell) -> None:
 TYPED = {
     "ckptool insp\t\\~": ["inspect", "~"],
     "ckptool lora me\tx": ["lora", "merge", "x"],
-    "ckptool inspect --so\tna\t": ["inspect", "--sort", "name"],
-    "ckptool inspect --sort=na\t": ["inspect", "--sort=name"],
+    "ckptool convert --ti\tco\t": ["convert", "--ties", "copy"],
+    "ckptool convert --ties=co\t": ["convert", "--ties=copy"],
     "ckptool diff --ignore device,req\t": ["diff", "--ignore", "device,requires_grad"],
     "ckptool remap x --to m\t": ["remap", "x", "--to", "mps"],
     "ckptool show a\\ mo\t": ["show", "a model.pt"],

@@ -24,7 +24,6 @@ LOOKS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "inspect --all": (ckptool.inspect, {}, {"all": True}),
     "inspect --depth": (ckptool.inspect, {}, {"depth": 9}),
     "inspect --stats": (ckptool.inspect, {"stats": True}, {}),
-    "inspect --code": (ckptool.inspect, {"code": True}, {}),
     "inspect --only": (ckptool.inspect, {"only": "*"}, {}),
     "verify": (ckptool.verify, {"finite": True}, {}),
     "verify --digest": (ckptool.verify, {"digest": True}, {"digests": True}),

@@ -72,7 +72,7 @@ BAD = {
     "unknown option": ("inspect dp.pt --frobnicate", 2, "usage"),
     "no argument": ("inspect", 2, "usage"),
     "not a number": ("inspect dp.pt --depth many", 2, "usage"),
-    "no such order": ("inspect dp.pt --sort colour", 2, "usage"),
+    "no such order": ("convert dp.pt --ties colour", 2, "usage"),
 }
 
 

@@ -83,7 +83,7 @@ def check(tree: Any) -> list[Branch]:
     for part in parts(listing(Checkpoint(tree, "torch-zip"))):
         if not part.rows:
             continue
-        top = outline(part, 10**9, None, "none")
+        top = outline(part, 10**9, None)
         assert unfolded(part, top) == table(part)
         seen += whole(top)
     return seen

@@ -148,7 +148,7 @@ def test_many_parts_that_look_alike_share_a_line() -> None:
 
 def test_outline_depth_is_exact() -> None:
     (part,) = parts(listing(checkpoint({"a.b.weight": tensor(1), "a.c.weight": tensor(2), "d.bias": tensor(3)})))
-    top = outline(part, 40, 1, "none")
+    top = outline(part, 40, 1)
     assert [child.label for child in top.expanded] == ["a", "d.bias"] and not top.expanded[0].expanded
 
 

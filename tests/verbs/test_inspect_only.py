@@ -1,4 +1,4 @@
-"""`inspect --only`, `-q` and `--code`: what is chosen, what is read, what a script gets."""
+"""`inspect --only` and `-q`: what is chosen, what is read, what a script gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptool
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import NoMatch, UsageError
+from ckptool.errors import NoMatch
 from tests.support.cli import Run
 
 
@@ -57,8 +57,6 @@ def test_a_pattern_that_matches_nothing_is_named(file: str, run: Run) -> None:
     with pytest.raises(NoMatch, match="'none'"):
         ckptool.inspect(file, only=["epoch", "none"])
     assert run("inspect", file, "--only", "none").code == 1
-    with pytest.raises(UsageError, match="code"):
-        ckptool.inspect(file, only="*", code=True)
 
 
 def test_statistics_are_of_what_is_chosen(tmp_path: Path, run: Run) -> None:
@@ -75,19 +73,6 @@ def test_names_are_for_a_shell_loop(file: str) -> None:
     )
     found = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0 and found.stdout.count("f32 [4]") == 2, found.stderr
-
-
-def test_code_is_text_and_json(file: str, run: Run) -> None:
-    text = run("inspect", file, "--code").out
-    assert "  0: Linear(3, 4)\n  1: BatchNorm(4)\n" in text and "inferred from names and shapes" in text
-    code = json.loads(run("inspect", file, "--code", "--json").out)["code"]
-    assert code == {
-        "model": [
-            {"level": 0, "name": "0", "text": "Linear(3, 4)", "times": 1},
-            {"level": 0, "name": "1", "text": "BatchNorm(4)", "times": 1},
-        ]
-    }
-    assert json.loads(run("inspect", file, "--json").out)["code"] is None
 
 
 def test_verify_names_the_files_that_are_not_fine(file: str, tmp_path: Path, run: Run) -> None:

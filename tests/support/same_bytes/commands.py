@@ -71,7 +71,7 @@ def looks(facts: Facts) -> Iterator[Words]:
         inspect {file} --json --stats
         show {file} --json
         inspect {file}
-        inspect {file} --all --sort size --depth 2
+        inspect {file} --all --depth 2
         show {file} --all
         verify {file}
         doctor {file}
