@@ -142,7 +142,7 @@ class CommandRuns:
         self.unbroken(proof, "again")
         if self.unstable(proof):
             return
-        for number in range(1, kills + 1):  # one, unless it ends before all kills have come, or tells no steps
+        for number in range(1, kills + 4):  # one, unless it ends before all kills have come, or tells no steps
             if len(proof.kills) < kills and not (proof.findings or proof.differs):
                 self.broken(proof, kills - len(proof.kills) if self.reference else 1, number)
 
