@@ -18,12 +18,11 @@ import typer
 
 from ckptool.checkpoint.commands import VERBS, function_name
 from ckptool.checkpoint.paths import absolute
-from ckptool.checkpoint.workers import in_turn
+from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.cli.output import FORM, Answer, AnswerForm, Answers, Printed, in_jobs, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint.workers import Progress
     from ckptool.reports.save import Written
 
 

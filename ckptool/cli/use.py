@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ckptool.cli.options import (
     AsJson,
@@ -31,10 +31,7 @@ from ckptool.cli.options import (
 )
 from ckptool.cli.output import Answer, Answers, progress_bar, status_line, tell, training_progress
 from ckptool.errors import UsageError
-from ckptool.reports.train import Page
-
-if TYPE_CHECKING:
-    from ckptool.reports.train import Outcome
+from ckptool.reports.train import Outcome, Page
 
 
 class OnMismatch(str, Enum):
