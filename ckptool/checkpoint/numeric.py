@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy
 
     Array = numpy.ndarray[Any, Any]
+else:
+    Array = Any  # numpy is imported where it computes
 
 CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
 _BLOCK = 1024

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial as with_options
+from functools import partial
 from typing import Annotated, Any
 
 from ckptool.cli.options import (
     AsJson,
     At,
+    Call,
     ChangedFiles,
     ChangeOutputOptions,
     DryRun,
@@ -23,6 +24,7 @@ from ckptool.cli.options import (
     OutputOptions,
     Part,
     argument,
+    calls,
     examples,
     option,
     write_each,
@@ -41,11 +43,8 @@ def strip_module(
         list[str] | None, option("--prefix PREFIX", "Remove this instead of the wrappers' prefixes. Repeatable.")
     ] = None,
     partial: Annotated[bool, option("--partial", "Go ahead where only some keys have module.")] = False,
-) -> Answers:
+) -> None:
     """Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys."""
-    from ckptool.verbs.strip_module import strip_module
-
-    return write_each("strip-module", files, target, with_options(strip_module, prefix=prefix or (), partial=partial))
 
 
 @examples(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))
@@ -54,11 +53,8 @@ def add_module(
     files: ChangedFiles,
     target: ChangeOutputOptions,
     prefix: Annotated[str, option("--prefix PREFIX", "The prefix to add to every key.")] = "module.",
-) -> Answers:
+) -> None:
     """Add module. in front of the keys, as DataParallel does."""
-    from ckptool.verbs.add_module import add_module
-
-    return write_each("add-module", files, target, with_options(add_module, prefix=prefix))
 
 
 @examples(("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"))
@@ -73,14 +69,12 @@ def rename(
         ),
     ],
     target: ChangeOutputOptions,
-    rules: Annotated[str | None, option("--rules FILE.yaml", "More rules, from a file.")] = None,
+    call: Call,
+    rules_file: Annotated[str | None, option("--rules FILE.yaml", "More rules, from a file.")] = None,
 ) -> Answers:
     """Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first rule that matches wins."""
-    from ckptool.verbs.rename import rename
-
-    files, given = _files_and_rules("rename", words, rules is not None)
-
-    return write_each("rename", files, target, with_options(rename, rules=given, rules_file=rules))
+    files, given = _files_and_rules("rename", words, rules_file is not None)
+    return write_each("rename", files, target, partial(call, rules=given))
 
 
 @examples(
@@ -92,6 +86,7 @@ def rename(
 @writes
 def translate(
     target: ChangeOutputOptions,
+    call: Call,
     words: Annotated[
         list[str] | None,
         argument(
@@ -100,7 +95,7 @@ def translate(
             " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md).",
         ),
     ] = None,
-    rules: Annotated[
+    rules_file: Annotated[
         str | None, option("--rules FILE.yaml|LAYOUT", "More rules, from a file; or a layout that ships.")
     ] = None,
     set: Annotated[
@@ -120,27 +115,16 @@ def translate(
     ] = False,
 ) -> Answers:
     """Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another."""
-    from ckptool.verbs.layouts import layouts
-    from ckptool.verbs.translate import translate
-
     if shipped:
-        return Answers([Answer(layouts(rules))], target.as_json)
+        from ckptool.verbs.layouts import layouts
+
+        return Answers([Answer(layouts(rules_file))], target.as_json)
     if not words:
         raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
-    files, given = _files_and_rules("translate", words, rules is not None or find)
+    files, given = _files_and_rules("translate", words, rules_file is not None or find)
     if find:
         return _found_rules(files, given, target)
-    function = with_options(
-        translate,
-        rules=given,
-        rules_file=rules,
-        set=set or (),
-        reverse=reverse,
-        rest=rest,
-        like=like,
-        shard_size=shard_size,
-    )
-    return write_each("translate", files, target, function)
+    return write_each("translate", files, target, partial(call, rules=given))
 
 
 def _found_rules(files: Sequence[str], rules: Sequence[str], target: OutputOptions) -> Answers:
@@ -191,17 +175,15 @@ def _files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[
 def remap(
     files: ChangedFiles,
     target: ChangeOutputOptions,
+    call: Call,
     to: Annotated[str | None, option("--to DEVICE", "Device for everything: cpu, cuda:0, …")] = None,
     moves: Annotated[
         list[str] | None, option("--map OLD=NEW", "Move only what is on OLD: cuda:1=cuda:0. Repeatable.")
     ] = None,
 ) -> Answers:
     """Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine."""
-    from ckptool.verbs.remap import remap
-
     table = _pairs(moves or (), "=", "--map", "--map cuda:1=cuda:0")
-
-    return write_each("remap", files, target, with_options(remap, to=to, moves=table))
+    return write_each("remap", files, target, partial(call, moves=table))
 
 
 @examples(
@@ -219,14 +201,8 @@ def cast(
         bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
     ] = False,
     block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
-) -> Answers:
+) -> None:
     """Convert the floating-point tensors of the weights to another dtype, and report which lose values."""
-    from ckptool.verbs.cast import cast
-
-    function = with_options(
-        cast, dtype=dtype, only=only or (), exclude=exclude or (), dequantize=dequantize, block_size=block_size
-    )
-    return write_each("cast", files, target, function)
 
 
 @examples(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
@@ -234,6 +210,7 @@ def cast(
 def edit(
     files: ChangedFiles,
     target: ChangeOutputOptions,
+    call: Call,
     drop: Annotated[
         list[str] | None, option("--drop PATTERN", "Drop matching entries below the address. Repeatable.")
     ] = None,
@@ -244,12 +221,10 @@ def edit(
 ) -> Answers:
     """Drop entries, set plain values, replace the values of tensors."""
     from ckptool.transforms.edit import parse_assignment
-    from ckptool.verbs.edit import edit
 
     values = _once("--set", [parse_assignment(text) for text in set or ()])
     arrays = _pairs(tensor or (), "=", "--tensor", "--tensor state_dict/fc.bias=bias.npy")
-
-    return write_each("edit", files, target, with_options(edit, drop=drop or (), set=values, tensor=arrays))
+    return write_each("edit", files, target, partial(call, set=values, tensor=arrays))
 
 
 @examples(("ckptool slim model.pt -o small.pt", "without optimizer state"))
@@ -261,11 +236,8 @@ def slim(
         bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
     ] = False,
     keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
-) -> Answers:
+) -> None:
     """Drop optimizer state and the unused bytes behind slices, and report what each saved."""
-    from ckptool.verbs.slim import slim
-
-    return write_each("slim", files, target, with_options(slim, dedup=dedup, keep_optimizer=keep_optimizer))
 
 
 class Ties(str, Enum):
@@ -320,7 +292,7 @@ def convert(
         OptimizerAs | None,
         option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
     ] = None,
-    rules: Annotated[
+    rules_file: Annotated[
         str | None,
         option(
             "--rules FILE.yaml", "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
@@ -334,34 +306,8 @@ def convert(
     ] = None,
     at: At = None,
     part: Part = False,
-) -> Answers:
+) -> None:
     """Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
-    from ckptool.verbs.convert import convert
-
-    return write_each(
-        "convert",
-        files,
-        target,
-        with_options(
-            convert,
-            at=at,
-            all=all,
-            only=only or (),
-            exclude=exclude or (),
-            ties=ties.value,
-            materialize=materialize,
-            weights_only=weights_only,
-            shard_size=shard_size,
-            against=against,
-            like=like,
-            variant=variant,
-            part=part,
-            optimizer_as=optimizer_as.value if optimizer_as else None,
-            rules_file=rules,
-            ranks=ranks,
-            shard_dim=shard_dim,
-        ),
-    )
 
 
 def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> dict[str, str]:
@@ -389,8 +335,10 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @examples(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
+@calls
 def recover(
     file: Annotated[str, argument("FILE", "A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
+    call: Call,
     out: Out = None,
     fill_from: Annotated[
         str | None,
@@ -399,24 +347,14 @@ def recover(
             "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
         ),
     ] = None,
-    force: Force = False,
+    overwrite: Force = False,
     dry_run: DryRun = False,
     keep_unknown: KeepUnknown = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: something is lost."""
-    from ckptool.verbs.recover import recover
-
     with progress_bar(f"recover {printable(os.path.basename(file))}") as progress:
-        done = recover(
-            file,
-            out,
-            fill_from=fill_from,
-            overwrite=force,
-            dry_run=dry_run,
-            keep_unknown=keep_unknown,
-            progress=progress,
-        )
+        done = call(progress=progress)
     return Answers([Answer(done, exit_code=0 if done.complete else 1)], as_json)
 
 
@@ -433,8 +371,5 @@ def bake(
     target: ChangeOutputOptions,
     spectral: Annotated[bool, option("--spectral", "Fold spectral norm too, using its stored vectors.")] = False,
     form: Annotated[Form, option("--form", "plain folds; old and new rename the parts of weight norm.")] = Form.plain,
-) -> Answers:
+) -> None:
     """Fold weight norm and pruning into plain weights."""
-    from ckptool.verbs.bake import bake
-
-    return write_each("bake", files, target, with_options(bake, spectral=spectral, form=form.value))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from ckptool.cli.options import (
     AsJson,
     At,
+    Call,
     Container,
     DryRun,
     Exclude,
@@ -21,6 +22,7 @@ from ckptool.cli.options import (
     Part,
     Verify,
     argument,
+    calls,
     examples,
     option,
     write_each,
@@ -36,6 +38,7 @@ _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=
 @partial(writes, without=("--dir", "--skip-refused", "--jobs"))
 def bundle(
     target: OutputOptions,
+    call: Call,
     words: Annotated[
         list[str] | None,
         argument(
@@ -57,24 +60,14 @@ def bundle(
     part: Part = False,
 ) -> Answers:
     """Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3."""
-    from ckptool.verbs.bundle import bundle
-
     if target.folder is not None:
         raise UsageError("bundle writes one file, but was given a folder", "All members go into one file.", _EXAMPLE)
     base, given = _base_and_members(words or [], bool(add or drop or rename or target.in_place))
     files, values = _members([*given, *(add or ())])
     renames = _renames(rename or ())
 
-    options: dict[str, Any] = {
-        "file": base,
-        "values": values,
-        "drop": drop or (),
-        "rename": renames,
-        "from_folder": from_folder,
-    }
-
     def write(_: str, **output: Any) -> Any:
-        return bundle(files, dedup=dedup, part=part, **options, **output)
+        return call(files, file=base, values=values, rename=renames, **output)
 
     ways = "A new file: -o gan.tar or -o gan.safetensors; the bundle that is changed: --in-place"
     return write_each("bundle", [base or from_folder or target.out or ""], target, write, ways)
@@ -133,14 +126,16 @@ def _renames(texts: Sequence[str]) -> dict[str, str]:
 
 
 @examples(("ckptool unbundle gan.pt -d parts", "one file per member"))
+@calls
 def unbundle(
     file: File,
+    call: Call,
     folder: Annotated[
         str | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
     ] = None,
     only: Annotated[list[str] | None, option("--only NAME", "Write only this member. Repeatable.")] = None,
     container: Container = None,
-    force: Force = False,
+    overwrite: Force = False,
     dry_run: DryRun = False,
     verify: Verify = False,
     keep_unknown: KeepUnknown = False,
@@ -148,23 +143,26 @@ def unbundle(
     as_json: AsJson = False,
 ) -> Answers:
     """Write each member of a bundle to its own file, and bundle.json, which says how they belong together."""
-    options = {
-        "container": container,
-        "overwrite": force,
-        "dry_run": dry_run,
-        "verify": verify,
-        "keep_unknown": keep_unknown,
-        "part": part,
-    }
-    return Answers(_unbundled(file, folder, only or (), options), as_json)
+    return Answers(_unbundled(file, call), as_json)
 
 
-def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict[str, Any]) -> Iterator[Answer]:
-    from ckptool.verbs.unbundle import unbundle
-
+def _unbundled(file: str, call: Call) -> Iterator[Answer]:
     with progress_bar(f"unbundle {printable(os.path.basename(file))}") as progress:
-        report = unbundle(file, folder, only=only, progress=progress, **options)
+        report = call(progress=progress)
     yield Answer(report)
+
+
+def _write_one(
+    verb: str, files: Sequence[str], target: OutputOptions, write: Any, example: str = "For example: -o adapter/"
+) -> Answers:
+    """The answer of a verb that makes one new output of all that it was given."""
+    if target.folder is not None or target.in_place:
+        given = "a folder for several outputs" if target.folder is not None else "--in-place"
+        raise UsageError(f"{verb} writes one new file or folder, and was given {given}", "", example)
+    return write_each(verb, files, target, write, example)
+
+
+_one_output = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"), through=_write_one)
 
 
 @examples(
@@ -172,12 +170,13 @@ def _unbundled(file: str, folder: str | None, only: Sequence[str], options: dict
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
     ("ckptool average a.pt b.pt --method ties --base c.pt -o ties.pt", "what two fine-tuned models learned"),
 )
-@partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
+@_one_output
 def average(
     files: Annotated[
         list[str], argument("FILE…", "Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.")
     ],
     target: OutputOptions,
+    call: Call,
     weights: Annotated[str | None, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.")] = None,
     weight: Annotated[
         list[str] | None, option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.")
@@ -200,28 +199,10 @@ def average(
     part: Part = False,
 ) -> Answers:
     """Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's."""
-    from ckptool.verbs.average import average
-
-    shares = _numbers("--weights", weights)
-    kept = _numbers("--density", density)
+    shares, kept = _numbers("--weights", weights), _numbers("--density", density)
 
     def write(_: str, **output: Any) -> Any:
-        return average(
-            files,
-            weights=shares,
-            weight=weight or (),
-            ema=ema,
-            method=method,
-            base=base,
-            density=kept,
-            scale=scale,
-            t=t,
-            seed=seed,
-            definition=definition,
-            at=at,
-            part=part,
-            **output,
-        )
+        return call(files, weights=shares, density=kept, **output)
 
     return _write_one("average", files[-1:], target, write, "For example: -o mean.pt")
 
@@ -231,14 +212,13 @@ Adapter = Annotated[
 ]
 Config = Annotated[str | None, option("--config FILE.json", "Its adapter_config.json, if that is not beside it.")]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
-_one_output = partial(writes, without=("--dir", "--in-place", "--skip-refused", "--jobs"))
 
 
 @examples(
     ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
     ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
 )
-@_one_output
+@partial(_one_output, through=partial(_write_one, example="For example: -o merged.safetensors"))
 def lora_merge(
     base: Annotated[str, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
     adapter: Adapter,
@@ -250,13 +230,8 @@ def lora_merge(
     changed_base: Annotated[
         bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
     ] = False,
-) -> Answers:
+) -> None:
     """Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1."""
-    from ckptool.verbs.lora_merge import lora_merge
-
-    choice: dict[str, Any] = {"config": config, "scale": scale, "changed_base": changed_base}
-    function = partial(lora_merge, adapter=adapter, at=at, part=part, **choice)
-    return _write_one("lora merge", [base], target, function, "For example: -o merged.safetensors")
 
 
 @examples(
@@ -274,23 +249,14 @@ def lora_extract(
     dtype: Annotated[str, option("--dtype DTYPE", "The type of the factors.")] = "f32",
     only: Only = None,
     exclude: Exclude = None,
-) -> Answers:
+) -> None:
     """Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory."""
-    from ckptool.verbs.lora_extract import lora_extract
-
-    options: dict[str, Any] = {"rank": rank, "energy": energy, "dtype": dtype}
-    write = partial(lora_extract, base=base, only=only or (), exclude=exclude or (), **options)
-    return _write_one("lora extract", [tuned], target, write)
 
 
 @examples(("ckptool lora resize adapter --rank 8 -o small/", "by the SVD of every product, with its error"))
 @_one_output
-def lora_resize(adapter: Adapter, target: OutputOptions, rank: Rank, config: Config = None) -> Answers:
+def lora_resize(adapter: Adapter, target: OutputOptions, rank: Rank, config: Config = None) -> None:
     """Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays."""
-    from ckptool.verbs.lora_resize import lora_resize
-
-    function = partial(lora_resize, rank=rank, config=config)
-    return _write_one("lora resize", [adapter], target, function)
 
 
 @examples(
@@ -310,22 +276,8 @@ def lora_convert(
     ] = None,
     fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: Config = None,
-) -> Answers:
+) -> None:
     """Write an adapter with the names of another library; its factors stay as they are."""
-    from ckptool.verbs.lora_convert import lora_convert
-
-    options: dict[str, Any] = {"to": to, "base": base or (), "component": component, "fold": fold, "config": config}
-    return _write_one("lora convert", [adapter], target, partial(lora_convert, **options))
-
-
-def _write_one(
-    verb: str, files: Sequence[str], target: OutputOptions, write: Any, example: str = "For example: -o adapter/"
-) -> Answers:
-    """The answer of a verb that makes one new output of all that it was given."""
-    if target.folder is not None or target.in_place:
-        given = "a folder for several outputs" if target.folder is not None else "--in-place"
-        raise UsageError(f"{verb} writes one new file or folder, and was given {given}", "", example)
-    return write_each(verb, files, target, write, example)
 
 
 def _numbers(flag: str, text: str | None) -> list[float] | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from ckptool.checkpoint.workers import Progress, checked_jobs
-from ckptool.cli.options import AsJson, At, File, Files, Force, Jobs, Out, argument, examples, option
+from ckptool.cli.options import AsJson, At, Call, File, Files, Force, Jobs, Out, argument, calls, examples, option
 from ckptool.cli.output import Answer, Answers, each_answer, standard_input
 from ckptool.errors import UsageError, counted
 
@@ -61,24 +61,25 @@ def _inspected(file: str, progress: Progress | None, options: dict[str, Any], sh
     ("ckptool show model.pt#epoch", "a value"),
     ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
 )
+@calls
 def show(
     file: File,
+    call: Call,
     at: At = None,
     slice: Annotated[str | None, option("--slice SLICE", "Show only this slice of a tensor: '0:4,:'.")] = None,
     all: Annotated[bool, option("--all", "Show all of it, however large.")] = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Show the values of one tensor, or any other entry: show model.pt#state_dict/fc.weight"""
-    from ckptool.verbs.show import show
-
-    shown = show(file, at=at, slice=slice, all=all)
-    return Answers([Answer(shown, {"all": all})], as_json)
+    return Answers([Answer(call(), {"all": all})], as_json)
 
 
 @examples(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"))
+@calls
 def diff(
     left: Annotated[str, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
     right: Annotated[str, argument("B", "Another.")],
+    call: Call,
     atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", min=0)] = 0.0,
     rtol: Annotated[
         float, option("--rtol X", "Relative tolerance: the same, as a share of the value in B.", min=0)
@@ -104,11 +105,7 @@ def diff(
     as_json: AsJson = False,
 ) -> Answers:
     """Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."""
-    from ckptool.verbs.diff import diff
-
-    options: dict[str, Any] = {"atol": atol, "rtol": rtol, "ignore": ignore or (), "quick": quick, "only": only or ()}
-    options["strict"] = strict
-    found = diff(left, right, **options, stat=as_json or not (name_only or quiet))
+    found = call(stat=as_json or not (name_only or quiet))
     shown = {"stat": stat, "name_only": name_only, "all": all, "quiet": quiet}
     return Answers([Answer(found, shown, exit_code=0 if found.same else 1)], as_json)
 
@@ -157,7 +154,9 @@ def _verified(file: str, progress: Progress | None, digest: bool, quiet: bool, *
     ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
     ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
 )
+@calls
 def doctor(
+    call: Call,
     file: Annotated[
         str | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
     ] = None,
@@ -170,11 +169,9 @@ def doctor(
     as_json: AsJson = False,
 ) -> Answers:
     """Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading."""
-    from ckptool.verbs.doctor import doctor
-
     text = standard_input() if error == "-" else error
     with redirect_stdout(sys.stderr):  # what the model's own code prints
-        found = doctor(file, against=against, error=text)
+        found = call(error=text)
     return Answers([Answer(found, exit_code=0 if found.loads else 1)], as_json)
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import partial
+from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ckptool.checkpoint.commands import VERBS, function_name
 from ckptool.checkpoint.paths import absolute
-from ckptool.checkpoint.workers import in_turn
+from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.cli.output import FORM, Answer, AnswerForm, Answers, Printed, in_jobs, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint.workers import Progress
     from ckptool.reports.save import Written
 
 
@@ -136,7 +138,8 @@ class ChangeOutputOptions(OutputOptions):
     extract: Extract = False
 
 
-Command = Callable[..., Answers]
+Command = Callable[..., "Answers | None"]
+Call = Callable[..., Any]  # of a verb's function, with the options of its command that have the same names
 
 
 def examples(*lines: tuple[str, str]) -> Callable[[Command], Command]:
@@ -149,14 +152,26 @@ def examples(*lines: tuple[str, str]) -> Callable[[Command], Command]:
     return with_examples
 
 
-def writes(command: Command, without: Sequence[str] = ()) -> Command:
+def calls(command: Command) -> Command:
+    """A command that takes a `call`, as one that has only its options."""
+
+    def run(**arguments: Any) -> Answers | None:
+        return command(**arguments, call=_call(command, arguments))
+
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    return _like(command, run, [p for p in parameters if p.name != "call"])
+
+
+def writes(command: Command, without: Sequence[str] = (), through: Call | None = None) -> Command:
     """A command that takes a `target`, as one that has the target's options instead. An option that the command has
-    itself wins.
+    itself wins. Its first argument is the files, and what it returns the answers; None: `through` makes them.
 
     without: options that the command refuses, with a word on what to do instead; its help does not offer them.
+    through: writes each file, with `call`, which the command may also take; `write_each` unless another is named.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
-    own, kind = [p for p in parameters.values() if p.name != "target"], parameters["target"].annotation
+    own = [p for p in parameters.values() if p.name not in ("target", "call")]
+    kind = parameters["target"].annotation
     taken = {name for p in own for meta in getattr(p.annotation, "__metadata__", ()) for name in _flags(meta)}
     kinds = get_type_hints(kind, include_extras=True)
     shared = [
@@ -167,15 +182,35 @@ def writes(command: Command, without: Sequence[str] = ()) -> Command:
         if not taken & set(_flags(kinds[f.name].__metadata__[0]))
     ]
 
-    def run(**arguments: Any) -> Answers:
+    def run(**arguments: Any) -> Answers | None:
         target = kind(**{p.name: arguments.pop(p.name) for p in shared})
-        return command(**arguments, target=target)
+        files = arguments[own[0].name]
+        call = _call(command, {name: value for name, value in arguments.items() if name != own[0].name})
+        answers = command(**arguments, target=target, **({"call": call} if "call" in parameters else {}))
+        if answers is not None:
+            return answers
+        verb = next(verb for verb in VERBS if function_name(verb) == command.__name__)
+        made: Answers = (through or write_each)(verb, files if isinstance(files, list) else [files], target, call)
+        return made
 
-    offered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
-    run.__signature__ = inspect.Signature(offered)  # type: ignore[attr-defined]
-    run.__annotations__ = {}
+    return _like(command, run, [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared)
+
+
+def _call(command: Command, given: Mapping[str, Any]) -> Call:
+    """See `Call`. An option that was not given is left to the function; of a choice it gets the value."""
+    function = getattr(import_module(f"ckptool.verbs.{command.__name__}"), command.__name__)
+    taken = {*inspect.signature(function).parameters}
+    taken |= {field.name for field in fields(OutputOptions) if "options" in taken} - {*_OF_THE_PROGRAM}
+    values = {name: value for name, value in given.items() if name in taken and value is not None}
+    return partial(function, **{name: v.value if isinstance(v, Enum) else v for name, v in values.items()})
+
+
+def _like(command: Command, run: Any, parameters: Sequence[inspect.Parameter]) -> Command:
+    """`run` in the place of a command, with other parameters."""
+    vars(run).update(vars(command))
+    run.__signature__, run.__annotations__ = inspect.Signature(parameters), {}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+    return run  # type: ignore[no-any-return]
 
 
 def in_forms(command: Command) -> Command:
@@ -184,7 +219,7 @@ def in_forms(command: Command) -> Command:
     if "as_json" not in signature.parameters:
         return command
 
-    def run(*, as_form: AnswerForm | None = None, **arguments: Any) -> Answers:
+    def run(*, as_form: AnswerForm | None = None, **arguments: Any) -> Answers | None:
         as_json = bool(arguments.pop("as_json"))
         if as_json and as_form not in (None, AnswerForm.json):
             raise UsageError(
@@ -194,13 +229,7 @@ def in_forms(command: Command) -> Command:
         return command(**arguments, as_json=FORM.get() is AnswerForm.json)
 
     added = inspect.Parameter("as_form", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=AsForm)
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), added]
-    )
-    run.__annotations__ = {}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    vars(run).update({key: value for key, value in vars(command).items() if key != "__signature__"})
-    return run
+    return _like(command, run, [*signature.parameters.values(), added])
 
 
 def _offered(kind: Any, without: Sequence[str]) -> Any:

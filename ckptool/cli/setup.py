@@ -8,16 +8,14 @@ from enum import Enum
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckptool.checkpoint.workers import Progress
 from ckptool.cli.options import AsJson, DryRun, Force, Jobs, argument, examples, option
 from ckptool.cli.output import Answer, Answers, Printed, each_answer, standard_input
 from ckptool.reports.train import Page
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.workers import Progress
 
 
 @examples(("ckptool demo playground", "two checkpoints in a new folder, and what to try"))

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ckptool.cli.options import (
     AsJson,
     At,
+    Call,
     Container,
     DryRun,
     Exclude,
@@ -24,15 +25,13 @@ from ckptool.cli.options import (
     Part,
     Verify,
     argument,
+    calls,
     examples,
     option,
 )
 from ckptool.cli.output import Answer, Answers, progress_bar, status_line, tell, training_progress
 from ckptool.errors import UsageError
-from ckptool.reports.train import Page
-
-if TYPE_CHECKING:
-    from ckptool.reports.train import Outcome
+from ckptool.reports.train import Outcome, Page
 
 
 class OnMismatch(str, Enum):
@@ -58,12 +57,14 @@ Against = Annotated[
     ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
     ("ckptool warm-start old.pt --against new.pt --resize 'wte*=rows(mean)' -o w.pt", "a larger vocabulary"),
 )
+@calls
 def warm_start(
     file: File,
     against: Against,
+    call: Call,
     at: At = None,
     rename: Annotated[list[str] | None, option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.")] = None,
-    rules: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
+    rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = None,
     exclude: Exclude = None,
     on_mismatch: Annotated[
@@ -82,7 +83,7 @@ def warm_start(
         str | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
     ] = None,
     out: Out = None,
-    force: Force = False,
+    overwrite: Force = False,
     dry_run: DryRun = False,
     verify: Verify = False,
     keep_unknown: KeepUnknown = False,
@@ -91,52 +92,28 @@ def warm_start(
     as_json: AsJson = False,
 ) -> Answers:
     """Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted."""
-    from ckptool.verbs.warm_start import warm_start
-
     with progress_bar("warm-start") as progress, redirect_stdout(sys.stderr):  # what the model's own code prints
-        report = warm_start(
-            file,
-            against,
-            out,
-            at=at,
-            rename=rename or (),
-            rules_file=rules,
-            only=only or (),
-            exclude=exclude or (),
-            on_mismatch=on_mismatch.value,
-            resize=resize or (),
-            min_loaded=min_loaded,
-            strict=strict,
-            optimizer=optimizer,
-            suggest=suggest,
-            part=part,
-            overwrite=force,
-            dry_run=dry_run,
-            verify=verify,
-            keep_unknown=keep_unknown,
-            container=container,
-            progress=progress,
-        )
+        report = call(progress=progress)
     return Answers([Answer(report, exit_code=0 if report.accepted else 1)], as_json)
 
 
 @examples(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
+@calls
 def spec(
     target: Annotated[
         str, argument("TARGET", "A checkpoint, FILE#ADDRESS for a part of it, file.py:factory, or pkg.module:factory.")
     ],
+    call: Call,
     at: At = None,
     part: Part = False,
     out: Out = None,
-    force: Force = False,
+    overwrite: Force = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch."""
-    from ckptool.verbs.spec import spec
-
     with redirect_stdout(sys.stderr):
-        found = spec(target, out, at=at, part=part, overwrite=force, dry_run=dry_run)
+        found = call()
     return Answers([Answer(found)], as_json)
 
 
@@ -188,16 +165,16 @@ def train(
 
 
 @examples(("ckptool resume runs/basic", "continue where it was killed"))
+@calls
 def resume(
     run: Annotated[str, argument("RUN", "The folder of a run.")],
+    call: Call,
     set: Set = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> Answers:
     """Resume a run from its newest intact checkpoint. Exit 3: there are checkpoints, but none is intact."""
-    from ckptool.verbs.resume import resume
-
-    return _trained(lambda progress: resume(run, set or (), progress=progress, say=_say), quiet, as_json)
+    return _trained(lambda progress: call(progress=progress, say=_say), quiet, as_json)
 
 
 class On(str, Enum):
@@ -209,8 +186,10 @@ class On(str, Enum):
     ("ckptool eval runs/basic", "the best checkpoint, on the validation data"),
     ("ckptool eval runs/basic --checkpoint 400 --on test", "another, on data.test"),
 )
+@calls
 def eval(
     run: Annotated[str, argument("RUN", "The folder of a run.")],
+    call: Call,
     checkpoint: Annotated[
         str | None, option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False)
     ] = None,
@@ -219,30 +198,29 @@ def eval(
     as_json: AsJson = False,
 ) -> Answers:
     """Evaluate a checkpoint of a run; nothing is written to it."""
-    from ckptool.verbs import eval as verbs
-
     with redirect_stdout(sys.stderr):  # what the model's own code prints
-        found = verbs.eval(run, set or (), checkpoint=checkpoint, on=on.value)
+        found = call()
     return Answers([Answer(found)], as_json)
 
 
 @examples(("ckptool prune runs/basic -n", "what would be deleted"))
+@calls
 def prune(
     run: Annotated[str, argument("RUN", "The folder of a run, not FILE#ADDRESS.")],
+    call: Call,
     dry_run: Annotated[bool, option("-n --dry-run", "Show what would be deleted; delete nothing.")] = False,
     set: Set = None,
     as_json: AsJson = False,
 ) -> Answers:
     """Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best."""
-    from ckptool.verbs.prune import prune
-
-    return Answers([Answer(prune(run, set or (), dry_run=dry_run))], as_json)
+    return Answers([Answer(call())], as_json)
 
 
 @examples(
     ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
     ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
 )
+@calls
 def prove(
     words: Annotated[
         list[str],
@@ -251,6 +229,7 @@ def prove(
             "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
         ),
     ],
+    call: Call,
     set: Set = None,
     steps: Annotated[int, option("--steps N", "Length of the run in steps.", min=2)] = 300,
     kills: Annotated[int, option("--kills N", "Number of kills.", min=1)] = 5,
@@ -269,37 +248,24 @@ def prove(
     as_json: AsJson = False,
 ) -> Answers:
     """Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not."""
-    from ckptool.verbs.prove import prove
-
     own = len(words) > 1 or "{run}" in words[0]
     with status_line() as say:
-        found = prove(
-            None if own else words[0],
-            set or (),
-            command=words if own else (),
-            steps=steps,
-            kills=kills,
-            seed=seed,
-            exhaustive=exhaustive,
-            processes=processes,
-            timeout=timeout,
-            say=say,
-        )
+        found = call(None if own else words[0], command=words if own else (), say=say)
     return Answers([Answer(found, exit_code=found.exit_code)], as_json)
 
 
 @examples(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))
+@calls
 def plot(
     run: Annotated[str, argument("RUN", "The folder of a run, not FILE#ADDRESS.")],
+    call: Call,
     only: Annotated[
         list[str] | None, option("--only NAME", "Draw only this curve, or those that match a pattern. Repeatable.")
     ] = None,
     as_json: AsJson = False,
 ) -> Answers:
     """Draw a run's loss, learning rate and metrics over its steps, even while it is training."""
-    from ckptool.verbs.plot import plot
-
-    return Answers([Answer(plot(run, only=only or ()))], as_json)
+    return Answers([Answer(call())], as_json)
 
 
 def _say(text: str) -> None:

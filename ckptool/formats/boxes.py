@@ -15,16 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import has_numbers
+from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_RANK = 32  # numpy's, before its version 2

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.registry import Report
-
-if TYPE_CHECKING:
-    import numpy
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -19,5 +17,5 @@ class Shown(Report):
     address: str
     entry: Any
     slice: str | None
-    values: numpy.ndarray[Any, Any] | None
+    values: Array | None
     edges: bool

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import chunks
-from ckptool.checkpoint.numeric import CHUNK, dot, numbers, resolve, scratch
+from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, resolve, scratch
 from ckptool.checkpoint.strided import any_order, without_repeats
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
     from ckptool.reports.pictures import Sketch
 
 

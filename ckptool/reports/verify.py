@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import (
     Checkpoint,
@@ -22,8 +22,9 @@ from ckptool.checkpoint import (
 )
 from ckptool.checkpoint.blocks import chunks, mismatch
 from ckptool.checkpoint.commands import Advice, command, input_of
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.numeric import has_numbers, numbers
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
@@ -32,10 +33,6 @@ from ckptool.formats.checksums import checksums
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
 from ckptool.reports.digests import Compared, Digests, readable_bytes
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.dtypes import DType
-    from ckptool.checkpoint.numeric import Array
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent: all set, it is infinite or no number.

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import BlockReader, Prefetcher, fill
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import CHUNK, numbers, resolve, scratch
+from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
 from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed, printable
@@ -25,9 +25,6 @@ from ckptool.formats import DEFAULT
 from ckptool.reports.diff import diff
 from ckptool.transforms.casting import rounded
 from ckptool.transforms.merging import METHODS, Mean, Merge
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 _PLAIN = (
     "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "

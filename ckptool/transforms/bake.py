@@ -17,17 +17,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import computed
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import CHUNK, numbers
+from ckptool.checkpoint.numeric import CHUNK, Array, numbers
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.transforms.casting import rounded
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 FORMS = ("plain", "old", "new")
 _NEW = re.compile(

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import computed
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, numbers, resolve
+from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve
 from ckptool.transforms.casting import rounded
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 ROWS = 1 << 18  # elements of rows that are computed at once
 Numbers = Callable[[int, int], "Array"]

@@ -18,18 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import NO_FLAGS, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import blocks, computed, fill
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import numbers, scratch
+from ckptool.checkpoint.numeric import Array, numbers, scratch
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, UsageError
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 
 @dataclass(slots=True)

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.quantized import Quantized
 from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
@@ -22,9 +23,6 @@ from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed, printable
 from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it

@@ -6,18 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
 from ckptool.transforms.flatten import lost_tensors
-
-if TYPE_CHECKING:
-    import numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,7 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
 # Tensors -------------------------------------------------------------------------------------------------------------
 
 
-def read_array(path: str) -> numpy.ndarray[Any, Any]:
+def read_array(path: str) -> Array:
     """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     from numpy.lib import format as npy
 
@@ -182,7 +180,7 @@ def read_array(path: str) -> numpy.ndarray[Any, Any]:
 
     try:
         with open(open_regular(path, "a .npy file"), "rb") as file:
-            array: numpy.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
+            array: Array = npy.read_array(file, allow_pickle=False)
     except OSError as error:
         raise file_problem(error, path, "read") from error
     except (ValueError, EOFError, MemoryError) as error:

@@ -18,13 +18,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ckptool.checkpoint.numeric import scratch
+from ckptool.checkpoint.numeric import Array, scratch
 from ckptool.errors import UsageError, counted, listed, printable
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass

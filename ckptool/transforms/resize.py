@@ -12,17 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import ceil, isqrt, prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
-from ckptool.checkpoint.numeric import CHUNK
+from ckptool.checkpoint.numeric import CHUNK, Array
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted, printable
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.transforms.casting import compact
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 ROOM = 1 << 18  # elements that are read at once

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note
@@ -40,6 +40,11 @@ from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.reports.diff import Diff, diff
 from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
+else:
+    Unpack = None  # of `**options: Unpack[SaveOptions]`, which nobody evaluates
 
 
 class SaveOptions(TypedDict, total=False):

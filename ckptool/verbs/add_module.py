@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
@@ -10,11 +10,8 @@ from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import add
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions
+from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.strip_module import renamed_file
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def add_module(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import several
@@ -19,10 +19,7 @@ from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import Merge, merge_of
-from ckptool.verbs._save import SaveOptions, output_of, save, written
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
 
 
 def average(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
@@ -31,12 +31,9 @@ from ckptool.transforms.bundles import (
     without_deduplication,
 )
 from ckptool.transforms.slim import deduplicate
-from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, written
+from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, written
 from ckptool.verbs.save import checkpoint_of
 from ckptool.verbs.slim import new_ties
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CONTAINERS = tuple(
     container.name for container in formats.WRITERS if container.keeps_tree and not container.writes_folder

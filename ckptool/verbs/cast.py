@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
@@ -18,10 +18,7 @@ from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions, Output, out_first
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import ChangeOptions, Output, Unpack, out_first
 
 SHOWN = 12  # weights that are listed without -n
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command, several
@@ -42,11 +42,8 @@ from ckptool.transforms.flatten import (
 )
 from ckptool.transforms.join_ranks import open_by_rules
 from ckptool.transforms.optimizer_names import with_optimizers
-from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
+from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, save, written
 from ckptool.verbs.spec import find_target
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
@@ -13,11 +13,8 @@ from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions
+from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.save import checkpoint_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def edit(

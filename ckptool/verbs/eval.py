@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint.commands import several
+from ckptool.reports.train import Evaluated
 from ckptool.verbs._training import PathLike, check_harness
-
-if TYPE_CHECKING:
-    from ckptool.reports.train import Evaluated
 
 
 def eval(

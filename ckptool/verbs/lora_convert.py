@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, printable
@@ -11,10 +11,7 @@ from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
 from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
-from ckptool.verbs._save import SaveOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import SaveOptions, Unpack
 
 
 def lora_convert(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
@@ -16,10 +16,7 @@ from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import output_of_adapter, write_adapter
-from ckptool.verbs._save import SaveOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import SaveOptions, Unpack
 
 
 def lora_extract(

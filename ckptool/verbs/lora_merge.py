@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.commands import OUT, Advice, command
@@ -20,10 +20,7 @@ from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterConfig, open_adapter
-from ckptool.verbs._save import SaveOptions, output_of, save, written
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
 
 
 def lora_merge(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.resize_rank import resize
 from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
-from ckptool.verbs._save import SaveOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import SaveOptions, Unpack
 
 
 def lora_resize(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.errors import UsageError, counted, printable
 from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import locations
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions, out_first
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import ChangeOptions, Unpack, out_first
 
 
 def remap(

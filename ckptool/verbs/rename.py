@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
@@ -13,11 +13,8 @@ from ckptool.reports.save import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions
+from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.strip_module import renamed_file
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def rename(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
@@ -16,6 +16,7 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, prin
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
+from ckptool.reports.diff import Diff
 from ckptool.reports.distances import Unreadable, Weights, distances, norms_over_time, weights_of
 from ckptool.reports.health import health
 from ckptool.reports.inspect import Inspection, Listing, listing
@@ -27,9 +28,6 @@ from ckptool.training import is_run
 from ckptool.verbs.doctor import of_opened, of_unopened, target_of
 from ckptool.verbs.inspect import inspection_notes
 from ckptool.verbs.plot import plot
-
-if TYPE_CHECKING:
-    from ckptool.reports.diff import Diff
 
 MOST_STEPS = 50  # checkpoints of a run that are read
 MOST_NAMES = 50_000  # tensors of all of them

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.commands import several
+from ckptool.reports.train import Outcome
 from ckptool.verbs._training import PathLike, Say, check_harness
-
-if TYPE_CHECKING:
-    from ckptool.reports.train import Outcome
 
 
 def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:

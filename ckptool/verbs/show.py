@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
@@ -13,9 +13,6 @@ from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError, printable
 from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.show import Shown
-
-if TYPE_CHECKING:
-    pass
 
 WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
@@ -11,10 +11,7 @@ from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._change import begin_change
-from ckptool.verbs._save import ChangeOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import ChangeOptions, Unpack
 
 
 def slim(

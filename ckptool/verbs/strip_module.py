@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import several
@@ -14,10 +14,7 @@ from ckptool.formats.opening import CheckpointLike, PathLike
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import Renamed, strip
 from ckptool.verbs._change import FileChange, begin_change
-from ckptool.verbs._save import ChangeOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import ChangeOptions, Unpack
 
 
 def strip_module(

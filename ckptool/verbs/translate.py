@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import several
@@ -25,10 +25,7 @@ from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
 from ckptool.verbs._change import FileChange, begin_change
-from ckptool.verbs._save import ChangeOptions, Output, save
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from ckptool.verbs._save import ChangeOptions, Output, Unpack, save
 
 MANY = 12  # steps that are all shown without -n
 

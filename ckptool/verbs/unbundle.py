@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
@@ -21,11 +21,8 @@ from ckptool.output import check_folder, replace_folder
 from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
-from ckptool.verbs._save import Output, SaveOptions, output_of, refuse_extras, save, verifier, written
+from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def unbundle(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
@@ -28,12 +28,9 @@ from ckptool.transforms.optimizer_state import as_state_dict, carried
 from ckptool.transforms.translate import translated_items, translation_in
 from ckptool.transforms.warm_start import filled
 from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
-from ckptool.verbs._save import InMemory, Output, SaveOptions, output_of, save
+from ckptool.verbs._save import InMemory, Output, SaveOptions, Unpack, output_of, save
 from ckptool.verbs.layouts import translation_to
 from ckptool.verbs.spec import find_target
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state

@@ -12,19 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, LORA
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import numbers
+from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.errors import LimitExceeded, counted
 from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
 from ckptool.transforms.lora.adapters import Delta
 from ckptool.transforms.lora.products import Pair, product, product_rows, sides, stacked
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 MAX_WIDTH = 1 << 22  # elements of one row of a weight that is changed
 

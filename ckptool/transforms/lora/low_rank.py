@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict, printable
 from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2

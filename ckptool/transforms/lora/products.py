@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
 from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, in_pieces
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 _TILE = 1 << 15  # elements whose sums are kept in f64, in the processor's cache
 Pair = tuple[TensorEntry, TensorEntry]

@@ -14,19 +14,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, WHOLE, split_words, written_key
 from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 MODEL = "base_model.model."
 SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import fill
-from ckptool.checkpoint.numeric import CHUNK, aligned
+from ckptool.checkpoint.numeric import CHUNK, Array, aligned
 from ckptool.checkpoint.strided import resolved
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 HEAD = 64
 

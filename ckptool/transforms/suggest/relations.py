@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, permutations
 from math import gcd, prod
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.numeric import has_numbers
+from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.reports.compare import same_bytes
@@ -22,9 +21,6 @@ from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
 from ckptool.transforms.translate.apply import Overs, after_chain
 from ckptool.transforms.translate.operations import parse_operation
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
 
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
