@@ -114,7 +114,7 @@ def _iteration(folder: Folder) -> Checkpoint:
         shown = listed([printable(name) for name in collisions], 3)
         notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
     ranks = {match[1] for name in folder.names if (match := _RANK_FILE.fullmatch(name))}
-    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | _step(folder, beside.tree.get("iteration"))
+    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(folder, beside.tree.get("iteration"))
     return replace(
         found,
         tree=tree,
@@ -125,12 +125,13 @@ def _iteration(folder: Folder) -> Checkpoint:
     )
 
 
-def _step(folder: Folder, iteration: Any) -> dict[str, int]:
+def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
+    """The iteration of an `iter_*` folder, by its files or its name. Raises `Conflict` where they are two."""
     named = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
     if type(iteration) is not int:
         return {"step": int(named[1])} if named and named[1] else {}
     if named and named[1] and int(named[1]) != iteration:
-        what = f"{folder}: its {COMMON} is of iteration {iteration:,}, the folder of {int(named[1]):,}"
+        what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(named[1]):,}"
         raise Conflict(what, "Files of two checkpoints lie in one folder.", "Copy all files of one iteration again.")
     return {"step": iteration}
 

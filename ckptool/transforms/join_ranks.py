@@ -198,6 +198,7 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
         (one, first), (other, second) = sorted(steps.items())[:2]
         what = f"{folder}: {first} is of iteration {one:,}, {second} of {other:,}"
         raise Conflict(what, "They are of two checkpoints.", "Copy all files of one iteration again.")
+    megatron.step_of(folder, next(iter(steps), None))
 
 
 # The tensors ---------------------------------------------------------------------------------------------------------

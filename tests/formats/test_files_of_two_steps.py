@@ -105,13 +105,17 @@ def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
             assert [n.code for n in ckptool.verify(folder).notes if n.code == "steps-differ"] == [word] * bool(word)
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_masters_of_stage_0_are_written(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_masters_of_stage_0_are_written(dtype: torch.dtype, is_flat: bool, tmp_path: Path) -> None:
     weights = zero_weights()
     still = torch.randn(5, 3)
-    masters = [[torch.nn.Parameter(weights[name]) for name in group] for group in SHAPES]
+    masters: list[Any] = [[torch.nn.Parameter(weights[name]) for name in group] for group in SHAPES]
+    if is_flat:  # as the fused optimizer for fp16 has them
+        masters = [torch.cat([each.detach().flatten() for each in group]).requires_grad_() for group in masters]
     module = {"still.weight": still} | weights  # frozen, and of the shape of another
-    states = states_of(0, 4, weights, optimizer={"fp32_groups": masters, "optimizer_state_dict": {}})
+    key = "fp32_groups_flat" if is_flat else "fp32_groups"
+    states = states_of(0, 4, weights, optimizer={key: masters, "optimizer_state_dict": {}})
     states["module"] = {name: value.to(dtype) for name, value in module.items()} | {"places": torch.arange(4)}
     states |= {"param_shapes": None, "frozen_param_shapes": None}
     (folder := tmp_path / "global_step2").mkdir()
@@ -122,6 +126,19 @@ def test_the_masters_of_stage_0_are_written(dtype: torch.dtype, tmp_path: Path) 
     assert all(torch.equal(found[name], value) for name, value in weights.items())
     assert torch.equal(found["still.weight"], still.to(dtype)) and ckptool.open(folder).metadata["ranks"] == 4
     assert "copies-not-shown" in {note.code for note in ckptool.verify(folder).notes}
-    masters[0][0].data += 1
+    (masters[0].data if is_flat else masters[0][0].data)[-1] += 1
     torch.save(states, file)
-    assert "different values" in verdict(folder, tmp_path / "out.safetensors")
+    assert ("weights" if is_flat else "different values") in verdict(folder, tmp_path / "out.safetensors")
+
+
+def test_a_parameter_of_another_step_in_a_universal_folder(tmp_path: Path) -> None:
+    folder = Path(
+        shutil.copytree(Path(__file__).parents[2] / "fixtures/engines/deepspeed-universal2/checkpoint", tmp_path / "u")
+    )
+    assert not verdict(folder, tmp_path / "out.pt")
+    for step in folder.rglob("step.pt"):
+        kept = step.read_bytes()
+        found = torch.load(step)
+        torch.save(found | {"param": found["param"] + 1} if isinstance(found, dict) else found + 1, step)
+        assert "they are of different steps" in verdict(folder, tmp_path / "out.pt"), step
+        step.write_bytes(kept)

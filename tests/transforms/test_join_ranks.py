@@ -237,6 +237,8 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "b", weights, weights, iteration=1)
     torch.save({"model": weights, "iteration": 2}, folder / "mp_rank_01" / "model_optim_rng.pt")
     refused(folder, "join: {w: column}", Conflict, "mp_rank_00 is of iteration 1, mp_rank_01 of 2")
+    folder = ranks(tmp_path / "iter_0000003", weights, weights, iteration=1)
+    refused(folder, "join: {w: column}", Conflict, "its files are of iteration 1, the folder of 3")
     (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()

@@ -23,7 +23,7 @@ from ckptool.formats.deepspeed import UNIVERSAL
 from ckptool.formats.deepspeed.flat import bare
 from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, shapes_of, tag_files, tree_of
-from ckptool.formats.joined_folder import damaged, lacks
+from ckptool.formats.joined_folder import damaged, lacks, mixed, number_in
 
 NAME = "deepspeed-universal"
 NO_BUFFERS = "no-buffers"  # of the notes
@@ -63,6 +63,9 @@ def read_tag(folder: Folder) -> Checkpoint:
             slots = _parameter(tag, inside, name, shape)
             weights[name] = slots.pop(WEIGHT)
             state[name] = _undivided(common, number) | slots
+    steps = {step: name for name, slots in state.items() if (step := number_in(slots.get("step"))) is not None}
+    if len(steps) > 1:  # ZeRO steps all of its vectors together
+        raise mixed(inside, *list(steps.values())[:2], "they are of different steps")
     parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
     world = first.get("dp_world_size")

@@ -208,22 +208,43 @@ def _copy(own: Any, shape: tuple[int, ...]) -> Chunk | None:
 
 
 def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
-    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's."""
+    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
+    itself or those of a group in a row."""
     optimizer, buffers = first.get("optimizer"), first.get("buffer_names") or ()
-    groups = optimizer.get("fp32_groups", ()) if isinstance(optimizer, dict) else ()
+    state = optimizer if isinstance(optimizer, dict) else {}
+    single = [each for group in state.get("fp32_groups") or () if isinstance(group, list) for each in group]
+    masters = [(each, _of_shape) for each in single]
+    masters += [(each, _in_a_vector) for each in state.get("fp32_groups_flat") or ()]
     left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
     found: dict[str, TensorEntry] = {}
-    for master in (bare(each) for group in groups if isinstance(group, list) for each in group):
-        names = [
-            name for name, entry in left.items() if isinstance(master, TensorEntry) and entry.shape == master.shape
-        ]
-        if not names:
+    for wrapped, names_of in masters:
+        master = bare(wrapped)
+        names = names_of(master, left) if isinstance(master, TensorEntry) else []
+        if not names or sum(left[name].numel for name in names) != master.numel:
             raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
-        # Between several of one shape (some may be frozen) their first values decide.
-        name = next((name for name in names if len(names) > 1 and begin_alike(master, left[name])), names[0])
-        whole = Chunk(master, (0,) * len(master.shape), "the optimizer")
-        found[name] = tag.joiner.tensor(name, master.shape, master.dtype, [whole], _copy(left.pop(name), master.shape))
+        vector, begin = master.reshape((master.numel,)), 0
+        for copy, name in ((left.pop(name), name) for name in names):
+            entry = vector.narrow(0, begin, copy.numel).reshape(copy.shape)
+            whole = Chunk(entry, (0,) * len(copy.shape), "the optimizer")
+            found[name] = tag.joiner.tensor(name, entry.shape, entry.dtype, [whole], _copy(copy, entry.shape))
+            begin += copy.numel
     return found
+
+
+def _of_shape(master: TensorEntry, left: dict[str, TensorEntry]) -> list[str]:
+    """The weight of this shape; between several (some may be frozen) their first values decide."""
+    names = [name for name, entry in left.items() if entry.shape == master.shape]
+    return [name for name in names if len(names) > 1 and begin_alike(master, left[name])][:1] or names[:1]
+
+
+def _in_a_vector(master: TensorEntry, left: dict[str, TensorEntry]) -> list[str]:
+    """The weights that lie one after the other in a vector, those of other groups left out by their first values."""
+    names, begin = [], 0
+    for name, entry in left.items():
+        if entry.numel <= master.numel - begin and begin_alike(master.narrow(0, begin, entry.numel), entry):
+            names.append(name)
+            begin += entry.numel
+    return names
 
 
 def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]) -> Joined:
