@@ -194,7 +194,9 @@ def _print(answers: Answers, done: list[Json]) -> int:
             stack.callback(answers.each.close)
         for number, answer in enumerate(answers.each):
             code = max(code, answer.exit_code)
-            if answers.as_json:
+            if isinstance(answer, CkptoolError):
+                done += _told_of_one(answer)
+            elif answers.as_json:
                 done.append(answer.json())
             elif FORM.get() is AnswerForm.markdown:
                 say("\n" * bool(number) + markdown(answer.text(style)))
@@ -224,6 +226,16 @@ def _told(error: Exception, done: list[Json]) -> int:
     if not (FORM.get() is AnswerForm.json and _said_as_json(problem, done)):
         tell(error_text(problem, style_of(sys.stderr)))
     return problem.exit_code
+
+
+def _told_of_one(problem: CkptoolError) -> list[Json]:
+    """Prints the error of one of several files; as JSON it stands among their results."""
+    from ckptool.render.error import error_json
+
+    if FORM.get() is AnswerForm.json:
+        return [error_json(problem)]
+    _told(problem, [])
+    return []
 
 
 def _said_as_json(problem: CkptoolError, done: list[Json]) -> bool:

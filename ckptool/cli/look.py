@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Annotated, Any
@@ -191,23 +190,22 @@ def scan(
     as_json: AsJson = False,
 ) -> Answers:
     """List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code."""
-    return Answers(_scanned(paths, latest_good, quiet, full, checked_jobs(jobs)), as_json, separate=not quiet)
+    answer = partial(_scanned, latest_good=latest_good, quiet=quiet, full=full, jobs=checked_jobs(jobs))
+    return Answers(each_answer(answer, paths, 1, as_json), as_json, separate=not quiet)
 
 
-def _scanned(paths: list[str], latest_good: bool, quiet: bool, full: bool, jobs: int) -> Iterator[Answer]:
+def _scanned(path: str, progress: Progress | None, latest_good: bool, quiet: bool, full: bool, jobs: int) -> Answer:
     from ckptool.training import is_run
     from ckptool.verbs.scan import scan
 
-    for path in paths:
-        if is_run(path) and not latest_good and not quiet:
-            from ckptool.verbs.inspect_run import inspect_run
+    if is_run(path) and not latest_good and not quiet:
+        from ckptool.verbs.inspect_run import inspect_run
 
-            run = inspect_run(path, full=full)
-            yield Answer(run, exit_code=1 if run.damaged else 0)
-            continue
-        found = scan(path, full=full, latest_only=latest_good, jobs=jobs)
-        wrong = found.latest is None if latest_good else bool(found.findings)
-        yield Answer(found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)
+        run = inspect_run(path, full=full)
+        return Answer(run, exit_code=1 if run.damaged else 0)
+    found = scan(path, full=full, latest_only=latest_good, jobs=jobs)
+    wrong = found.latest is None if latest_good else bool(found.findings)
+    return Answer(found, {"latest_good": latest_good, "quiet": quiet}, exit_code=1 if wrong else 0)
 
 
 @examples(

@@ -90,17 +90,25 @@ def _printed(answer: Answering, style: Style | None, item: Any, progress: Progre
     return Printed(found.json() if style is None else found.text(style), found.exit_code)
 
 
-def each_answer(answer: Answering, files: Sequence[str], jobs: int, as_json: bool) -> Iterator[Printed]:
-    """The answers for all files, one after the other, of which `jobs` are worked on at a time."""
+def each_answer(answer: Answering, files: Sequence[str], jobs: int, as_json: bool) -> Iterator[Printed | CkptoolError]:
+    """The answers for all files, one after the other, of which `jobs` are worked on at a time. The error of one of
+    several files is its answer: the others are looked at all the same."""
     with closing(in_jobs(answer, files, jobs, as_json)) as tasks:
         for task in tasks:
-            yield task(None)
+            found: Printed | CkptoolError
+            try:
+                found = task(None)
+            except Exception as error:
+                if len(files) < 2:
+                    raise
+                found = in_words(error)
+            yield found
 
 
 class Answers(NamedTuple):
     """The results of a command, made one after the other.  separate: a blank line between them."""
 
-    each: Iterable[Answer | Printed]
+    each: Iterable[Answer | Printed | CkptoolError]
     as_json: bool = False
     separate: bool = False
 

@@ -65,7 +65,8 @@ def read_tag(folder: Folder) -> Checkpoint:
             state[name] = _undivided(common, number) | slots
     steps = {step: name for name, slots in state.items() if (step := number_in(slots.get("step"))) is not None}
     if len(steps) > 1:  # ZeRO steps all of its vectors together
-        raise mixed(inside, *list(steps.values())[:2], "they are of different steps")
+        one, other = list(steps.values())[:2]
+        raise mixed(inside, one, other, "they are of different steps")
     parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
     world = first.get("dp_world_size")
