@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import Truncated, UsageError, listed, printable
+from ckptool.errors import Truncated, UsageError, counted, listed, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,22 @@ def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
     from ckptool.formats.parts import with_part
 
-    return with_part(read_alone(source), source)
+    found = with_part(read_alone(source), source)
+    return replace(found, notes=(*found.notes, *_led_elsewhere(source))) if isinstance(source, Folder) else found
+
+
+def _led_elsewhere(folder: Folder) -> Iterator[Note]:
+    """A note on the files of a folder that are links to files outside of it, but for the `blobs` of a hub's cache."""
+    here = os.path.realpath(folder.path)
+    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
+    real = {name: os.path.realpath(os.path.join(here, name)) for name in folder.files}
+    links = [name for name, path in real.items() if not path.startswith((here + os.sep, cache + os.sep))]
+    if links:
+        shown = listed([f"{printable(name)} → {printable(real[name])}" for name in links], 3)
+        yield Note(
+            "link-elsewhere",
+            f"{counted(len(links), 'file is a link', 'files are links')} to outside of the folder: {shown}",
+        )
 
 
 def read_alone(source: Input) -> Checkpoint:

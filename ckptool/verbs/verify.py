@@ -58,6 +58,7 @@ WORTH_A_PROCESS = 256 << 20  # bytes of members, below which starting another pr
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
 # Notes on whether a file is whole.
 _SAID = (
+    "link-elsewhere",
     *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there

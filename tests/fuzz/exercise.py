@@ -84,8 +84,8 @@ def _all(checkpoint: Checkpoint, path: str) -> None:
 def _inspected(checkpoint: Checkpoint, path: str) -> None:
     found = listing(checkpoint)
     report = Inspection(found, {}, found.notes)
-    _rendered(report, all=True, sort="size", depth=None)
-    _rendered(report, all=False, sort="name", depth=None)
+    _rendered(report, all=True, depth=None)
+    _rendered(report, all=False, depth=None)
     inspect_html(report)
 
 

@@ -217,7 +217,7 @@ def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> No
         return
     if verb == "inspect":
         report: Any = ckptool.inspect(file, stats=option == "--stats")
-        options = {"all": option == "--all", "sort": "none", "depth": None}
+        options = {"all": option == "--all", "depth": None}
     elif verb == "html":
         stream.write(ckptool.inspect(file)._repr_html_())
         return
