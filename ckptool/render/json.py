@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
+from ckptool.checkpoint import PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import Report, provides
@@ -117,10 +117,6 @@ def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
     return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
-
-
-def notes_json(notes: Iterable[Note]) -> list[Json]:
-    return [{"code": note.code, "message": note.message, "fix": list(note.fix)} for note in notes]
 
 
 def part_json(part: PartOf | None) -> Json | None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("templates")
 LINES, CODE = 90, 500  # of an outline, of a code view
-RUNS = ("unsafe-global", "custom-class")  # notes on what loading would call
 FOUND = 200  # tensors that a finding names
 
 
