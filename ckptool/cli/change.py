@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from ckptool.cli.options import (
     AsJson,
@@ -26,7 +26,9 @@ from ckptool.cli.options import (
     argument,
     calls,
     examples,
+    once,
     option,
+    pairs,
     write_each,
     writes,
 )
@@ -182,7 +184,7 @@ def remap(
     ] = None,
 ) -> Answers:
     """Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine."""
-    table = _pairs(moves or (), "=", "--map", "--map cuda:1=cuda:0")
+    table = pairs(moves or (), "--map", "--map cuda:1=cuda:0")
     return write_each("remap", files, target, partial(call, moves=table))
 
 
@@ -222,8 +224,8 @@ def edit(
     """Drop entries, set plain values, replace the values of tensors."""
     from ckptool.transforms.edit import parse_assignment
 
-    values = _once("--set", [parse_assignment(text) for text in set or ()])
-    arrays = _pairs(tensor or (), "=", "--tensor", "--tensor state_dict/fc.bias=bias.npy")
+    values = once("--set", [parse_assignment(text) for text in set or ()])
+    arrays = pairs(tensor or (), "--tensor", "--tensor state_dict/fc.bias=bias.npy")
     return write_each("edit", files, target, partial(call, set=values, tensor=arrays))
 
 
@@ -308,30 +310,6 @@ def convert(
     part: Part = False,
 ) -> None:
     """Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file."""
-
-
-def _pairs(texts: Sequence[str], separator: str, option: str, example: str) -> dict[str, str]:
-    """`OLD=NEW` as a dictionary; the last `=` separates, so that addresses may have one."""
-    pairs: list[tuple[str, str]] = []
-    for text in texts:
-        old, found, new = text.rpartition(separator)
-        if not (found and old and new):
-            raise UsageError(
-                f"{option} {printable(text)!r} is not of the form OLD=NEW",
-                "Both sides are needed.",
-                f"For example: {example}",
-            )
-        pairs.append((old, new))
-    return _once(option, pairs)
-
-
-def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
-    names = [name for name, _ in pairs]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one can apply.")
-    return dict(pairs)
 
 
 @examples(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))

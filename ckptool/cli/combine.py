@@ -25,6 +25,7 @@ from ckptool.cli.options import (
     calls,
     examples,
     option,
+    pairs,
     write_each,
     writes,
 )
@@ -64,7 +65,7 @@ def bundle(
         raise UsageError("bundle writes one file, but was given a folder", "All members go into one file.", _EXAMPLE)
     base, given = _base_and_members(words or [], bool(add or drop or rename or target.in_place))
     files, values = _members([*given, *(add or ())])
-    renames = _renames(rename or ())
+    renames = pairs(rename or (), "--rename", "--rename G=generator", str.partition)
 
     def write(_: str, **output: Any) -> Any:
         return call(files, file=base, values=values, rename=renames, **output)
@@ -107,22 +108,6 @@ def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
             )
         (values if plain else files)[name] = file
     return files, values
-
-
-def _renames(texts: Sequence[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for text in texts:
-        old, _, new = text.partition("=")
-        if not (old and new):
-            raise UsageError(
-                f"--rename {printable(text)!r} is not of the form OLD=NEW",
-                "Both sides are needed.",
-                "For example: --rename G=generator",
-            )
-        if old in pairs:
-            raise UsageError(f"--rename was given {printable(old)!r} twice", "Only one can apply.")
-        pairs[old] = new
-    return pairs
 
 
 @examples(("ckptool unbundle gan.pt -d parts", "one file per member"))

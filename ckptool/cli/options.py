@@ -38,6 +38,32 @@ def argument(word: str, text: str, show_default: bool = False) -> Any:
     return typer.Argument(metavar=word, help=text, show_default=show_default)
 
 
+def pairs(
+    texts: Sequence[str], option: str, example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
+) -> dict[str, str]:
+    """`OLD=NEW` as a dictionary; the last `=` separates, so that addresses may have one, unless `split` does."""
+    found: list[tuple[str, str]] = []
+    for text in texts:
+        old, _, new = split(text, "=")
+        if not (old and new):
+            raise UsageError(
+                f"{option} {printable(text)!r} is not of the form OLD=NEW",
+                "Both sides are needed.",
+                f"For example: {example}",
+            )
+        found.append((old, new))
+    return once(option, found)
+
+
+def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
+    names = [name for name, _ in pairs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one can apply.")
+    return dict(pairs)
+
+
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
 File = Annotated[str, argument("FILE", "A checkpoint, or FILE#ADDRESS for a part of it.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
-from ckptool.render.json import Json
+from ckptool.render.json import Json, document, facts_of, fields_json
 from ckptool.render.style import PLAIN, Style
 from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.findings import Finding
@@ -45,27 +45,11 @@ def _program(fix: str) -> str:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-@provides("json", Diagnosis)
-def doctor_json(found: Diagnosis) -> Json:
-    """`ckptool.doctor/1`: what the file is and every finding with its commands."""
-    return {
-        "schema": "ckptool.doctor/1",
-        "file": found.file or None,
-        "is": found.is_a or None,
-        "loads": found.loads,
-        "unread": found.unread or None,
-        "against": found.against or None,
-        "findings": [_finding_json(finding) for finding in found.findings],
-    }
-
-
 def _finding_json(finding: Finding) -> Json:
-    return {
-        "code": finding.code,
-        "what": finding.what,
-        "seen_as": finding.says or None,
-        "blocks": finding.blocks,
-        "certain": finding.certain,
-        "fixes": [{"command": fix, "ckptool": fix.startswith("ckptool ")} for fix in finding.fixes],
-        "advice": finding.advice or None,
-    }
+    fixes = [{"command": fix, "ckptool": fix.startswith("ckptool ")} for fix in finding.fixes]
+    facts = fields_json(finding, "code what seen_as=says? blocks certain")
+    return {**facts, "fixes": fixes, "advice": finding.advice or None}
+
+
+facts_of(Finding, _finding_json)
+document(Diagnosis, "doctor", "file? is=is_a? loads unread? against? findings")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Note, PartOf, Tensor, TensorEntry
+from ckptool.checkpoint import PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import Report, provides
@@ -49,30 +49,33 @@ def finite(value: Any) -> Any:
         return part_json(value)
     if isinstance(value, DType):
         return value.name
-    return fields_json(value) if is_dataclass(value) else value
+    told = _FACTS.get(type(value), "")
+    return told(value) if callable(told) else fields_json(value) if is_dataclass(value) else value
 
 
 class _Fact(NamedTuple):
     key: str
-    name: str
+    names: list[str]
     or_null: str
     columns: str
 
 
-_FACTS: dict[type, str] = {}  # of types whose facts are not all of their fields, as `fields_json` takes them
-_FACT = re.compile(r"(?:(\w+)=)?(\w+)(\??)(?::([\w,]+))?")
+_FACTS: dict[type, str | Callable[[Any], Json]] = {}  # of types whose facts are not all of their fields
+_FACT = re.compile(r"(?:(\w+)=)?([\w.]+)(\??)(?::([\w,]+))?")
 
 
 def fields_json(value: Any, names: str = "") -> Json:
     """The attributes of these names, else all fields of a dataclass, as plain facts.
 
-    `key=name` has another key; `name?` is null where it is empty; `name:key,key` are objects with the values of each
-    pair; `*` stands for all fields.
+    `key=name` has another key; `key=name.name` is an attribute of an attribute, null where that is none; `name?` is
+    null where it is empty; `name:key,key` are objects with the values of each pair; `*` stands for all fields.
     """
     found: Json = {}
     kind: Any = type(value)
-    for key, name, or_null, columns in _facts(kind, names):
-        fact = getattr(value, name)
+    for key, path, or_null, columns in _facts(kind, names):
+        fact = value
+        for name in path:
+            fact = None if fact is None else getattr(fact, name)
         if columns:
             rows = fact.items() if isinstance(fact, dict) else fact
             found[key] = [dict(zip(columns.split(","), finite(row), strict=True)) for row in rows]
@@ -83,14 +86,15 @@ def fields_json(value: Any, names: str = "") -> Json:
 
 @cache
 def _facts(kind: Any, names: str) -> tuple[_Fact, ...]:
-    text = (names or _FACTS.get(kind, "*")).replace("*", " ".join(field.name for field in fields(kind)))
+    text = str(names or _FACTS.get(kind, "*")).replace("*", " ".join(field.name for field in fields(kind)))
     matches = [match for word in text.split() if (match := _FACT.fullmatch(word))]
-    return tuple(_Fact(match[1] or match[2], match[2], match[3], match[4] or "") for match in matches)
+    return tuple(_Fact(match[1] or match[2], match[2].split("."), match[3], match[4] or "") for match in matches)
 
 
-def facts_of(kind: type, names: str) -> None:
-    """Says which facts of values of a type are printed, wherever they stand: names as `fields_json` takes them."""
-    _FACTS[kind] = names
+def facts_of(kind: type, facts: str | Callable[[Any], Json]) -> None:
+    """Says which facts of values of a type are printed, wherever they stand: names as `fields_json` takes them, or what
+    a function gives."""
+    _FACTS[kind] = facts
 
 
 def document(kind: type, schema: str, names: str = "") -> None:
@@ -117,10 +121,6 @@ def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
     return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
-
-
-def notes_json(notes: Iterable[Note]) -> list[Json]:
-    return [{"code": note.code, "message": note.message, "fix": list(note.fix)} for note in notes]
 
 
 def part_json(part: PartOf | None) -> Json | None:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("templates")
 LINES = 90  # of an outline
-RUNS = ("unsafe-global", "custom-class")  # notes on what loading would call
 FOUND = 200  # tensors that a finding names
 
 

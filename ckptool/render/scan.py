@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import marks
-from ckptool.render.json import Json, facts_of, fields_json
+from ckptool.render.json import document, facts_of
 from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.inspect import WEIGHTS_ONLY
 from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
@@ -167,17 +167,11 @@ def _places(call: Call) -> str:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-@provides("json", Scan)
-def scan_json(found: Scan) -> Json:
-    """`ckptool.scan/1`: a row for each checkpoint; sizes in bytes, times in UTC."""
-    return {
-        "schema": "ckptool.scan/1",
-        **fields_json(found, "path folder=is_folder findings"),
-        "latest_good": found.latest.path if found.latest else None,
-        **fields_json(found, "latest_by=by? other_files=others full files"),
-    }
-
-
+document(
+    Scan,
+    "scan",
+    "path folder=is_folder findings latest_good=latest.path latest_by=by? other_files=others full files",
+)
 facts_of(
     ScannedFile,
     "path state problem? part members? container? step epoch bytes modified=modified_at holds notes calls",

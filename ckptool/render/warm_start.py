@@ -185,12 +185,11 @@ def warm_start_json(report: LoadReport) -> Json:
         **fields_json(report, "accepted refused share elements total loaded tied:target,through"),
         "missing": [fields_json(fact, "name kind dtype shape") for fact in report.missing],
         "unexpected": [fields_json(fact, "source name kind dtype shape") for fact in report.unexpected],
-        "mismatched": [_mismatch_json(fact) for fact in report.mismatched],
-        **fields_json(report, "dtype_changes excluded from_target=taken normalised suggestions optimizer"),
+        **fields_json(report, "mismatched dtype_changes excluded from_target=taken normalised suggestions optimizer"),
         "output": None
         if report.output is None
         else fields_json(report.output, "file=output container bytes=file_bytes") | {"written": report.applied},
-        "rules_file": report.rules_file or None,
+        **fields_json(report, "rules_file?"),
     }
 
 
@@ -199,6 +198,7 @@ def _mismatch_json(fact: Mismatch) -> Json:
     return {**fields_json(fact, "source target kind about done how"), **sides}
 
 
+facts_of(Mismatch, _mismatch_json)
 facts_of(DtypeChange, "source target from=old to=new exact changed overflowed")
 facts_of(OptimizerReport, "address known_by carried fresh left_out:name,why")
 

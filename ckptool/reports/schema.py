@@ -94,11 +94,12 @@ def _add(name: str, used: dict[str, Json]) -> None:
 
 def _object(fields: Mapping[str, str | Mapping[str, Any]], used: dict[str, Json]) -> Json:
     """An object with these fields: `name?` may be missing. A field with fields of its own is an object."""
+    kinds = {name: kind for names, kind in fields.items() for name in names.split()}
     properties = {
         name.rstrip("?"): _object(kind, used) if isinstance(kind, Mapping) else _type(kind, used)
-        for name, kind in fields.items()
+        for name, kind in kinds.items()
     }
-    required = [name for name in fields if not name.endswith("?")]
+    required = [name for name in kinds if not name.endswith("?")]
     return {"type": "object", "properties": properties, "required": required}
 
 

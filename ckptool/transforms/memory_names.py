@@ -174,19 +174,26 @@ class _Step:
 
 @cache
 def _table() -> Any:
-    """For each type its classes, the ends of odd modules' names, and mappings told here first; each class's ties."""
+    """For each type its classes, the ends of odd modules' names, and mappings told here first; each class's ties.
+
+    A class without a name stands for all of its type, and `*` for a beginning that names of tied tensors share.
+    """
     found = json.loads(files("ckptool.transforms").joinpath("memory_names.json").read_text("utf-8"))
     del found["version"]
-    ties = {n: text.split() for text, names in found.pop("ties").items() for n in names.split()}
-    rows = {kind: {n: row for names, row in each[0].items() for n in names.split()} for kind, each in found.items()}
-    odd = {kind: tuple(each[1]) for kind, each in found.items()}
-    return rows, odd, {name: steps for each in found.values() for name, steps in each[2].items()}, ties
+    tied = [(text.replace("*", b), names) for text, each in found.pop("ties").items() for b, names in each.items()]
+    ties = {name: text.split() for text, names in tied for name in names.split()}
+    kinds = {kind: each for names, each in found.items() for kind in names.split()}
+    rows = {kind: {n: row for names, row in each[0].items() for n in names.split(" ")} for kind, each in kinds.items()}
+    odd = {kind: tuple(each[1]) for kind, each in kinds.items()}
+    steps = {name: steps for each in found.values() for name, steps in each[2].items()}
+    return rows, odd, steps, ties
 
 
 def _ties(config: Mapping[str, Any], tree: Mapping[Any, Any]) -> dict[str, str] | None:
     """See `MemoryTree.ties`. Of an unknown class, the head is what config.json ties to the only embedding."""
     table, name, row = _table()[3], _class(config), _row(config.get("model_type"), _class(config))
-    parts = [("", config), *((f"{path}.", config.get(part)) for path, (part, _) in dict(row[2:] and row[2]).items())]
+    below = [(path, config.get(part)) for path, (part, _) in dict(row[2:] and row[2]).items()]
+    parts = [("", config), *((f"{at}.", each) for path, each in below for at in (path, _below(row[0], path)) if at)]
     pairs = [path + each for path, part in parts for each in table.get(_class(part), ())]
     says = [each for each in (config, config.get("text_config")) if isinstance(each, Mapping)]
     is_tied = any(each.get("tie_word_embeddings") is True for each in says)
@@ -235,16 +242,20 @@ def _scopes(row: Any, config: Mapping[str, Any]) -> Iterator[tuple[str | None, s
 
     A part whose configuration is of another type than usual has those of that type.
     """
-    prefix, at, parts = row
+    _, at, parts = row
     others = {}
     for path, (part, usual) in parts.items():
         inner = config.get(part)
         if isinstance(inner, Mapping) and inner.get("model_type", usual) != usual:
-            others[path.removeprefix(prefix).removeprefix(".")] = inner
+            others[path] = inner
     for place, mapping in at.items():
         if not any(f"{place}.".startswith(f"{path}.") for path in others):
             yield None if place == "" else place.removeprefix("."), mapping
     for path, inner in others.items():
         below = _row(inner.get("model_type"))
         for scope, mapping in _scopes(below, inner) if below != UNKNOWN else ():
-            yield ".".join(filter(None, [path, scope])), mapping
+            yield _below(path, scope), mapping
+
+
+def _below(path: str, name: str | None) -> str:
+    return ".".join(filter(None, [path, name]))

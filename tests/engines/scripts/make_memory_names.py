@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,7 @@ def main() -> None:
     for model_type, named in classes.items():
         for name, cls in named.items():
             tied.setdefault(ties(cls, CONFIG_MAPPING[model_type]), []).append(name)
-    rows_of_ties = [f'"{text}": "{" ".join(dict.fromkeys(names))}"' for text, names in sorted(tied.items()) if text]
-    written, lines = set(), [f'{{"version": "transformers {transformers.__version__}"']
-    lines.append('"ties": {' + ",\n".join(rows_of_ties) + "}")
+    kinds: dict[str, list[Any]] = {}
     for model_type, named in classes.items():
         rows: dict[str, list[str]] = {}
         odds: set[str] = set()
@@ -185,13 +184,55 @@ def main() -> None:
             if found != "?":
                 found[1] = {place: first[steps[key]] for place, key in found[1].items()}
             rows.setdefault(json.dumps(found), []).append(name)
-        own = sorted({key for text in rows if text != '"?"' for key in json.loads(text)[1].values()} - written)
-        written |= set(own)
-        if odds or any(text == '"?"' or json.loads(text)[1:] != [{}, {}] for text in rows):
-            classes_text = ", ".join(f'"{" ".join(names)}": {text}' for text, names in rows.items())
-            mappings_text = ", ".join(f'"{key}": {steps[key]}' for key in own)
-            lines.append(f'"{model_type}": [{{{classes_text}}}, {json.dumps(sorted(odds))}, {{{mappings_text}}}]')
-    OUT.write_text(",\n".join(lines) + "}\n")
+        kinds[model_type] = [{" ".join(names): json.loads(text) for text, names in rows.items()}, sorted(odds)]
+    mappings = {key: json.loads(text) for key, text in steps.items()}
+    ties_of = {text: list(dict.fromkeys(names)) for text, names in sorted(tied.items()) if text}
+    OUT.write_text(written(f"transformers {transformers.__version__}", ties_of, kinds, mappings))
+
+
+def written(version: str, tied: dict[str, list[str]], kinds: dict[str, list[Any]], mappings: dict[str, Any]) -> str:
+    """The table as text, a line for what is the same but for a prefix, and for the types that are alike."""
+    shared = Counter(each for text in tied for each in templates(text))
+    by_template: dict[str, dict[str, str]] = {}
+    for text, names in tied.items():
+        told = templates(text)
+        template = max(told, key=lambda each: (shared[each], "*" not in each, len(each)))
+        by_template.setdefault(template, {})[told[template]] = " ".join(names)
+    alike: dict[str, list[str]] = {}
+    for kind, (rows, odds) in kinds.items():
+        by_row: dict[str, list[str]] = {}
+        for names, found in rows.items():
+            by_row.setdefault(json.dumps(without_prefix(found)), []).append(names)
+        merged = {" ".join(names): json.loads(text) for text, names in by_row.items()}
+        each = {"": json.loads(next(iter(by_row)))} if len(by_row) == 1 else merged
+        if odds or list(each.values()) != [["", {}, {}]]:
+            alike.setdefault(json.dumps([each, odds]), []).append(kind)
+    lines, seen = [f'{{"version": "{version}"'], set[str]()
+    lines.append('"ties": {' + ",\n".join(json.dumps({key: by_template[key]})[1:-1] for key in by_template) + "}")
+    for text, names in alike.items():
+        each, odds = json.loads(text)
+        used = {key for found in each.values() if found != "?" for key in found[1].values()} - seen
+        seen |= used
+        own = {key: mappings[key] for key in sorted(used)}
+        lines.append(json.dumps({" ".join(names): [each, odds, own]})[1:-1])
+    return ",\n".join(lines) + "}\n"
+
+
+def templates(text: str) -> dict[str, str]:
+    """The ways to write names with `*` for a beginning that they share, each with that beginning."""
+    names = text.split()
+    starts = {name[: match.end()] for name in names for match in re.finditer(r"\.", name)}
+    made = {text: "", " ".join(f"*{name}" for name in names): ""}
+    for start in sorted(starts):
+        made[" ".join(f"*{n.removeprefix(start)}" if n.startswith(start) else n for n in names)] = start
+    return made
+
+
+def without_prefix(found: Any) -> Any:
+    """A row in which the parts of a model with a head are called as those of the model without."""
+    if found == "?" or not (found[1] or found[2]):
+        return found if found == "?" else ["", {}, {}]
+    return [*found[:2], {path.removeprefix(found[0]).removeprefix("."): part for path, part in found[2].items()}]
 
 
 if __name__ == "__main__":
