@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
@@ -70,8 +70,9 @@ class Values:
 # From an error text --------------------------------------------------------------------------------------------------
 
 
-def of_error_text(text: str, file: str = "") -> Diagnosis:
-    """The meaning of an error message, from that alone. Without a file its commands speak of FILE and OUT."""
+def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
+    """The meaning of an error message, from that alone, but for the devices that the file's tensors are tagged with.
+    Without a file its commands speak of FILE and OUT."""
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
@@ -82,6 +83,16 @@ def of_error_text(text: str, file: str = "") -> Diagnosis:
     fixes = tuple(str(chain.fill(fix) if file else fix) for fix in wanted)
     says = _first_line(text, known)
     found = Finding(known.code, known.meaning, says, True, fixes, known.advice, certain=known.certain)
+    if devices is not None and known.code in ("cuda-location", "device-location", "gpu-memory"):
+        tags = (
+            f"is tagged {printable(listed(devices, 3))}"
+            if devices
+            else "has no tensor tagged with a device but the CPU"
+        )
+        found = replace(found, what=f"{found.what} {printable(file)} {tags}.")
+        if not devices and known.code != "gpu-memory":
+            what = f"{printable(file)} {tags}: the message is of another file, or the code itself asks for the device."
+            found = replace(found, what=what, fixes=(), advice="Name the file that the code loads.", certain=False)
     return Diagnosis(file, "", (found,))
 
 

@@ -28,7 +28,7 @@ def doctor(
     """
     path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
-        return of_error_text(error, path)
+        return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
     target = target_of(against) if against is not None else None
@@ -36,6 +36,15 @@ def doctor(
         return of_opened(open_file(file), target)
     except CkptoolError as problem:
         return of_unopened(problem, path)
+
+
+def _devices(file: CheckpointLike) -> list[str] | None:
+    """The devices that a file's tensors are tagged with, but for the CPU; None where it cannot be opened."""
+    try:
+        found = listing(open_file(file).taken)
+    except CkptoolError:
+        return None
+    return list(dict.fromkeys(row.tensor.location for row in found.tensors if row.tensor.location != "cpu"))
 
 
 def target_of(against: CheckpointLike) -> Target:
