@@ -235,13 +235,21 @@ def _share(facts: _Facts, file: _File) -> PartOf | None:
     if facts.shared:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
         what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        return _ranked(rank, world, f"{which} {what}")
+        is_there = found is not None and world is not None and len(_others(file, *found.span("rank"))) >= world
+        return replace(_ranked(rank, world, f"{which} {what}"), whole=(file.folder or ".") if is_there else "")
     if facts.flat:
         what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
         return _ranked(rank, world, what)
     if named and world is not None and world > 1:
         return _ranked(rank, world, "the other ranks have files of their own")
     return None
+
+
+def _others(file: _File, start: int, end: int) -> list[str]:
+    """The files beside one, itself among them, that differ from it only in the number that stands there."""
+    before, after = file.name[:start], file.name[end:]
+    same = (name for name in file.names if name.startswith(before) and name.endswith(after))
+    return [name for name in same if name[start : len(name) - len(after)].isdecimal()]
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:

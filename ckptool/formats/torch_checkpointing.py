@@ -3,7 +3,7 @@
 Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py,
 checkpoint_layout.py, metadata_serialization.py). `metadata.pkl`, a pickle of plain values, says of items that can be
 resharded where each rank's file is, how it is written, and how its tensors are divided. Other items, and all where it
-is not written, are known by their files: `ITEM_RANK.pt`.
+is not written, are known by their files: `ITEM_RANK.pt`; or `ITEM_rankRANK.pt`, as people's own scripts call them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ TABLE = "metadata.pkl"
 OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
 MAX_LOOKS = 4  # files that are opened in order to know a folder without a table
-_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?P<suffix>pt|json|safetensors)")
-_SUFFIXES = {"pt": "TorchSerialization", "json": "JsonSerialization", "safetensors": "SafetensorsSerialization"}
+_FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
+_SUFFIXES = dict.fromkeys(("pt", "pth", "bin"), "TorchSerialization") | {
+    "json": "JsonSerialization",
+    "safetensors": "SafetensorsSerialization",
+}
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -51,7 +54,7 @@ def detect(head: bytes, source: Input) -> bool:
         return False
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
-    first = [name for name, found in _files(source).items() if found["suffix"] == "pt" and found["rank"] == "0"]
+    first = [name for name, found in _files(source).items() if found["suffix"][0] in "pb" and not int(found["rank"])]
     return any(_holds_shares(source.open(name)) for name in first[:MAX_LOOKS])
 
 
@@ -111,6 +114,8 @@ def read(source: Folder) -> Checkpoint:
         joined.notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
+    if not table and all("rank" in found["mark"] for found in _files(source).values()):
+        engine = "one file per rank"
     return joined.checkpoint(NAME, tree, engine, world)
 
 
@@ -152,7 +157,8 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     placed = {path for files in items.values() for path, _ in files.values()}
     for name, found in _files(folder).items():
         if name not in placed and found["item"] not in table.get("metadata", {}):
-            items.setdefault(found["item"], {})[int(found["rank"])] = name, _SUFFIXES[found["suffix"]]
+            files = items.setdefault(found["item"] or "model", {})
+            files[int(found["rank"])] = name, _SUFFIXES[found["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
         world = max((max(files) + 1 for files in items.values()), default=1)

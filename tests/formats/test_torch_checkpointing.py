@@ -120,3 +120,20 @@ def test_a_rank_of_another_run_is_named(tmp_path: Path) -> None:
     torch.save(7, tmp_path / "in" / "epoch_1.pt")
     shutil.copy(BARE / "checkpoint" / "model_1.pt", tmp_path / "in" / "model_1.pt")
     assert "epoch" in refused("conflict", tmp_path, lambda: ckptool.open(tmp_path / "in")).what
+
+
+@pytest.mark.parametrize("name", ["mine_rank{}.pt", "step5-rank-{}.pth", "rank{}.bin", "a.rank_{}.pt", "w_{}.pt"])
+def test_files_of_ranks_by_any_name_are_joined_where_their_tensors_say_how(name: str, tmp_path: Path) -> None:
+    engines = ROOT / "verl-2"
+    (folder := tmp_path / "run").mkdir()
+    for rank in range(2):
+        shutil.copy(engines / "checkpoint" / f"model_world_size_2_rank_{rank}.pt", folder / name.format(rank))
+    (item,) = ckptool.open(folder).tree
+    ckptool.convert(f"{folder}#{item}", tmp_path / "out.safetensors")
+    found, expected = load_file(tmp_path / "out.safetensors"), load_file(engines / "weights.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    if "rank" in name:
+        (fix,) = [each.fixes for each in ckptool.doctor(folder / name.format(1)).findings if each.code == "part"]
+        assert fix == (f"ckptool inspect {folder}",)
+    (folder / name.format(1)).unlink()
+    assert "Files of ranks are missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))
