@@ -88,6 +88,16 @@ _FIELDS: dict[str, Sequence[str]] = {
     "weights": """actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype strategy
         symmetric type zp_dtype""".split(),
 }
+# The texts that fields may have whose other values would be of another computation.
+_VALUES = {
+    "actorder": "weight static group dynamic",
+    "bnb_4bit_quant_type": "nf4 fp4",
+    "fmt": "e4m3 e4m3fn e5m2",
+    "scale_fmt": "float ue8m0",
+    "strategy": "tensor channel group block tensor_group",
+    "type": "int float",
+}
+_TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # of the values, by format
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,15 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         for key, value in node.items()
         if key not in _FIELDS[level] and value and value != {"format": "dense"}
     ]
+    strange += [
+        f"{name}={value[:60]}"
+        for node in (config, *weights)
+        for name, value in node.items()
+        if name in _VALUES and isinstance(value, str) and value.lower() not in _VALUES[name].split()
+    ]
+    for node in (each for each in divided if each.get("weights") in weights):
+        form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
+        strange += [f"type={kind}"] if kind in ("int", "float") and _TYPES.get(form, kind) != kind else []
     if strange and not unknown:
         unknown = f"the field {printable(strange[0])!r} of its quantization configuration is not known"
     nodes += weights

@@ -278,6 +278,26 @@ def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"centroids": 4}}}}, "'centroids'"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"rotation": "hadamard"}}}, "'rotation'"),
         ({"quant_method": "fp8", "hadamard": True}, "'hadamard'"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "'fmt=e3m4'"),
+        ({"quant_method": "fp8", "scale_fmt": "log2"}, "'scale_fmt=log2'"),
+        *(
+            (
+                {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {key: value}}}},
+                f"'{key}={value}'",
+            )
+            for key, value in (("type", "posit"), ("strategy", "attn_head"), ("actorder", "random"))
+        ),
+        *(
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "format": form,
+                    "config_groups": {"a": {"weights": {"type": kind}}},
+                },
+                f"'type={kind}'",
+            )
+            for form, kind in (("pack-quantized", "float"), ("float-quantized", "int"), ("int-quantized", "float"))
+        ),
     ],
 )
 def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path: Path) -> None:
