@@ -441,7 +441,7 @@ class Checkpoint(TreeMapping):
     extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
     listed, not written.
     part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
-    base: of a part of a file, the path that leads to it.
+    base: of a part of a file, the path that leads to it.  untied: files of a folder that no step ties to the others.
     """
 
     tree: Any
@@ -455,6 +455,7 @@ class Checkpoint(TreeMapping):
     extras: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
+    untied: tuple[str, ...] = field(default=(), repr=False)
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 

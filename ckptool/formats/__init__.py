@@ -140,7 +140,10 @@ def read_source(source: Input) -> Checkpoint:
     from ckptool.formats.parts import with_part
 
     found = with_part(read_alone(source), source)
-    return replace(found, notes=(*found.notes, *_led_elsewhere(source))) if isinstance(source, Folder) else found
+    if isinstance(source, Folder) and (links := [*_led_elsewhere(source)]):
+        kept, found = found.kept, replace(found, notes=(*found.notes, *links))
+        found.kept.update(kept)
+    return found
 
 
 def _led_elsewhere(folder: Folder) -> Iterator[Note]:

@@ -280,8 +280,8 @@ def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
     for note in checkpoint.notes:
         if note.code in _SAID:
             yield note
-    if untied := checkpoint.kept.get("untied"):
-        shown = listed([printable(name) for name in untied], 3)
+    if checkpoint.untied:
+        shown = listed([printable(name) for name in checkpoint.untied], 3)
         yield Note("not-provable", f"that all files are of one step is not provable: no step is recorded in {shown}")
 
 

@@ -142,3 +142,11 @@ def test_a_parameter_of_another_step_in_a_universal_folder(tmp_path: Path) -> No
         torch.save(found | {"param": found["param"] + 1} if isinstance(found, dict) else found + 1, step)
         assert "they are of different steps" in verdict(folder, tmp_path / "out.pt"), step
         step.write_bytes(kept)
+
+
+@pytest.mark.parametrize("engine", ["megatron-torch-dist", "fabric-sharded"])
+def test_what_is_not_provable_is_said_of_what_lies_around_the_ranks_files(engine: str) -> None:
+    """Of the folder of an engine, or with other members beside it, as of the folder of torch itself."""
+    folder = Path(__file__).parents[2] / "fixtures" / "engines" / engine / "checkpoint"
+    (said,) = [note.message for note in ckptool.verify(folder).notes if note.code == "not-provable"]
+    assert ".distcp" in said

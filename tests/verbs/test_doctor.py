@@ -485,23 +485,3 @@ def test_what_a_message_may_mean_is_likely_or_certain(run: Run) -> None:
         "RuntimeError: unexpected pos 64 vs 0",
     ):
         assert run("doctor", "--error", message).out.startswith("problem ["), message
-
-
-def test_an_error_about_devices_is_compared_with_the_tags_of_the_file(tmp_path: Path) -> None:
-    saved({"w": torch.ones(3)}, tmp_path / "cpu.pt")
-    ckptool.remap(tmp_path / "cpu.pt", tmp_path / "gpu.pt", to="cuda:1")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "gpu.pt").read_bytes()[:200])
-    messages = {
-        "cuda-location": "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available()",
-        "device-location": "RuntimeError: don't know how to restore data location of a storage (tagged with xpu:0)",
-        "gpu-memory": "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    }
-    for code, message in messages.items():
-        (alone,) = ckptool.doctor(error=message).findings
-        found = {name: ckptool.doctor(tmp_path / name, error=message).findings[0] for name in ("cpu.pt", "gpu.pt")}
-        assert {each.code for each in found.values()} == {code}
-        assert "gpu.pt is tagged cuda:1" in found["gpu.pt"].what and found["gpu.pt"].what.startswith(alone.what)
-        assert found["gpu.pt"].certain == alone.certain and len(found["gpu.pt"].fixes) == len(alone.fixes)
-        assert "cpu.pt has no tensor tagged" in found["cpu.pt"].what and not found["cpu.pt"].certain
-        assert "remap" not in str(found["cpu.pt"].fixes)
-        assert ckptool.doctor(tmp_path / "cut.pt", error=message).findings[0].what == alone.what

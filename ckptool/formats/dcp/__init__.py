@@ -86,9 +86,8 @@ def read(source: Input) -> Checkpoint:
     notes += [*joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
     part = _flattened(tables)
-    found = Checkpoint(tree, NAME, _facts(tables, tree) | metadata, folder, None, tuple(notes), discarded, part=part)
-    found.kept["untied"] = untied
-    return found
+    facts = _facts(tables, tree) | metadata
+    return Checkpoint(tree, NAME, facts, folder, None, tuple(notes), discarded, part=part, untied=tuple(untied))
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:

@@ -100,9 +100,7 @@ def read(source: Folder) -> Checkpoint:
     if others := sorted(map(printable, other_tags(source))):
         beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
         notes += (Note(OTHER_TAGS, f"{printable(os.path.basename(tag.path))} was read; {beside}"),)
-    above = replace(found, source=source, notes=notes)
-    above.kept.update(found.kept)
-    return above
+    return replace(found, source=source, notes=notes)
 
 
 def _tag(folder: Folder) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -146,7 +146,7 @@ def read_tag(folder: Folder) -> Checkpoint:
         and shares[0].stage > 2
         and not any("step" in shares[0].undivided(n) for n in range(len(shares[0].weights)))
     ):
-        found.kept["untied"] = [share.file for share in shares]  # stages 1 and 2 have the weights twice
+        found = replace(found, untied=tuple(share.file for share in shares))  # stages 1 and 2 have the weights twice
     return found
 
 
