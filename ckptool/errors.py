@@ -319,7 +319,7 @@ VALUED = frozenset(
     "-o -d --out --dir --against --at --atol --base --block-size --config --definition --density --drop --dtype --ema"
     " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
     " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
-    " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to --variant"
+    " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to"
     " --timeout --weight --weights --write-digest --run --component --energy --rank --checkpoint --on".split()
 )
 _SEVERAL = frozenset(

@@ -44,7 +44,6 @@ SHELL_ONLY = {
     "--skip-refused",
     "--depth",
     "--stat",
-    "--name-only",
     "--init",
     "--schema",
     "--all",

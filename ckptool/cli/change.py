@@ -289,7 +289,6 @@ def convert(
     like: Annotated[
         str | None, option("--like DIR", "Copy config and tokenizer from this folder of the same model.")
     ] = None,
-    variant: Annotated[str, option("--variant NAME", "Add fp16, … to the names of a folder's weight files.")] = "",
     optimizer_as: Annotated[
         OptimizerAs | None,
         option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
@@ -347,7 +346,6 @@ class Form(str, Enum):
 def bake(
     files: ChangedFiles,
     target: ChangeOutputOptions,
-    spectral: Annotated[bool, option("--spectral", "Fold spectral norm too, using its stored vectors.")] = False,
     form: Annotated[Form, option("--form", "plain folds; old and new rename the parts of weight norm.")] = Form.plain,
 ) -> None:
     """Fold weight norm and pruning into plain weights."""

@@ -91,11 +91,9 @@ def diff(
         ),
     ] = None,
     stat: Annotated[bool, option("--stat", "Print only counts.")] = False,
-    name_only: Annotated[bool, option("--name-only", "Print only the addresses of what differs.")] = False,
     strict: Annotated[
         bool, option("--strict", "Another order of keys, or another _metadata, is a difference, too.")
     ] = False,
-    quick: Annotated[bool, option("--quick", "Trust equal stored checksums instead of reading the data.")] = False,
     only: Annotated[
         list[str] | None, option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.")
     ] = None,
@@ -104,8 +102,8 @@ def diff(
     as_json: AsJson = False,
 ) -> Answers:
     """Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."""
-    found = call(stat=as_json or not (name_only or quiet))
-    shown = {"stat": stat, "name_only": name_only, "all": all, "quiet": quiet}
+    found = call(stat=as_json or not quiet)
+    shown = {"stat": stat, "all": all, "quiet": quiet}
     return Answers([Answer(found, shown, exit_code=0 if found.same else 1)], as_json)
 
 

@@ -44,9 +44,6 @@ class AnswerForm(str, Enum):
 FORM = ContextVar("form", default=AnswerForm.text)  # of the command that runs
 
 
-_NAMES_ALONE = ("quiet", "name_only")  # options with which every line is one name, spaces and all
-
-
 class Answer(NamedTuple):
     """One report, and how it is to be shown as text.  exit_code: its meaning for the whole command."""
 
@@ -56,7 +53,7 @@ class Answer(NamedTuple):
 
     def text(self, style: Style) -> str:
         text: str = provide("text", self.report, style=style, **self.options)
-        return text if any(map(self.options.get, _NAMES_ALONE)) else style.page(text)
+        return text if self.options.get("quiet") else style.page(text)  # quiet: every line is one name, spaces and all
 
     def json(self) -> Json:
         fields: Json = provide("json", self.report)

@@ -14,7 +14,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, fields_json, finite, path_json, type_name
 from ckptool.render.key_groups import grouped
-from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, size, tensor_text, value_text
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
 from ckptool.reports.compare import ValueDifference
 from ckptool.reports.diff import Diff, Difference
 
@@ -28,19 +28,16 @@ def diff_text(
     found: Diff,
     *,
     stat: bool = False,
-    name_only: bool = False,
     all: bool = False,
     quiet: bool = False,
     style: Style = PLAIN,
 ) -> str:
     """The verdict, then every difference in groups.
 
-    stat: counts only.  name_only: only the addresses that differ.  all: a row for each.  quiet: nothing.
+    stat: counts only.  all: a row for each.  quiet: nothing.
     """
     if quiet:
         return ""
-    if name_only:
-        return "".join(f"{name}\n" for name in _differing(found))
     remarks = [printable(remark) for remark in found.remarks]
     places = {"the order of keys": found.order_differs, "_metadata": found.metadata_differs}
     for what, names in places.items() if not found.strict else ():
@@ -60,16 +57,8 @@ def diff_text(
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
-def _differing(found: Diff) -> Iterable[str]:
-    names = [change.address for change in found.changed]
-    names += [address(path) for path, _ in (*found.only_left, *found.only_right)]
-    names += [name for _, tied in found.ties for name in tied] + list(found.order_differs if found.strict else ())
-    return dict.fromkeys(printable(name) or WHOLE for name in names)
-
-
 EVIDENCE = {
     "bytes": "byte for byte",
-    "stored checksums": "by their stored checksums (not read)",
     "values": "by their values",
     "values within the tolerance": "within the tolerance",
 }
@@ -211,11 +200,9 @@ def _values_table(found: Diff, style: Style, all: bool) -> list[str]:
         lines = style.table([heads, *cells], right=range(1, 5), title=title)
         scale = f"change: mean |a-b| / max(|a|, |b|) of each layer or member in turn, from 0 (▁) to {number(top)} (█)"
         lines += [style.dim(line) for line in style.prose(f"  {scale}; each tensor: --all", "    ")]
-    if found.changed_elements and found.patch_bytes:
+    if found.changed_elements:
         share = f"{100 * found.changed_elements / max(found.elements, 1):.3g} %"
-        counts = f"{found.changed_elements:,} of {counted(found.elements, 'element')} changed ({share})"
-        whole = ", with all that is new" if any(_is_tensor(node) for _, node in found.only_right) else ""
-        lines += style.prose(f"  {counts}; a sparse patch would take {size(found.patch_bytes)}{whole}", "    ")
+        lines.append(f"  {found.changed_elements:,} of {counted(found.elements, 'element')} changed ({share})")
     if any(values.max_abs == inf for values in counted_ones):
         lines += style.prose("  inf: NaN or infinite on one side only; cosine and relative change leave it out", "    ")
     return lines
@@ -327,7 +314,7 @@ def diff_json(found: Diff) -> Json:
         "only_left": [_only_json(path, node) for path, node in found.only_left],
         "only_right": [_only_json(path, node) for path, node in found.only_right],
         **fields_json(found, "ties:side,names order=order_differs metadata=metadata_differs ignored not_compared"),
-        **fields_json(found, "remarks strict only elements changed_elements patch_bytes"),
+        **fields_json(found, "remarks strict only elements changed_elements"),
     }
 
 

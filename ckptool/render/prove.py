@@ -8,11 +8,10 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.prove import ANY, POLLING, PRELOAD, STRACE, CommandKill, CommandProof
+from ckptool.reports.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 
 WAYS = {
     PRELOAD: "calls, by a preloaded library; each kill comes before one, or half way through a write",
-    STRACE: "calls, by strace (there is no C compiler); each kill comes just after one",
     POLLING: "files that appear, grow and go (calls cannot be seen here); each kill comes just after",
 }
 USUAL = "an unseeded generator, PYTHONHASHSEED and the order of sets, the clock, the number of threads"

@@ -21,7 +21,7 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
-from ckptool.render.style import WHOLE, number, size
+from ckptool.render.style import WHOLE, number
 from ckptool.render.svg import polyline
 from ckptool.reports.diff import Diff
 from ckptool.reports.report import CheckpointReport, Distances, FileReport, NormsOverTime
@@ -140,12 +140,11 @@ def _named(names: list[str], one: str = "tensor") -> str:
 
 
 def _moved(diff: Diff) -> str:
-    """How many elements differ, and how large a patch of them would be."""
+    """How many elements differ."""
     if not diff.changed_elements:
         return ""
     share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
-    patch = f"; a sparse patch would take {size(diff.patch_bytes)}" if diff.patch_bytes else ""
-    return f"{diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share}){patch}."
+    return f"{diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -25,7 +25,6 @@ from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain.text import summary
 from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
-from ckptool.reports.sparse_patch import sparse_patch
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
@@ -35,7 +34,7 @@ ARRAY = "numpy array"
 MAX_METADATA = 100_000  # objects of a `_metadata` that are compared
 
 # What "same" rests on; the weakest that some tensor was called the same by.
-BYTES, CHECKSUMS, VALUES, TOLERANCE = "bytes", "stored checksums", "values", "values within the tolerance"
+BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +58,8 @@ class Diff(Report):
 
     ties: groups of names that share a storage in one file and not in the other, as (side, names).  only: patterns;
     where given, `same` is about what matches, without ties.  elements: of all tensors that were compared.
-    changed_elements, patch_bytes: those that differ, and the size of a sparse patch of the left one, as `sparse_patch`
-    counts; None where elements were compared for equality only.  bases: where in each file the parts lie.
+    changed_elements: those that differ, of what stands under several names once; None where they were not counted.
+    bases: where in each file the parts lie.
     metadata_differs: state dicts whose `_metadata` differ, where it does not count; it and the order count if `strict`.
     """
 
@@ -83,7 +82,6 @@ class Diff(Report):
     only: tuple[str, ...] = ()
     elements: int = 0
     changed_elements: int | None = None
-    patch_bytes: int | None = None
     bases: tuple[Path, Path] = ((), ())
     metadata_differs: tuple[str, ...] = ()
     strict: bool = True
@@ -111,7 +109,6 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
     ignore: Collection[str] = (),
-    quick: bool = False,
     statistics: bool = True,
     identity: bool = False,
     base: Path = (),
@@ -123,9 +120,7 @@ def diff(
 
     only: patterns for addresses or their ends (`state_dict/fc.*`, `fc.*`); compares what matches and all in it.
 
-    statistics=False: finds out whether values differ, not by how much.  quick: trusts equal stored checksums where both
-    have them.
-
+    statistics=False: finds out whether values differ, not by how much.
     strict=False: another order of keys and another `_metadata` are reported, and do not count.
     identity: it counts, too, which objects stand in several places; reports of two people's files do not ask for it.
     atol, rtol: values count as equal within `atol + rtol * |right|`.  ignore: names out of `IGNORABLE`.
@@ -138,7 +133,7 @@ def diff(
     pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     lenient = not strict and "metadata" not in skipped
-    comparer = _Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, quick, statistics)
+    comparer = _Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
     comparer.places = _Places() if identity else None
     comparer.notes_metadata = lenient
     pairs = [(base, left.tree, right.tree)]
@@ -150,9 +145,12 @@ def diff(
     same = not (found.changed or found.only_left or found.only_right or ties or (order and strict))
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     tolerance = TOLERANCE if atol or rtol else VALUES
-    evidence = tolerance if comparer.close else CHECKSUMS if comparer.trusted else BYTES
-    patch = sparse_patch(found.changed, [node for _, node in found.only_right])
-    changed_elements, patch_bytes = patch or (None, None)
+    evidence = tolerance if comparer.close else BYTES
+    changed = {
+        (id(b.storage), b.shape, b.stride, b.offset): values.changed
+        for _, values, _, b in comparer.compared.values()
+        if values is not None and isinstance(b, TensorEntry)
+    }
     names = [str(c.source or side) for c, side in ((left, "the left one"), (right, "the right one"))]
     return Diff(
         names[0],
@@ -171,8 +169,7 @@ def diff(
         remarks,
         tuple(only),
         found.elements,
-        changed_elements,
-        patch_bytes,
+        sum(changed.values()) if statistics else None,
         metadata_differs=tuple(found.metadata),
         strict=strict,
     )
@@ -186,13 +183,10 @@ def _of_ranks(checkpoint: Checkpoint) -> bool:
 
 
 class _Comparer:
-    def __init__(
-        self, skipped: set[str], pickled: bool, atol: float, rtol: float, quick: bool, statistics: bool
-    ) -> None:
+    def __init__(self, skipped: set[str], pickled: bool, atol: float, rtol: float, statistics: bool) -> None:
         self.pickled = pickled  # both containers tell numpy arrays from tensors
         self.mixed = False  # one stood for the other, where a container cannot
-        self.skipped, self.atol, self.rtol, self.quick, self.statistics = skipped, atol, rtol, quick, statistics
-        self.trusted = False
+        self.skipped, self.atol, self.rtol, self.statistics = skipped, atol, rtol, statistics
         self.close = False  # bytes that differ were called the same
         self.seen: set[tuple[int, int]] = set()
         self.places: _Places | None = None
@@ -350,10 +344,6 @@ class _Comparer:
         """True where values differ by more than the tolerance, and the difference if it was asked for."""
         if self._same_source(a, b):
             return False, None
-        if self.quick and _comparable_checksums(a, b):
-            self.trusted = True
-            if a.storage.crc == b.storage.crc:
-                return False, None
         a, b = _shown_once(a, b)
         exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
         if exact and not self.statistics:
@@ -368,11 +358,8 @@ class _Comparer:
         return a.same_view(b) and a.storage.data is b.storage.data
 
     def _same_composites(self, a: Composite, b: Composite) -> bool:
-        inner = _Comparer(
-            self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.quick, self.statistics
-        )
+        inner = _Comparer(self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
         found = inner.compare([((), a.made, b.made)])
-        self.trusted |= inner.trusted
         self.close |= inner.close
         return not (found.changed or found.only_left or found.only_right)
 
@@ -492,11 +479,6 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
     if not entry.numel:
         return ()
     return tuple(stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size != 1)
-
-
-def _comparable_checksums(a: TensorEntry, b: TensorEntry) -> bool:
-    whole = all(entry.storage.crc is not None and entry.storage.nbytes for entry in (a, b))
-    return whole and a.same_view(b) and a.storage.nbytes == b.storage.nbytes
 
 
 def _tie_changes(left: Any, right: Any, comparer: _Comparer) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ckptool.checkpoint.registry import Report
 
-# What is seen of the file system: all calls, by a preloaded library or by strace, or that files appear, grow and go.
-PRELOAD, STRACE, POLLING = "preload", "strace", "polling"
+# What is seen of the file system: all calls, by a preloaded library, or that files appear, grow and go.
+PRELOAD, POLLING = "preload", "polling"
 ANY = "any moment"  # the place of a kill that waits for no event
 
 

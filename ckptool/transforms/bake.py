@@ -1,11 +1,11 @@
-"""Parametrisations folded into plain weights: weight norm (old and new), pruning, spectral norm on request.
+"""Parametrisations folded into plain weights: weight norm (old and new) and pruning.
 
     weight norm    weight_g, weight_v                 v * g / ‖v‖, over the axes where g has one element
                    parametrizations.weight.original0, original1           the same (torch.nn.utils.parametrizations)
     pruning        weight_orig, weight_mask           weight_orig * weight_mask, exact
-    spectral norm  weight_orig, weight_u, weight_v    weight_orig / (u · W v), with the stored u and v
-                   parametrizations.weight.original, parametrizations.weight.0._u, _v
 
+Spectral norm is recognised and left alone (weight_orig, weight_u, weight_v; parametrizations.weight.original, 0._u,
+0._v): the weight depends on vectors that change with every step in training.
 Sources: torch/nn/utils/{weight_norm,spectral_norm,prune,parametrizations}.py. Norms are summed in f64 and the result is
 rounded once, so it may differ from what torch computes in f32 in the last bit. The old names of weight norm and the new
 ones turn into each other exactly.
@@ -52,22 +52,20 @@ class Baked:
     left: tuple[tuple[str, str], ...]
 
 
-def bake(node: Mapping[Any, Any], *, spectral: bool = False, form: str = "plain") -> Baked:
+def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
     """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names.
 
-    spectral: fold spectral norm too, with the vectors as they are stored. Raises `UsageError` for another form,
-    `Conflict` where the plain weight is there already, `Unsupported` for types that have no product.
+    Raises `UsageError` for another form, `Conflict` where the plain weight is there already, `Unsupported` for types
+    that have no product.
     """
     if form not in FORMS:
         raise UsageError(f"unknown --form {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:
-        if each.kind == SPECTRAL and not spectral:
+        if each.kind == SPECTRAL:
             vectors = " and ".join(printable(key) for role, key in each.parts.items() if role in ("u", "v"))
-            left.append(
-                (each.weight, f"spectral norm: {vectors} change with every step in training; --spectral folds it")
-            )
+            left.append((each.weight, f"spectral norm: {vectors} change with every step in training"))
         elif form == "plain" or each.kind == WEIGHT_NORM:
             chosen.append(each)
         else:
@@ -177,35 +175,7 @@ def _pruned(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
     return _product(orig, (orig, mask), _elements(mask))
 
 
-def _spectral(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
-    """Divided by sigma = u · (W v), W with its first axis first, as for all but transposed convolutions."""
-    weight, u, v = (node[folding.parts[role]] for role in ("orig", "u", "v"))
-    rows, columns = weight.shape[0] if weight.shape else 1, prod(weight.shape[1:])
-    if u.numel != rows or v.numel != columns:
-        raise Unsupported(
-            f"{printable(folding.weight)}: u has {u.numel} and v {v.numel} elements, for a weight of shape "
-            f"{list(weight.shape)}",
-            "Its norm is along another axis, which the file does not say.",
-        )
-    sigma: list[float] = []
-
-    def divisor() -> float:
-        if not sigma:
-            left, right = _whole(u), _whole(v)
-            total = _sums(
-                weight, (1,) * len(weight.shape), lambda values, at: values * left[at // columns] * right[at % columns]
-            )
-            sigma.append(1 / float(total.reshape(-1)[0]))
-        return sigma[0]
-
-    return _product(weight, (weight, u, v), lambda start, stop: divisor())
-
-
-_FOLDS: dict[str, Callable[[Mapping[Any, Any], Folded], TensorEntry]] = {
-    WEIGHT_NORM: _weight_norm,
-    PRUNING: _pruned,
-    SPECTRAL: _spectral,
-}
+_FOLDS: dict[str, Callable[[Mapping[Any, Any], Folded], TensorEntry]] = {WEIGHT_NORM: _weight_norm, PRUNING: _pruned}
 
 
 def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callable[[int, int], Any]) -> TensorEntry:
@@ -277,7 +247,7 @@ def _places(at: Array, shape: tuple[int, ...], reduced: tuple[int, ...]) -> Arra
 def summary_lines(baked: Baked) -> list[str]:
     """The folded weights and those left alone, a line for each kind."""
     lines = []
-    for kind in (WEIGHT_NORM, PRUNING, SPECTRAL):
+    for kind in _FOLDS:
         names = [printable(each.weight) for each in baked.folded if each.kind == kind]
         lines += [f"{kind}: {listed(names, 4)}"] if names else []
     return lines + [f"left alone: {printable(name)} ({why})" for name, why in baked.left]

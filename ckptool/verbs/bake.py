@@ -20,20 +20,19 @@ def bake(
     out: PathLike | None = None,
     *,
     at: str | None = None,
-    spectral: bool = False,
     form: str = "plain",
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
-    spectral: spectral norm too, with its vectors as they are stored.  form: `old` or `new` give weight norm its other
-    names (`weight_g` or `parametrizations.weight.original0`) instead, exactly.
+    form: `old` or `new` give weight norm its other names (`weight_g` or `parametrizations.weight.original0`) instead,
+    exactly. Spectral norm is named and left alone.
     Raises `NoMatch` where there is nothing of the kind.
     """
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
-    baked = {id(root.node): folding.bake(root.node, spectral=spectral, form=form) for root in roots}
+    baked = {id(root.node): folding.bake(root.node, form=form) for root in roots}
     folded = [each for found in baked.values() for each in found.folded]
     left = [each for found in baked.values() for each in found.left]
     if not folded and not left:

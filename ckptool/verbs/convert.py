@@ -65,7 +65,6 @@ def convert(
     optimizer_as: str | None = None,
     against: CheckpointLike | None = None,
     like: PathLike | None = None,
-    variant: str = "",
     rules_file: PathLike | None = None,
     ranks: int | None = None,
     shard_dim: int | None = None,
@@ -81,7 +80,7 @@ def convert(
     `torch.load(weights_only=True)` refuses, each named.  shard_size: write a folder of safetensors files of at most
     this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
     like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
-    input.  variant: stands in the names of its weights (`model.fp16.safetensors`).
+    input.
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
     against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say; without
     `optimizer_as`, the names and shapes of the model in a folder of FSDP's flat parameters (LOCAL_STATE_DICT).
@@ -107,9 +106,9 @@ def convert(
     unsaved: list[str] = []
     if weights_only:
         taken, made_plain, unsaved = _plain(taken, opened.path)
-    folder_option = "--shard-size" if shard_size is not None else "--like" if like is not None else "--variant"
-    if shard_size is not None or like is not None or variant:
-        output = replace(output, container=_only(SHARDED, output, folder_option))
+    if shard_size is not None or like is not None:
+        option = "--like" if shard_size is None else "--shard-size"
+        output = replace(output, container=_only(SHARDED, output, option))
     if ranks is not None or shard_dim is not None:
         if ranks is None:
             why = "Without a number of ranks nothing is divided."
@@ -137,7 +136,7 @@ def convert(
     beside = None
     if container.tensors_only and container.writes_folder:
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
-        changed = divided(changed, shard_size, beside.stem, variant)
+        changed = divided(changed, shard_size, beside.stem)
         notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
     if ranks is not None:
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))

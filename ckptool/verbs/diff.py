@@ -28,7 +28,6 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
     ignore: str | Collection[str] = (),
-    quick: bool = False,
     stat: bool = True,
     only: str | Sequence[str] = (),
     strict: bool = False,
@@ -36,11 +35,10 @@ def diff(
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 
     atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`,
-    `strides`, `ties`, `requires_grad`, `metadata`.  quick: equal stored checksums count as equal bytes, and the report
-    says so.  stat=False: tensor data is compared for equality only.  only: patterns for addresses, or for their ends
-    (`fc.*`); nothing else is read, and `same` is about that part.  strict: another order of keys and another
-    `_metadata` count. Raises `UsageError` where a file has several sets of weights and none was named, `NoMatch` for a
-    pattern that matches nothing.
+    `strides`, `ties`, `requires_grad`, `metadata`.  stat=False: tensor data is compared for equality only.  only:
+    patterns for addresses, or for their ends (`fc.*`); nothing else is read, and `same` is about that part.  strict:
+    another order of keys and another `_metadata` count. Raises `UsageError` where a file has several sets of weights
+    and none was named, `NoMatch` for a pattern that matches nothing.
     """
     ignore = ignored(several(ignore))
     a, b = open_file(left), open_file(right)
@@ -52,7 +50,7 @@ def diff(
         parts = _unwrapped(parts[0]), _unwrapped(parts[1])
     remarks += tuple(_not_joined(each) for each in (a, b) if each.at is None and members.beside(each.checkpoint))
     with unchanged(a.checkpoint.source, b.checkpoint.source):
-        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "quick": quick, "statistics": stat, "strict": strict}
+        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "statistics": stat, "strict": strict}
         found = compare(*parts, ignore=ignore, remarks=remarks, only=several(only), **options)
     return replace(found, bases=bases)
 

@@ -127,15 +127,11 @@ def test_show_json_has_no_raw_nan(files: Path, run: Run) -> None:
 
 def test_diff_ends_with_one_where_files_differ(files: Path, run: Run) -> None:
     assert done(run("diff", "dp.pt", "dp.pt")) == "same: 9 tensors, byte for byte\n"
-    (files / "copy.pt").write_bytes((files / "dp.pt").read_bytes())
-    assert "stored checksums" in done(run("diff", "dp.pt", "copy.pt", "--quick", "--ignore", "order, ties"))
     done(run("strip-module", "dp.pt", "-o", "clean.pt"))
     ran = run("diff", "dp.pt", "clean.pt")
     assert ran.code == 1 and ran.err == "" and ran.out.startswith("differ: 9 only in dp.pt, 9 only in clean.pt")
     assert "--ignore prefix" in ran.out
     assert done(run("diff", "dp.pt", "clean.pt", "--ignore", "prefix")).startswith("same: 9 tensors")
-    names = run("diff", "dp.pt", "clean.pt", "--name-only")
-    assert names.code == 1 and "module.fc1.weight" in names.out.split("\n") and "differ" not in names.out
     assert len(run("diff", "dp.pt", "clean.pt", "--stat").out) < 300
 
 

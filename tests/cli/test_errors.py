@@ -177,7 +177,6 @@ def test_nothing_hostile_reaches_the_terminal(hostile: Path, run: Run) -> None:
         ("rename", name, "*weight => *w\x1b[5m", "-o", out),
         ("diff", name, out),
         ("diff", name, out, "--json"),
-        ("diff", name, out, "--name-only"),
         ("rename", name, "* => x", "-o", out, "-f"),
         ("edit", name, "--drop", "text", "-o", out, "-f"),
         ("convert", name, "-o", f"{out}.safetensors"),

@@ -32,7 +32,7 @@ def tiny(kind: str) -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=24)).eval()
 
 
-@pytest.mark.parametrize("form", ["one file", "shards", "bin", "bin shards", "variant", "variant shards"])
+@pytest.mark.parametrize("form", ["one file", "shards", "bin", "bin shards"])
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2", "bert"])
 def test_transformers_loads_what_was_written(kind: str, form: str, tmp_path: Path, run: Run) -> None:
     model = tiny(kind)
@@ -42,16 +42,13 @@ def test_transformers_loads_what_was_written(kind: str, form: str, tmp_path: Pat
     torch.save({"model": model.state_dict(), "step": 7}, trained / "state.pt")
     options = ["--to", "sharded-bin"] if "bin" in form else []
     options += ["--shard-size", "8KB"] if "shards" in form else []
-    options += ["--variant", "fp16"] if "variant" in form else []
     done = run(
         "convert", f"{trained / 'state.pt'}#model", "-o", f"{tmp_path / 'out'}/", "--like", tmp_path / "like", *options
     )
     assert done.code == 0, done
     shards = [path for path in (tmp_path / "out").iterdir() if "-of-" in path.name]
     assert bool(shards) == ("shards" in form)
-    found, info = type(model).from_pretrained(
-        tmp_path / "out", output_loading_info=True, variant="fp16" if "variant" in form else None
-    )
+    found, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     words = torch.arange(12).reshape(2, 6)
     assert torch.equal(found.eval()(words).logits, model(words).logits)

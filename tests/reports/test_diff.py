@@ -53,7 +53,7 @@ def test_a_fixture_is_the_same_as_itself(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path)
     other = tmp_path / f"copy-{name}"
     other.write_bytes(path.read_bytes())
-    for options in ({}, {"quick": True}, {"statistics": False}, {"ignore": IGNORABLE}):
+    for options in ({}, {"statistics": False}, {"ignore": IGNORABLE}):
         found = diff(read(path), read(other), **options)
         assert found.same and found.equal == found.tensors
 
@@ -280,33 +280,6 @@ def test_tolerances(tmp_path: Path) -> None:
 
 
 # Evidence ------------------------------------------------------------------------------------------------------------
-
-
-def test_quick_trusts_checksums_and_says_so(tmp_path: Path) -> None:
-    value = {"a": torch.arange(2000.0), "b": torch.ones(3)}
-    path = saved(value, tmp_path / "a.pt")
-    wrong = tmp_path / "wrong.pt"  # damaged, under its old checksum
-    wrong.write_bytes(path.read_bytes().replace(torch.arange(2000.0).numpy().tobytes(), bytes(8000)))
-    quick = diff(read(path), read(wrong), quick=True)
-    assert (quick.same, quick.evidence) == (True, "stored checksums")
-    whole = diff(read(path), read(wrong))
-    assert (whole.same, whole.evidence) == (False, "bytes")
-    other = saved({**value, "b": torch.zeros(3)}, tmp_path / "b.pt")
-    assert changes(diff(read(path), read(other), quick=True)) == {"b": {"values"}}
-
-
-def test_quick_without_checksums_compares_bytes(tmp_path: Path) -> None:
-    for name in ("crc_off.pt", "model.safetensors"):
-        path = make(name, tmp_path)
-        copy = tmp_path / f"copy-{name}"
-        copy.write_bytes(path.read_bytes())
-        assert diff(read(path), read(copy), quick=True).evidence == "bytes"
-
-
-def test_quick_does_not_trust_another_view(tmp_path: Path) -> None:
-    x = torch.arange(6.0)
-    assert not compared({"w": x[:3]}, {"w": x[3:]}, tmp_path, quick=True).same
-    assert not compared({"w": x.view(2, 3)}, {"w": x.view(3, 2).t()}, tmp_path, quick=True, ignore=["strides"]).same
 
 
 def test_a_file_against_a_part_of_itself_reads_nothing(tmp_path: Path) -> None:

@@ -220,17 +220,11 @@ def test_a_torn_file_a_start_from_nothing_and_no_start_are_found(tmp_path: Path)
     assert stops.exit_code == 1 and stops.differs == "the first tensor at the end is w in last.safetensors"
 
 
-@pytest.mark.parametrize("way", [watch.Polled, watch.Straced])
-def test_without_a_compiler_strace_or_the_files_tell(
-    way: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way is watch.Straced and not shutil.which("strace"):
-        pytest.skip("there is no strace")
-    log = [str(tmp_path / "strace")] if way is watch.Straced else []
-    monkeypatch.setattr(module, "watcher", lambda run, tools: way(run, *log))
+def test_without_a_compiler_the_files_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "watcher", lambda run, tools: watch.Polled(run))
     found = proved(tmp_path, PLAIN, "", kills=3)
-    assert found.proved and found.watched == way.name and sum(found.events.values()) > 10  # type: ignore[attr-defined]
-    assert {kill.place for kill in found.kills} & set(way.kinds)  # type: ignore[attr-defined]
+    assert found.proved and found.watched == "polling" and sum(found.events.values()) > 10
+    assert {kill.place for kill in found.kills} & set(watch.Polled.kinds)
 
 
 def test_what_cannot_be_tried(tmp_path: Path) -> None:

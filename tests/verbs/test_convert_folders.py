@@ -43,20 +43,19 @@ def model_in(folder: Path, config: Any = None, name: str = "config.json", **file
 
 
 @pytest.mark.parametrize("library", CONFIGS)
-@pytest.mark.parametrize("variant", ["", "fp16"])
 @pytest.mark.parametrize("bins", [False, True])
-def test_names_are_those_of_the_library(library: str, variant: str, bins: bool, tmp_path: Path) -> None:
+def test_names_are_those_of_the_library(library: str, bins: bool, tmp_path: Path) -> None:
     stem, config, content = CONFIGS[library]
     stem = "pytorch_model" if bins and stem == "model" else stem
     file = model_in(tmp_path / "in", content, config)
     container = "sharded-bin" if bins else None
-    end, dot = "bin" if bins else "safetensors", f".{variant}" if variant else ""
+    end = "bin" if bins else "safetensors"
     own = [] if bins else ["ckptool.json"]
-    ckptool.convert(file, f"{tmp_path / 'one'}/", variant=variant, container=container)
-    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}{dot}.{end}", *own])
-    ckptool.convert(file, tmp_path / "many", variant=variant, container=container, shard_size="64B")
-    shards = [f"{stem}{dot}-{number:05d}-of-00003.{end}" for number in (1, 2, 3)]
-    index = f"{stem}.{end}.index{dot}.json"
+    ckptool.convert(file, f"{tmp_path / 'one'}/", container=container)
+    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}.{end}", *own])
+    ckptool.convert(file, tmp_path / "many", container=container, shard_size="64B")
+    shards = [f"{stem}-{number:05d}-of-00003.{end}" for number in (1, 2, 3)]
+    index = f"{stem}.{end}.index.json"
     assert sorted(contents(tmp_path / "many")) == sorted([config, index, *shards, *own])
     table = json.loads((tmp_path / "many" / index).read_text())["weight_map"]
     for shard in shards:
@@ -163,8 +162,6 @@ def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) 
         ckptool.convert(file, f"{tmp_path / 'out'}/", like=tmp_path / "like")
     with pytest.raises(UsageError, match="like writes a folder"):
         ckptool.convert(file, tmp_path / "out.pt", like=tmp_path / "like")
-    with pytest.raises(UsageError, match="is not a variant"):
-        ckptool.convert(file, f"{tmp_path / 'out'}/", variant="../x")
     assert not (tmp_path / "out").exists()
 
 

@@ -119,7 +119,7 @@ def test_a_container_in_two_places_and_in_itself(tmp_path: Path) -> None:
     assert ckptool.diff(a, b, only=["a/x", "b/x"]).same
 
 
-@pytest.mark.parametrize("options", [[], ["--only", "h.0.*"], ["--stat"], ["--all"], ["--quick"]])
+@pytest.mark.parametrize("options", [[], ["--only", "h.0.*"], ["--stat"], ["--all"]])
 def test_quiet_prints_nothing(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = trees()
     a, b = str(saved(left, tmp_path / "a.pt")), str(saved(right, tmp_path / "b.pt"))

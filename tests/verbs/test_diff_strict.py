@@ -29,7 +29,6 @@ def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> 
         said = run("diff", *paths)
         assert said.code == 0 and "--strict" in said.out
         assert run("diff", *paths, "--strict").code == 1
-        assert run("diff", *paths, "--name-only").out == ""
         assert ckptool.diff(*paths, strict=True, ignore="order,metadata").same
     same = ckptool.diff(paths[0], paths[0])
     assert not same.metadata_differs and not same.order_differs

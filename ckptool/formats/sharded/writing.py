@@ -44,18 +44,12 @@ def size_in_bytes(size: int | str) -> int:
 class Division:
     """A new division of a checkpoint: at most `limit` bytes of tensors to a shard.
 
-    stem: the beginning of the names of files.  variant: what stands behind it, as in `model.fp16.safetensors`.
-    pickled: torch's files instead of safetensors.
+    stem: the beginning of the names of files.  pickled: torch's files instead of safetensors.
     """
 
     limit: int
     stem: str = "model"
-    variant: str = ""
     pickled: bool = False
-
-    @property
-    def file_stem(self) -> str:
-        return f"{self.stem}.{self.variant}" if self.variant else self.stem
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,23 +97,16 @@ class DivisionOrigin:
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
 
-_VARIANT = re.compile(r"[A-Za-z0-9_]{1,40}")
-
-
-def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str, variant: str = "") -> Checkpoint:
+def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> Checkpoint:
     """The checkpoint, to be written in shards of at most this size, which counts the bytes of tensors.
 
-    Without a size, a division that it was read from stays, under these names. Raises `UsageError` for what is no size
-    or no variant.
+    Without a size, a division that it was read from stays, under these names. Raises `UsageError` for what is no size.
     """
-    if variant and not _VARIANT.fullmatch(variant):
-        what = f"{printable(variant[:60])!r} is not a variant"
-        raise UsageError(what, "It becomes part of the names of files.", "For example: --variant fp16")
-    division = Division(DEFAULT_SIZE if shard_size is None else size_in_bytes(shard_size), stem, variant)
+    division = Division(DEFAULT_SIZE if shard_size is None else size_in_bytes(shard_size), stem)
     old = checkpoint.origin
     if shard_size is not None or not isinstance(old, DivisionOrigin):
         return replace(checkpoint, origin=division)
-    stays = not old.pickled and old.stem == division.file_stem
+    stays = not old.pickled and old.stem == division.stem
     return checkpoint if stays else replace(checkpoint, origin=replace(old, renamed=division))
 
 
@@ -226,7 +213,7 @@ def _as_before(
 
 
 def _named(shards: list[list[_Unit]], division: Division) -> dict[str, list[_Unit]]:
-    stem, suffix = division.file_stem, ".bin" if division.pickled else ".safetensors"
+    stem, suffix = division.stem, ".bin" if division.pickled else ".safetensors"
     if len(shards) == 1:
         return {stem + suffix: shards[0]}
     count = len(shards)
@@ -287,8 +274,6 @@ def _index_name(origin: DivisionOrigin | None, division: Division, first: str) -
         return origin.index
     found = NUMBERED.fullmatch(first)
     assert found is not None
-    if division.variant:
-        return f"{division.stem}{found['suffix']}.index.{division.variant}.json"
     return f"{found['stem']}{found['suffix']}.index.json"
 
 

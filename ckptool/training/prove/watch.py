@@ -1,14 +1,12 @@
 """Ways to see from outside how a program changes its folder, and to end it at such a change.
 
-`Preloaded` counts calls by `shim.c`, which ends the program by itself; `Straced` reads what strace prints; `Polled`
-looks at the sizes of files.
+`Preloaded` counts calls by `shim.c`, which ends the program by itself; `Polled` looks at the sizes of files.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
 import shutil
 import struct
 import subprocess
@@ -17,15 +15,11 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from ckptool.reports.prove import POLLING, PRELOAD, STRACE
+from ckptool.reports.prove import POLLING, PRELOAD
 
 KINDS = ("open", "write", "half of a write", "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
 HALF = KINDS.index("half of a write")
 APPEARED, GREW, GONE = "a file appeared", "a file grew", "a file went away"
-# Calls, as strace calls them, and of which kind each is.
-_CALLS = {"open": "open", "openat": "open", "creat": "open", "write": "write", "pwrite64": "write", "writev": "write"}
-_CALLS |= {"rename": "rename", "renameat": "rename", "renameat2": "rename", "unlink": "unlink", "unlinkat": "unlink"}
-_CALLS |= {"fsync": "fsync", "fdatasync": "fsync", "ftruncate": "truncate", "mkdir": "mkdir"}
 _HEAD, _FOLDER, _OUTSIDE, _LOG = struct.Struct("q6i"), 4096, 8192, 1 << 20  # the page that is shared with shim.c
 
 
@@ -66,36 +60,6 @@ class Polled:
     def outside(self) -> list[str]:
         """Files that were opened for writing elsewhere."""
         return []
-
-
-class Straced(Polled):
-    """Events as strace prints them."""
-
-    name = STRACE
-    kinds = KINDS[:HALF] + KINDS[HALF + 1 :]
-
-    def __init__(self, run: str, log: str) -> None:
-        super().__init__(run)
-        self.log, self.at = log, 0
-
-    def begin(self, words: list[str], env: dict[str, str]) -> list[str]:
-        self.wanted, self.count, self.at = None, Counter(), 0
-        open(self.log, "w").close()
-        return ["strace", "-f", "-qq", "-y", "-s", "0", "-o", self.log, "-e", f"trace={','.join(_CALLS)}", *words]
-
-    def due(self) -> bool:
-        with open(self.log, errors="replace") as file:
-            file.seek(self.at)
-            *lines, rest = file.read().split("\n")
-            self.at = file.tell() - len(rest.encode(errors="replace"))
-        seen = [kind for line in lines if self.run in line if (kind := self._kind(line))]
-        self.count.update(seen)
-        return self.wanted in seen
-
-    def _kind(self, line: str) -> str | None:
-        call = re.match(r"\d+ +(\w+)\(", line)
-        kind = _CALLS.get(call[1]) if call else None
-        return None if kind == "open" and "O_RDONLY" in line else kind
 
 
 class Preloaded(Polled):
@@ -141,7 +105,7 @@ class Preloaded(Polled):
 
 
 def watcher(run: str, tools: str) -> Polled:
-    """The one that sees most here: a preloaded library where there is a compiler, strace, or polling."""
+    """The one that sees most here: a preloaded library where there is a compiler, else polling."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler and sys.platform == "linux":
         library = os.path.join(tools, "shim.so")
@@ -149,8 +113,6 @@ def watcher(run: str, tools: str) -> Polled:
         words = [compiler, "-shared", "-fPIC", "-O1", "-w", "-U_FORTIFY_SOURCE", "-o", library, source, "-ldl"]
         if subprocess.run(words, capture_output=True, check=False).returncode == 0:
             return Preloaded(run, library, os.path.join(tools, "events"))
-    if shutil.which("strace") and sys.platform == "linux":
-        return Straced(run, os.path.join(tools, "strace.log"))
     return Polled(run)
 
 

@@ -114,7 +114,6 @@ def few_changes(facts: Facts) -> Iterator[Words]:
         remap {file} --to cpu -o cpu.pt --json
         cast {file} --dtype bf16 -o bf16.pt --json
         bake {file} -o bake.pt --json
-        bake {file} --spectral -o spectral.pt --json
         average {file} {file} -o mean.pt --json
         bundle a={file} b=ref.pt n:=3 -o bundle.pt --json
         bundle a={file} b=ref.pt n:=3 -o bundle.safetensors --json
@@ -183,7 +182,7 @@ def changes(facts: Facts) -> Iterator[Words]:
         verify shards --json
         verify c.npz --json --digest
         inspect plain.pt --json --stats
-        diff {file} c.pt --quick --json
+        diff {file} c.pt --json
         diff {file} c.safetensors --atol 1e-3 --rtol 1e-3 --json
         diff {file} bf16.pt --json
         scan . --latest-good --json
