@@ -85,10 +85,10 @@ class AcceleratorCheckpoints:
             self._generators["shared"] = shared
         self._epochs = _Epochs(loader, self.position, self._before)
         found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step, epochs)
-        for batch in found.resumed(self._random):
+        for batch in found.resumed(self._random) if steps is None or self.step < steps else ():
             self.step += 1
             yield self.step, batch
-            if self.step == steps:
+            if steps is not None and self.step >= steps:
                 break
 
     def save(self) -> None:
