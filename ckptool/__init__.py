@@ -134,7 +134,7 @@ def _without_torch(name: str) -> "Any":
         raise MissingExtra(f"ckptool.{name} needs torch, which is not installed", why, "pip install 'ckptool[torch]'")
 
     missing.__name__ = missing.__qualname__ = name
-    return type(name, (), {"__new__": missing, "__doc__": missing.__doc__}) if name.istitle() else missing
+    return type(name, (), {"__new__": missing, "__doc__": missing.__doc__}) if name[:1].isupper() else missing
 
 
 def _verbs() -> dict[str, str]:

@@ -209,13 +209,13 @@ def load_into(
     of a file are mapped, not read into memory.  at: the weights in it, where there are several.
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
     on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
-    resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the least share of
-    the model's values, 0 to 1; by default half of those that `only`, `exclude` and skipped shapes leave, and all that
-    suggested rules would load.  missing: patterns for the only names that may be missing.  strict: no
-    missing and no unexpected names.  assign: put new tensors in place of the model's instead of copying into them; by
-    default where those are on the meta device.  optimizer: gets the state of the parameters that are loaded. dry_run:
-    only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one shard. Raises
-    `PlanRefused` (with its `report`) and what opening raises; then no tensor of the model has changed.
+    resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of
+    the model's values, 0 to 1, that must load; by default half (not counting what `only`, `exclude` and skipped shapes
+    leave out), and no less than the suggested rules would load.  missing: patterns for the only names that may be
+    missing.  strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of
+    copying into them; by default where those are on the meta device.  optimizer: gets the state of the parameters that
+    are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
+    one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
     options = match_options(
         rename,

@@ -215,7 +215,7 @@ def serve(fd: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    sys.unraisablehook = raised_in_vain
+    sys.unraisablehook = deliver_signal_again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _parent = Connection(fd)
@@ -231,9 +231,9 @@ def stop(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def raised_in_vain(lost: Any) -> None:
-    """For what is raised while an object is thrown away, where Python drops it: a signal is heard a moment later, an
-    error is not told."""
+def deliver_signal_again(lost: Any) -> None:
+    """As `sys.unraisablehook`: Python drops what is raised while an object is thrown away. A signal's exception is
+    raised again a moment later; an error is not reported."""
     if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
 
         def again(number: int, frame: object) -> NoReturn:

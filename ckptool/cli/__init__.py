@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptool.checkpoint.commands import ALIASES, VERBS, function_name, with_verb
-from ckptool.checkpoint.workers import raised_in_vain, stop
+from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.output import (
     FORM,
     AnswerForm,
@@ -268,7 +268,7 @@ def _told_in_short(error: Exception) -> int:
 def _as_program() -> None:
     _open_standard_streams()
     _forget_odd_widths()
-    sys.unraisablehook = raised_in_vain
+    sys.unraisablehook = deliver_signal_again
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it

@@ -75,7 +75,8 @@ def warm_start(
         option("--resize PATTERN=HOW", "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable."),
     ] = None,
     min_loaded: Annotated[
-        float | None, option("--min-loaded SHARE", "Require this share of the values: 0.95; else half.")
+        float | None,
+        option("--min-loaded SHARE", "Share that must load: 0.95. Default: half, and all that suggested rules would."),
     ] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,

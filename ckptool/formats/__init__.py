@@ -154,10 +154,8 @@ def _led_elsewhere(folder: Folder) -> Iterator[Note]:
     links = [name for name, path in real.items() if not path.startswith((here + os.sep, cache + os.sep))]
     if links:
         shown = listed([f"{printable(name)} → {printable(real[name])}" for name in links], 3)
-        yield Note(
-            "link-elsewhere",
-            f"{counted(len(links), 'file is a link', 'files are links')} to outside of the folder: {shown}",
-        )
+        what = counted(len(links), "file is a link that leads", "files are links that lead")
+        yield Note("link-elsewhere", f"{what} out of the folder: {shown}")
 
 
 def read_alone(source: Input) -> Checkpoint:

@@ -139,10 +139,10 @@ class Joiner:
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
             f"{self.where}: {printable(name)} {list(shape)}: {what}",
-            "Its blocks do not fit together: files are missing, damaged or of two checkpoints, or were saved so: torch "
-            "does that with uneven shards of FSDP2 and tensor parallelism, and where ranks overwrite each other.",
-            "Copy all files of the folder again; where they are as saved, let each rank torch.save its state dict: "
-            "rank files say how they are divided.",
+            "Files are missing, damaged or from two checkpoints, or torch wrote them wrong: it does for uneven shards "
+            "of FSDP2 with tensor parallelism, and when ranks overwrite each other's files.",
+            "Copy all files of the folder again. If that does not help, torch.save each rank's state dict: rank files "
+            "record how they are divided.",
         )
 
 

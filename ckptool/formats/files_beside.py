@@ -14,9 +14,9 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.errors import CkptoolError, NotACheckpoint
 from ckptool.formats import HEAD, named, read_alone
+from ckptool.formats.parts import FOLDER
 from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
-FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
 MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
 _PICKLED = ("torch-zip", "torchscript", "torch-legacy", "torch-tar", "npz", "npy", "pickle", "archive")
 _OF_DCP = (".distcp", ".metadata")

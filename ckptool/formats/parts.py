@@ -27,6 +27,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
 
 CODE, MEMBERS = "part", "members"  # of the notes
+FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
 MAX_INDEX = 16 << 20
 
@@ -77,7 +78,7 @@ def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
     found = _with_part(checkpoint, opened)
     if isinstance(opened, Folder):
-        found.kept["folder"] = opened.path  # whose other files are judged where it is asked what would run
+        found.kept[FOLDER] = opened.path  # whose other files are judged where it is asked what would run
     return found
 
 

@@ -33,10 +33,8 @@ MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models 
 class ObjectMaker:
     """Makes and fills the nodes of one pickle; remembers those that are not inert, as it may throw them away."""
 
-    __slots__ = (
-        *("builders", "byte_strings", "gradients", "hashed", "limit"),
-        *("names", "objects", "reader", "repeated", "stubs"),
-    )
+    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader",
+                 "repeated", "stubs")  # fmt: skip
 
     def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, stubs: bool) -> None:
         self.reader = reader  # which errors say where they are on

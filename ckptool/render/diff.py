@@ -43,7 +43,7 @@ def diff_text(
     for what, names in places.items() if not found.strict else ():
         if names:
             where = listed([printable(name) or WHOLE for name in names], 3)
-            remarks.append(f"{what} differs in {where}, which counts with --strict")
+            remarks.append(f"{what} differs in {where}; this counts only with --strict")
     if differs_by_prefix(found):
         remarks.append("the names differ only by a wrapper's prefix: --ignore prefix compares what they name")
     verdict, *facts = style.prose(_verdict(found))

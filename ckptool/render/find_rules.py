@@ -48,7 +48,8 @@ def _evidence(rule: FoundRule) -> str:
 
 
 def _left_over(found: FoundRules) -> list[str]:
-    named = [("not made", found.missing), ("become nothing", found.dropped), ("values differ", found.by_name)]
+    tuned = [name for name in found.by_name if name not in {*found.reordered, *found.unrelated}]
+    named = [("not made", found.missing), ("become nothing", found.dropped), ("values differ", tuned)]
     named += [("wrong: the same values in another order, which no rule makes", found.reordered)]
     named += [("wrong: unrelated values, as of another model", found.unrelated)]
     return [f"{what}: {listed([printable(name) for name in names], SHOWN)}" for what, names in named if names]

@@ -261,7 +261,7 @@ class _Comparer:
             if type(key) is tuple and key[0] is _Node:
                 yield (*path, segment), segment, theirs[key]
             if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
-                yield (*path, segment), one, other  # as few plain values; 0.0 may be -0.0
+                yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
 
     def _metadata(self, node: Any) -> Any:
         found = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None

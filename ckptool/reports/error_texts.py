@@ -125,17 +125,17 @@ KNOWN: tuple[KnownError, ...] = (
     _likely(
         r"(cuda|hip|mps|xpu)\b.{0,40}out of memory",
         "gpu-memory",
-        "The GPU has no room for the model, its batch or what another process has there; where torch.load is in the "
-        "traceback, for the tensors, which it puts on the GPU that they were saved from.",
+        "The GPU is full: with the model, the batch or another process. If torch.load is in the traceback, it was "
+        "putting the tensors back on the GPU that they were saved from.",
         _INSPECT,
-        advice="See what fills it: nvidia-smi. For torch.load: map_location='cpu'.",
+        advice="On an NVIDIA GPU, nvidia-smi shows what fills it. For torch.load: map_location='cpu'.",
     ),
     _likely(
         r"Torch not compiled with CUDA|MPS backend|(mps|xpu|hpu|npu) .*(not available|is not (built|compiled))",
         "device-location",
         "Tensors are tagged with a device that this torch does not know, or the code asks for that device itself.",
         _CPU,
-        advice="With inspect FILE one sees the tags; without any it is a .to(device) or .cuda() of the code.",
+        advice="ckptool inspect FILE shows the tags; if there are none, your code asks: a .to(device) or .cuda().",
     ),
     _known(
         r"attempting to deserialize object on (a )?cuda device|cuda device \d+ but torch\.cuda\.device_count",

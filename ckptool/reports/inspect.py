@@ -279,7 +279,8 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         )
     if names := unjudged(checkpoint):
         shown = listed([printable(name) for name in names], 4)
-        yield Note("not-judged", f"{shown}: begins as a pickle does, and could not be read or judged")
+        what = counted(len(names), "file begins like a pickle", "files begin like pickles")
+        yield Note("not-judged", f"{what} and could not be read, so nobody knows what loading would run: {shown}")
     yield from custom_notes(checkpoint)
 
 

@@ -135,7 +135,7 @@ class Model(Section):
     from_: Annotated[str | None, Key("a checkpoint to start from", START)] = Field(None, alias="from")
     strict: Annotated[bool, Key("false: load what fits of it, and say what was skipped", START)] = True
     min_loaded: Annotated[
-        float | None, Key("the least share of the model's values to load of it; null: half of those that fit", START)
+        float | None, Key("the share of the model's values that must load; null: half of those asked for", START)
     ] = None
 
 

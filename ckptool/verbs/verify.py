@@ -282,7 +282,7 @@ def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
             yield note
     if checkpoint.untied:
         shown = listed([printable(name) for name in checkpoint.untied], 3)
-        yield Note("not-provable", f"that all files are of one step is not provable: no step is recorded in {shown}")
+        yield Note("not-provable", f"nothing shows whether all files are of one step: no step is recorded in {shown}")
 
 
 def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -62,10 +62,10 @@ def warm_start(
     in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also with operations, as `translate` has them.
     only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
     shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
-    min_loaded: the least share of the model's values, 0 to 1; by default half of those that `only`, `exclude` and
-    skipped shapes leave, and all that suggested rules would load.  strict: no missing and no unexpected names.
-    optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would make more fit.
-    part: take also a part of a checkpoint (a rank's share, one shard of several).
+    min_loaded: the share of the model's values, 0 to 1, that must load; by default half (not counting what `only`,
+    `exclude` and skipped shapes leave out), and no less than the suggested rules would load.  strict: no missing and no
+    unexpected names.  optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would
+    make more fit.  part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     changing = translation_in(several(rename, " => "), rules_file)

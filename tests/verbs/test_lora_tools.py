@@ -115,7 +115,7 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
         ({"up.q.weight": torch.ones(6, 6)}, {"energy": 1.5}, UsageError, "energy 1.5"),
         ({"up.q.weight": torch.ones(6, 6)}, {"only": "up.k.*"}, NoMatch, "have the same values"),
         ({"up.q.weight": torch.ones(6, 6)}, {"only": "nothing"}, NoMatch, "matches no key"),
-        ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no matrix of a layer differs"),
+        ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no layer's matrix differs"),
         ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "up.q.weight is quantized"),
         ({"scale": torch.ones(3)}, {"base": {"scale": torch.zeros(3)}}, Unsupported, "scale changed, and is no tensor"),
     ],

@@ -271,7 +271,7 @@ def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dic
 
 
 def _check_steps(tag: Tag, first: dict[str, Any], share: Share) -> None:
-    """Raises `Conflict` where the optimizer has taken more steps than the model; fewer, if it began anew, are noted."""
+    """Raises `Conflict` where the optimizer has taken more steps than the model; fewer are noted (a restart)."""
     total, skipped = first.get("global_steps"), first.get("skipped_steps", 0)
     steps = [steps for group in range(len(share.weights)) if (steps := number_in(share.undivided(group).get("step")))]
     if type(total) is not int or type(skipped) is not int or not steps or max(steps) == total - skipped:
@@ -279,7 +279,7 @@ def _check_steps(tag: Tag, first: dict[str, Any], share: Share) -> None:
     what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
     if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
         raise mixed(tag.folder, tag.models[min(tag.models)], share.file, what)
-    why = "whether the optimizer began anew or its files are of another step is not provable"
+    why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
     tag.files.notes.append(Note(STEPS, f"{what}: {why}"))
 
 

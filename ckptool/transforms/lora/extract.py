@@ -137,7 +137,7 @@ class _Extraction:
         config = {
             "base_model_name_or_path": None,
             "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in self.whole) else "none",
-            "ensure_weight_tying": "lm_head" in saved and is_alone,  # makes a linear layer without a bias of others
+            "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
             "fan_in_fan_out": self.any_turned,
             "inference_mode": True,
             "lora_dropout": 0.0,
@@ -210,9 +210,7 @@ def extract(
     found.add(changed)
     found.add_alike()
     if not found.deltas:
-        what = (
-            f"no matrix of a layer differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
-        )
+        what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
         why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
     if len(found.clamped) == len(found.deltas) and energy >= 1:

@@ -79,8 +79,9 @@ class LayoutSide:
                 what = (
                     f"{name} is {printable(json.dumps(_field(config, name)[0], default=str))[:60]} in the configuration"
                 )
-                why = f"The layout is right only where it is {listed(list(values))}. Nothing was written."
-                raise Conflict(what, why, "If it says nothing of these weights, take them without that configuration")
+                why = f"Values with which the layout is right: {listed(list(values))}. Nothing was written."
+                fix = "If that configuration belongs to another model, translate the weights without it."
+                raise Conflict(what, why, fix)
 
     @property
     def bare(self) -> LayoutSide:
