@@ -116,7 +116,8 @@ def __getattr__(name: str) -> "Any":
     try:
         value = getattr(import_module(f"ckptool.{home}"), name)
     except ImportError as error:  # without torch the name is there, and says what is missing when it is called
-        if (error.name or "torch").partition(".")[0] != "torch":
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        if not isinstance(cause, ModuleNotFoundError) or (cause.name or "").partition(".")[0] != "torch":
             raise
         return _without_torch(name)
     if home.startswith("verbs."):

@@ -15,8 +15,9 @@ from ckptool.errors import MissingExtra
 try:  # first of all: the modules of this package take it for granted
     import torch as torch
 except ImportError as error:
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
     raise MissingExtra(
-        "torch is not installed",
+        "torch is not installed" if is_missing else f"torch cannot be imported: {error}",
         "Only torch's own tensors need it; everything else in ckptool works without it.",
         "pip install 'ckptool[torch]'",
     ) from error

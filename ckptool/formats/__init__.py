@@ -116,7 +116,7 @@ FORMATS: tuple[Format, ...] = (
     Format("torch-legacy", "torch_legacy", _LEGACY),
     Format("torch-tar", "torch_tar", rb".{257}ustar"),
     Format("npy", "npy", rb"\x93NUMPY"),
-    Format("pickle", "pickle_file", rb"[\x80\]}(c]"),
+    Format("pickle", "pickle_file", rb"[\x80\]}()cNIJKLMFGSTUVXBC\x88-\x8e\x95\x96]"),
 )  # fmt: skip
 WRITERS = tuple(container for container in FORMATS if container.writable)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
@@ -51,10 +52,10 @@ class JoinedFolder:
 
 
 def number_in(value: Any) -> float | None:
-    """A number that was saved as such, or in a tensor of one element; None for anything else."""
+    """A finite number that was saved as such, or in a tensor of one element; None for anything else."""
     if isinstance(value, TensorEntry) and value.numel == 1 and has_numbers(value.dtype):
         value = value.numpy().item()
-    return value if type(value) in (int, float) else None
+    return value if type(value) is int or (type(value) is float and isfinite(value)) else None
 
 
 def refuse_other_steps(where: object, steps: Mapping[str, Sequence[float]]) -> None:

@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
-from ckptool.pickles.skeleton import decode_lazily, left_in_file, skeleton
+from ckptool.pickles.skeleton import decode_lazily, left_in_file, reaches_a_call, skeleton
 
 NAME = "pickle"
 SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many
@@ -38,7 +38,7 @@ def detect(head: bytes, source: Input) -> bool:
     if head[0] == _PROTO:
         return head[1:2] <= b"\5"
     if _OLD.match(head) is None:
-        return False
+        return reaches_a_call(FileRange(source, 0, source.size))
     try:
         decode(head, lambda _: None, {}, name="")
     except Truncated:

@@ -20,7 +20,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder, Input, Source, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats.boxes import Chunk
 from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.placements import (
@@ -114,7 +114,7 @@ def read(source: Folder) -> Checkpoint:
         joined.notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
-    if not table and all("rank" in found["mark"] for found in _files(source).values()):
+    if not table and any("rank" in found["mark"] for found in _files(source).values()):
         engine = "one file per rank"
     return joined.checkpoint(NAME, tree, engine, world)
 
@@ -158,17 +158,27 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     for name, found in _files(folder).items():
         if name not in placed and found["item"] not in table.get("metadata", {}):
             files = items.setdefault(found["item"] or "model", {})
-            files[int(found["rank"])] = name, _SUFFIXES[found["suffix"]]
+            rank = int(found["rank"])
+            if rank in files:
+                what = f"{folder} has two files of one rank: {printable(files[rank][0])} and {printable(name)}"
+                raise Conflict(what, "Which of them is the checkpoint's is not known.", "Move one of them away.")
+            files[rank] = name, _SUFFIXES[found["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
         world = max((max(files) + 1 for files in items.values()), default=1)
     of_all = [item for item, files in items.items() if len(files) > 1 or item in table.get("metadata", {})]
-    missing = [f"{item}_{rank}" for item in of_all for rank in missing_ranks(items[item], world)]
+    missing = [_name_of(item, rank, items[item]) for item in of_all for rank in missing_ranks(items[item], world)]
     if missing:
-        raise lacks(folder, f"{counted(len(missing), 'file')} of {counted(world, 'rank')}", missing)
+        raise lacks(folder, f"{len(missing):,} of {counted(world, 'rank file')}", missing)
     if any(max(files) >= world for files in items.values()):
         raise _damaged(folder, f"is of {counted(world, 'rank')}, and there are the files of more")
     return items, world
+
+
+def _name_of(item: str, rank: int, files: Files) -> str:
+    """What the file of a rank is called, as those of the others are."""
+    found = next(filter(None, (_FILE.fullmatch(path) for path, _ in files.values())), None)
+    return f"{found['item']}{found['mark']}{rank}.{found['suffix']}" if found else f"{item}_{rank}"
 
 
 def _place(info: Any, default: str) -> tuple[Any, Any]:

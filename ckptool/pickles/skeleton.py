@@ -71,6 +71,22 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
         raise error.within(name) from None
 
 
+def reaches_a_call(data: Data) -> bool:
+    """True where pickle, reading from the first byte, comes to a name of a module before it comes to what it cannot
+    read: whatever else the bytes are, `torch.load` runs that."""
+    lexer = _Lexer(data, 0)
+    try:
+        lexer.run()
+    except LimitExceeded:
+        return True  # a text of many megabytes, which pickle would read
+    except CkptoolError:
+        lexer.parts.append(lexer.buffer[lexer.start : lexer.at])
+    return _NAMED.search(b"".join(lexer.parts)) is not None
+
+
+_NAMED = re.compile(rb"[ci][\w.]{1,200}\n[\w.]{1,200}\n|\x93")  # GLOBAL, INST or STACK_GLOBAL
+
+
 def decode_lazily(
     made: Skeleton,
     persistent: Callable[[Any], Any],
@@ -177,7 +193,7 @@ _RUN = _run_of_opcodes()
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
 
-    __slots__ = ("base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
+    __slots__ = ("at", "base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
         self.data = data
@@ -188,6 +204,7 @@ class _Lexer:
         self.spots: list[tuple[int, int]] = []
         self.stubs: list[StubbedValue] = []
         self.start = 0
+        self.at = 0  # the opcode in the buffer that is rare, or cannot be read
         self.buffer = b""
         self._move(offset, _FIRST_WINDOW)
 
@@ -211,6 +228,7 @@ class _Lexer:
 
     def _slowly(self, op: int, pos: int) -> int:
         """Goes over an opcode that is rare, or moves the window where it or a frame cuts the opcode."""
+        self.at = pos
         if op < 0:
             return self._at_limit(pos)
         return self._value(op, pos) if op in _SIZED else self._other(op, pos)
@@ -315,7 +333,7 @@ class _Lexer:
 
     def _move(self, place: int, length: int) -> int:
         self.buffer = self.data.read(place, min(length, self.data.length - place))
-        self.base, self.start = place, 0
+        self.base, self.start, self.at = place, 0, 0
         self._set_limit()
         return 0
 

@@ -31,7 +31,6 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 
 ARRAY = "numpy array"
-MAX_METADATA = 100_000  # objects of a `_metadata` that are compared
 
 # What "same" rests on; the weakest that some tensor was called the same by.
 BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
@@ -254,7 +253,7 @@ class _Comparer:
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
             self.found.order.append(address(path))
-        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b), MAX_METADATA):
+        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
             self.found.metadata.append(address(path))
         for key in common:
             one, other, segment = left[key], right[key], ours.get(key, key)

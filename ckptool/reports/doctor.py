@@ -70,6 +70,10 @@ class Values:
 # From an error text --------------------------------------------------------------------------------------------------
 
 
+# The device that a message is about: torch's own words where it names the tag.
+_DEVICE = re.compile(r"tagged with ([a-zA-Z]+)|\b(cuda|mps|xpu|hpu|npu)\b", re.IGNORECASE)
+
+
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message, from that alone, but for the devices that the file's tensors are tagged with.
     Without a file its commands speak of FILE and OUT."""
@@ -84,14 +88,13 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
     says = _first_line(text, known)
     found = Finding(known.code, known.meaning, says, True, fixes, known.advice, certain=known.certain)
     if devices is not None and known.code in ("cuda-location", "device-location", "gpu-memory"):
-        tags = (
-            f"is tagged {printable(listed(devices, 3))}"
-            if devices
-            else "has no tensor tagged with a device but the CPU"
-        )
-        found = replace(found, what=f"{found.what} {printable(file)} {tags}.")
-        if not devices and known.code != "gpu-memory":
-            what = f"{printable(file)} {tags}: the message is of another file, or the code itself asks for the device."
+        says = f"tagged {printable(listed(devices, 3))}" if devices else "tagged with no device but the CPU"
+        tags = f"{printable(file) or 'the checkpoint'} is {says}"
+        meant = _DEVICE.search(text)
+        kind = (meant[1] or meant[2]).lower() if meant else ""
+        found = replace(found, what=f"{found.what} {tags}.")
+        if known.code != "gpu-memory" and not any(device.partition(":")[0] == kind for device in devices):
+            what = f"{tags}: the message is of another file, or the code itself asks for the device."
             found = replace(found, what=what, fixes=(), advice="Name the file that the code loads.", certain=False)
     return Diagnosis(file, "", (found,))
 

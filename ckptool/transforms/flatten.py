@@ -313,10 +313,11 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
     for entry, _, nbytes in found:
         sizes[entry].append(nbytes)
     wanted = [nbytes for _, expected, nbytes in found if not expected]
+    unexpected = dict.fromkeys(entry for entry, expected, _ in found if not expected)
     total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
     lines = [f"{printable(name)} ({_sum(each)})" if each else printable(name) for name, each in sizes.items()]
     if not chosen and sum(wanted) > total:
-        odd = listed([line for line, each in zip(lines, sizes.values(), strict=True) if each], 3)
+        odd = listed([f"{printable(name)} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(
             f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left behind, more than the {total:,} "
             f"bytes that would be written: {odd}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -106,7 +107,8 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         return replace(found, tree=dict(file), names={key: key for key in file}, ties=_ties(config, file))
     found.tree.update((new, file[key]) for key, new in names.items())
     if len(found.tree) < len(names):
-        twice = [key for key, new in names.items() if list(names.values()).count(new) > 1]
+        counts = Counter(names.values())
+        twice = [key for key, new in names.items() if counts[new] > 1]
         what = f"{name}: {listed([printable(str(key)) for key in twice])} have one name in memory"
         raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
     for step, made, old in groups.values():

@@ -69,7 +69,8 @@ def _row_or_bug(full: bool, path: str, progress: Progress | None = None) -> Scan
     except CkptoolError:
         raise
     except Exception as error:
-        raise Corrupt(f"ckptool could not judge it ({type(error).__name__}: {printable(str(error))})") from error
+        what = f"ckptool could not judge it ({type(error).__name__}: {printable(str(error))})"
+        raise Corrupt(what, "That is a bug in ckptool; nothing is known of the file.") from error
 
 
 def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:

@@ -6,11 +6,11 @@ along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
@@ -23,10 +23,8 @@ from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageE
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
-from ckptool.transforms.lora.places import conv1d_votes, is_conv1d, is_linear
+from ckptool.transforms.lora.places import EMBEDDING, conv1d_votes, is_conv1d, is_linear
 from ckptool.transforms.lora.schemes import MODEL, AdapterFile, stored
-
-_EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
 
 
 @dataclass
@@ -47,7 +45,7 @@ class _Extraction:
     def add(self, changed: set[str]) -> None:
         votes = conv1d_votes(self.base)
         pairs = self.aliases.items()
-        heads = {pair[1] for pair in pairs for key in pair if key in self.ties or _EMBEDDING.fullmatch(key)}
+        heads = {pair[1] for pair in pairs for key in pair if key in self.ties or EMBEDDING.fullmatch(key)}
         low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key)}
         whole = heads & changed
         for key in self.base:
@@ -76,7 +74,7 @@ class _Extraction:
                 Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
             )
         is_depthwise = len(shape) > 2 and shape[1] == 1
-        if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or _EMBEDDING.fullmatch(key):
+        if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
             return False
         module = key.removesuffix(".weight")
         return is_linear(module, self.shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
@@ -173,7 +171,7 @@ def extract(
     rank: int,
     dtype: DType,
     energy: float = 1.0,
-    ties: Mapping[str, str] | None = None,
+    ties: Mapping[str, str] | None = MappingProxyType({}),
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
     odd: tuple[str, ...] = (),
@@ -202,7 +200,7 @@ def extract(
     changed, aliases = _changed(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
-    if ties is None and (embeddings := [printable(name) for name in changed if _EMBEDDING.fullmatch(name)]):
+    if ties is None and (embeddings := [printable(name) for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
     known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})

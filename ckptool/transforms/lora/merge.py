@@ -10,17 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, PEFT, TOKENS, WHOLE
+from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
-from ckptool.transforms.lora.places import Places, Prefix, conv1d_votes, is_conv1d
+from ckptool.transforms.lora.places import EMBEDDING, Places, Prefix, conv1d_votes, is_conv1d
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
@@ -47,7 +48,7 @@ def merge(
     *,
     base_name: str,
     multiplier: float = 1.0,
-    ties: Mapping[str, str] | None = None,
+    ties: Mapping[str, str] | None = MappingProxyType({}),
     ordered: bool = True,
 ) -> MergedWeights:
     """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
@@ -57,7 +58,7 @@ def merge(
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
     for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
     """
-    return _Merge(base, adapter, base_name, multiplier, ordered).merged(ties or {})
+    return _Merge(base, adapter, base_name, multiplier, ordered).merged(ties)
 
 
 class _Merge:
@@ -77,8 +78,8 @@ class _Merge:
         self.votes: dict[str, set[bool]] | None = None
         self.ties: Mapping[str, str] = {}
 
-    def merged(self, ties: Mapping[str, str]) -> MergedWeights:
-        self.ties = ties
+    def merged(self, ties: Mapping[str, str] | None) -> MergedWeights:
+        self.ties = ties or {}
         deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             wanted = [self._spellings(each) for each in deltas if each.component == component]
@@ -87,7 +88,7 @@ class _Merge:
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
             self._refuse_lost(lost)
         self._refuse_missing()
-        self._refuse_untied()
+        self._refuse_untied(ties is None)
         tree = same_kind(self.base, {})
         for key in (*self.base, *self.added):
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
@@ -261,8 +262,15 @@ class _Merge:
             return False
         return match_within_limit(pattern.fullmatch, module, pattern) is not None
 
-    def _refuse_untied(self) -> None:
-        """Raises `Conflict` where only one side of tied tensors is changed, or each in another way."""
+    def _refuse_untied(self, is_unknown: bool) -> None:
+        """Raises `Conflict` where only one side of tied tensors is changed, or each in another way; `Unsupported` for a
+        changed embedding to which the configuration ties a head that is not known."""
+        if self.adapter.config.get("ensure_weight_tying"):
+            is_unknown = False
+        if embeddings := [printable(name) for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
+            what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
+            fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
+            raise Unsupported(what, "Which tensors its library ties is not known here. Nothing was written.", fix)
         views: dict[tuple[Any, ...], list[str]] = {}
         for key, value in self.tensors.items():
             views.setdefault(value.view, []).append(key)
@@ -289,7 +297,9 @@ class _Merge:
 def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:
     """The changes of single parameters (`target_parameters`), with the names that each may be for."""
     targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
-    for delta in adapter.products if targets else ():
+    for delta in adapter.deltas if targets else ():
+        if delta.method != LORA:
+            continue
         names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
         if names:
             yield delta, list(dict.fromkeys(names))

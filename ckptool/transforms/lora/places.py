@@ -104,6 +104,7 @@ def is_linear(module: str, shapes: Mapping[Any, Sequence[int] | None]) -> bool:
 
 
 _LINEAR = set("proj projection fc linear dense conv query key value q k v o w wq wk wv wo qkv out head".split())
+EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_positions|_in|_table)?)\.weight")
 _EMBEDDING = set("emb embs tok token tokens wte wpe pos position positions vocab shared codebook table lookup".split())
 
 

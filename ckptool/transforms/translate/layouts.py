@@ -109,11 +109,17 @@ def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
     if isinstance(value, (list, tuple)):  # one for each block
         return all(_is_one_of(each, texts) for each in value)
     if type(value) in (int, float):
-        return value in [float(text) for text in texts if _NUMBER.fullmatch(text)]
+        return any(_is_number(text, value) for text in texts)
     return (value if isinstance(value, str) else json.dumps(value, default=str)) in texts
 
 
-_NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?")
+def _is_number(text: str, value: float) -> bool:
+    try:
+        return float(text) == value
+    except ValueError:
+        return False
+
+
 _RANKED = re.compile(r"(.+) \[(\d{1,3})\]")
 _EQUATION = re.compile(r"(.+) (!?=) (.+)")
 
