@@ -57,6 +57,8 @@ def test_only_a_fine_tune_may_differ(kind: str) -> None:
         named = {*found.reordered, *found.unrelated} - {"head.bias"}
         assert named == {*wrong} and found.complete == (not wrong), (seed, found)
         assert not wrong or bool(found.reordered) == (kind not in ("unrelated", "other tensor"))
+        differ = [line for line in str(found).splitlines() if "values differ: " in line]
+        assert not any(name in line for name in named for line in differ), str(found)
 
 
 def test_what_shows_nothing_is_taken_on_the_word_of_the_rest() -> None:
