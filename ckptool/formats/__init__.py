@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import Truncated, UsageError, counted, listed, printable
+from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,27 @@ def read_alone(source: Input) -> Checkpoint:
         refuse_zip_behind(head, source)
     for container in FORMATS:
         if container.detect(head, source):
+            if isinstance(source, Source):
+                _refuse_pickle(container.name, head, source)
             with no_collection():
                 return container.read(source)
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)
+
+
+def _refuse_pickle(name: str, head: bytes, source: Source) -> None:
+    """Raises `Corrupt` for a tar, or a safetensors file, that pickle would run: the name of the first member, or the
+    length of the header, is opcodes that take in a text, and a program follows it."""
+    if name in ("torch-tar", "archive") or (name == "safetensors" and not _TEXTS.isdisjoint(head[:4])):
+        from ckptool.pickles.skeleton import reaches_a_call
+
+        if reaches_a_call(FileRange(source, 0, source.size)):
+            why = "Its first bytes are opcodes that skip what makes it a file of its format, and a program follows."
+            raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
+
+
+_TEXTS = frozenset(b"VUTXBC\x8a\x8b\x8c")
 
 
 def named(name: str) -> Format:

@@ -44,7 +44,7 @@ def detect(head: bytes, source: Input) -> bool:
     except Truncated:
         return source.size > len(head)
     except CkptoolError:
-        return False
+        return reaches_a_call(FileRange(source, 0, source.size))
     return True
 
 

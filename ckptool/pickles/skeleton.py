@@ -71,22 +71,6 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
         raise error.within(name) from None
 
 
-def reaches_a_call(data: Data) -> bool:
-    """True where pickle, reading from the first byte, comes to a name of a module before it comes to what it cannot
-    read: whatever else the bytes are, `torch.load` runs that."""
-    lexer = _Lexer(data, 0)
-    try:
-        lexer.run()
-    except LimitExceeded:
-        return True  # a text of many megabytes, which pickle would read
-    except CkptoolError:
-        lexer.parts.append(lexer.buffer[lexer.start : lexer.at])
-    return _NAMED.search(b"".join(lexer.parts)) is not None
-
-
-_NAMED = re.compile(rb"[ci][\w.]{1,200}\n[\w.]{1,200}\n|\x93")  # GLOBAL, INST or STACK_GLOBAL
-
-
 def decode_lazily(
     made: Skeleton,
     persistent: Callable[[Any], Any],
@@ -193,6 +177,7 @@ _RUN = _run_of_opcodes()
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
 
+    run_of_opcodes = _RUN
     __slots__ = ("at", "base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
@@ -209,9 +194,9 @@ class _Lexer:
         self._move(offset, _FIRST_WINDOW)
 
     def run(self) -> Skeleton:
-        pos, buffer, limit = 0, self.buffer, self.limit
+        pos, buffer, limit, run_of_opcodes = 0, self.buffer, self.limit, self.run_of_opcodes.match
         while True:
-            run = _RUN.match(buffer, pos, limit)
+            run = run_of_opcodes(buffer, pos, limit)
             pos = run.end() if run else pos
             op = buffer[pos] if pos < limit else -1
             width = 4 if op == 0x58 else 1 if op in _SHORT else 0
@@ -357,6 +342,41 @@ class _Lexer:
 
     def _error(self, kind: type[CkptoolError], pos: int, what: str, why: str) -> CkptoolError:
         return kind(f"{what} (at byte {self.base + pos:,})", why)
+
+
+# The same for bytes that need not be a pickle: lines hold what pickle itself would take.
+_STRICT_RUN = re.compile(
+    _RUN.pattern[: _RUN.pattern.index(b"|[ILFpgPSV]")]
+    + rb"|[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n"
+    + rb"|[ci][\w.]{1,200}\n[\w.]{1,200}\n){0,4096}",
+    re.DOTALL,
+)
+_NAMED = re.compile(rb"[ci][\w.]{1,200}\n[\w.]{1,200}\n|\x93")  # GLOBAL, INST or STACK_GLOBAL
+
+
+class _StrictLexer(_Lexer):
+    """Stops at a line that pickle would not take."""
+
+    __slots__ = ()
+    run_of_opcodes = _STRICT_RUN
+
+    def _other(self, op: int, pos: int) -> int:
+        if op in _LINES and op != ord("V"):
+            raise self._corrupt(pos, "a line that is no value")
+        return super()._other(op, pos)
+
+
+def reaches_a_call(data: Data) -> bool:
+    """True where pickle, reading from the first byte, comes to a name of a module before it comes to what it cannot
+    read: whatever else the bytes are, `torch.load` runs that."""
+    lexer = _StrictLexer(data, 0)
+    try:
+        lexer.run()
+    except LimitExceeded:
+        return True  # a text of many megabytes, which pickle would read
+    except CkptoolError:
+        lexer.parts.append(lexer.buffer[lexer.start : lexer.at])
+    return _NAMED.search(b"".join(lexer.parts)) is not None
 
 
 def left_in_file(decoded: Decoded) -> Decoded:

@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 
 from ckptool import formats
+from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, Task, in_turn
@@ -15,6 +16,7 @@ from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, U
 from ckptool.formats import deepspeed, megatron, members, sharded, torch_checkpointing
 from ckptool.formats.files_beside import is_pickled
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
+from ckptool.pickles.skeleton import reaches_a_call
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
 
@@ -47,12 +49,20 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
     files = {file: is_named for file, is_named in every if is_named is not None}
     with closing(in_turn(partial(_row_or_bug, full), list(files), jobs)) as tasks:
         rows = [_row_of(file, task) for file, task in zip(files, tasks, strict=True)]
-    found = [row for row in rows if files[row.path] or row.calls]
+    found = [row for row in rows if files[row.path] or row.calls or _runs_first(row)]
     latest, by = latest_good(row for row in found if files[row.path])
-    others = len(every) - sum(1 for row in rows if files[row.path] or row.calls)
+    others = len(every) - len(found)
     if latest_only:
         found = [latest] if latest else []
     return Scan(name, True, tuple(found), others, latest, by, full)
+
+
+def _runs_first(row: ScannedFile) -> bool:
+    """True for a damaged file that pickle would run up to the damage."""
+    if row.state not in ("corrupt", "truncated"):
+        return False
+    source = Source(row.path)
+    return reaches_a_call(FileRange(source, 0, source.size))
 
 
 def _row_of(path: str, task: Task[ScannedFile]) -> ScannedFile:

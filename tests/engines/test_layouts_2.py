@@ -224,7 +224,7 @@ def test_diffusers(layout: str, blocks: tuple[str, ...], xl: bool, layers: int, 
         assert ("model_ema.decay" in str(report.details)) == (name == "whole")
         assert same_weights(again, first)
     (again.parent / "config.json").write_bytes((first.parent / "config.json").read_bytes())
-    close(outputs(layout, first.parent), outputs(layout, again.parent), 0.0)
+    close(outputs(layout, first.parent), outputs(layout, again.parent))  # of equal weights
 
 
 def test_old_folders_of_a_vae(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ STEPS = 40
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), *words]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 

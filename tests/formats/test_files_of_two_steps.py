@@ -105,6 +105,16 @@ def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
             assert [n.code for n in ckptool.verify(folder).notes if n.code == "steps-differ"] == [word] * bool(word)
 
 
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), 10**400])
+def test_steps_that_are_no_numbers_or_many(step: float, tmp_path: Path) -> None:
+    def change(rank: int, states: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        for state in optimizer["base_optimizer_state"]["state"].values():
+            state["step"] = torch.tensor(step) if isinstance(step, float) else step
+
+    said = verdict(write_zero(tmp_path / "in", 2, 2, change=change), tmp_path / "out.pt")
+    assert ("two checkpoints" in said) == isinstance(step, int) and "bug" not in said
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_masters_of_stage_0_are_written(dtype: torch.dtype, is_flat: bool, tmp_path: Path) -> None:

@@ -135,5 +135,13 @@ def test_files_of_ranks_by_any_name_are_joined_where_their_tensors_say_how(name:
     if "rank" in name:
         (fix,) = [each.fixes for each in ckptool.doctor(folder / name.format(1)).findings if each.code == "part"]
         assert fix == (f"ckptool inspect {folder}",)
+    if name.endswith(".pt"):
+        other = shutil.copy(folder / name.format(1), folder / name.format(1).replace(".pt", ".bin"))
+        assert "two files of one rank" in str(refused("conflict", tmp_path, lambda: ckptool.open(folder)))
+        other.unlink()
+    shutil.copy(folder / name.format(1), folder / name.format(3))
+    if "rank" in name:
+        assert name.format(2) in str(refused("corrupt", tmp_path, lambda: ckptool.open(folder)))
+    (folder / name.format(3)).unlink()
     (folder / name.format(1)).unlink()
     assert "Files of ranks are missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,13 @@ def test_each_field_that_a_layout_needs(name: str) -> None:
                         continue
                     with pytest.raises(Conflict, match=re.escape(field)):
                         side.check({}, config)
+
+
+def test_numbers_of_a_configuration_are_compared_as_such() -> None:
+    layout = replace(read_layout(shipped()["gpt2-nanogpt"]).old, needs=(("eps", ("1.2.3", "1E-5", "none")),))
+    layout.check({}, {"eps": 1e-5})
+    with pytest.raises(Conflict, match="eps"):
+        layout.check({}, {"eps": 1e-6})
 
 
 @pytest.mark.parametrize(

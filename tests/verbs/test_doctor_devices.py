@@ -14,9 +14,11 @@ def test_an_error_about_devices_is_compared_with_the_tags_of_the_file(tmp_path: 
     saved({"w": torch.ones(3)}, tmp_path / "cpu.pt")
     ckptool.remap(tmp_path / "cpu.pt", tmp_path / "gpu.pt", to="cuda:1")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "gpu.pt").read_bytes()[:200])
+    other = ckptool.doctor(tmp_path / "gpu.pt", error="don't know how to restore data location (tagged with mps)")
+    assert "of another file" in other.findings[0].what and not other.findings[0].certain
     messages = {
         "cuda-location": "RuntimeError: Attempting to deserialize object on a CUDA device but …",
-        "device-location": "RuntimeError: don't know how to restore data location of a storage (tagged with xpu:0)",
+        "device-location": "RuntimeError: don't know how to restore data location of a storage (tagged with cuda:1)",
         "gpu-memory": "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
     }
     for code, message in messages.items():
@@ -25,6 +27,6 @@ def test_an_error_about_devices_is_compared_with_the_tags_of_the_file(tmp_path: 
         assert {each.code for each in found.values()} == {code}
         assert "gpu.pt is tagged cuda:1" in found["gpu.pt"].what and found["gpu.pt"].what.startswith(alone.what)
         assert found["gpu.pt"].certain == alone.certain and len(found["gpu.pt"].fixes) == len(alone.fixes)
-        assert "cpu.pt has no tensor tagged" in found["cpu.pt"].what and not found["cpu.pt"].certain
+        assert "cpu.pt is tagged with no device but the CPU" in found["cpu.pt"].what and not found["cpu.pt"].certain
         assert "remap" not in str(found["cpu.pt"].fixes)
         assert ckptool.doctor(tmp_path / "cut.pt", error=message).findings[0].what == alone.what

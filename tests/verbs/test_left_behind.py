@@ -47,6 +47,13 @@ def test_more_than_is_written_is_refused_until_it_is_named(suffix: str, tmp_path
         out.unlink()
 
 
+def test_only_what_one_does_not_expect_is_named_and_summed(tmp_path: Path) -> None:
+    torch.save({"model": MODEL, **EXPECTED, "codebook": LARGE}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match="1 tensor of 16,000 bytes would be left behind") as raised:
+        ckptool.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    assert raised.value.what.endswith("written: codebook (1 tensor of 16,000 bytes)")
+
+
 def test_what_is_smaller_or_written_under_another_name_is_no_loss(tmp_path: Path) -> None:
     for beside in ({"mean": torch.ones(2)}, {"again": {"w": MODEL["fc.weight"]}, "all": [MODEL["fc.weight"]] * 9}):
         torch.save({"model": MODEL, **beside}, tmp_path / "in.pt")

@@ -1,0 +1,100 @@
+"""Files of other formats, and without one, that stock `torch.load` runs as pickles from their first byte."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import struct
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.errors import CkptoolError, Corrupt
+from tests.support.cli import Run
+
+PROGRAM = b"cposix\nmkdir\n(V%b\ntR0"
+# What stands before a program: values that are dropped again.
+VALUES = (b"N0", b"K\x010", b"\x8c\x01a0", b"Vtext\n0", b"I7\n0", b")0", b"}0", b"\x880", b"G\0\0\0\0\0\0\0\0000",
+          b"\x95\2\0\0\0\0\0\0\0N0", b"(lp0\n0", b"\x8a\1\0010", b"C\2ab0", b"X\1\0\0\0a0")  # fmt: skip
+
+
+def runs(path: Path, mark: Path, *, as_stream: bool = False) -> bool:
+    """Whether stock torch runs the program of the file, in a child."""
+    child = os.fork()
+    if not child:
+        try:
+            torch.load(io.BytesIO(path.read_bytes()) if as_stream else path, weights_only=False)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return mark.exists()
+
+
+def disguised(folder: Path, dice: random.Random) -> Iterator[tuple[Path, Path, bool]]:
+    """Each kind: a file, what its program makes, and whether torch only runs it from a stream."""
+    for number, value in enumerate(VALUES):
+        mark = folder / f"ran-{number}"
+        head = b"".join(dice.choices(VALUES, k=dice.randrange(3))) + value
+        path = folder / f"{number}.dat"
+        path.write_bytes(head + PROGRAM % os.fsencode(mark) + b".")
+        yield path, mark, False
+    for number in range(3):  # V takes in the header of a safetensors file
+        mark = folder / f"ran-safetensors-{number}"
+        data = b"\n" + b"0" + PROGRAM % os.fsencode(mark)
+        data = data.ljust(-(-len(data) // 4) * 4, b"\0")
+        size = 0x56 + 256 * dice.randrange(1, 4)
+        table = json.dumps({"w": {"dtype": "F32", "shape": [len(data) // 4], "data_offsets": [0, len(data)]}})
+        path = folder / f"{number}.bin"
+        path.write_bytes(struct.pack("<Q", size) + table.encode().ljust(size) + data)
+        yield path, mark, False
+    os.mkdir(short := Path("/tmp") / f"ckptool-{os.getpid()}")
+    path, mark = folder / "old.tar", short / "t"
+    with tarfile.open(path, "w") as tar:  # the name of its first member is a program
+        for name in ((PROGRAM % os.fsencode(mark)).decode(), "storages", "tensors", "pickle"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    yield path, mark, True
+
+
+def test_what_torch_runs_is_said(tmp_path: Path, run: Run) -> None:
+    for path, mark, as_stream in disguised(tmp_path, random.Random(4)):
+        assert runs(path, mark, as_stream=as_stream), path
+        mark.rmdir()
+        if mark.parent != tmp_path:
+            mark.parent.rmdir()
+        scanned = run("scan", path)
+        assert scanned.code in (1, 2) and "nothing in it" not in scanned.out, path
+        with pytest.raises(CkptoolError):
+            ckptool.convert(path, tmp_path / "out.safetensors")
+        assert not mark.exists()
+
+
+def test_beside_weights_they_are_seen_whatever_they_are_called(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    for path, _, _ in disguised(tmp_path, random.Random(5)):
+        if path.suffix == ".dat":
+            found = ckptool.scan(tmp_path)
+            (row,) = [row for row in found.files if row.path.endswith(path.name)]
+            assert row.state != "good", row
+        path.unlink()
+    (Path("/tmp") / f"ckptool-{os.getpid()}").rmdir()
+
+
+def test_headers_of_every_length_are_no_pickles(tmp_path: Path) -> None:
+    for size in range(60, 700, 2):
+        table = json.dumps(
+            {"__metadata__": {"a": "x" * (size // 3)}, "w": {"dtype": "U8", "shape": [300], "data_offsets": [0, 300]}}
+        )
+        data = table.encode().ljust(max(size, len(table)))
+        path = tmp_path / "m.safetensors"
+        path.write_bytes(struct.pack("<Q", len(data)) + data + random.Random(size).randbytes(300))
+        try:
+            ckptool.open(path)
+        except Corrupt as error:
+            pytest.fail(f"{size}: {error}")
