@@ -40,7 +40,7 @@ def test_the_bits_are_those_of_peft(layers: str, way: str, pair: tuple[Any, Any]
     for key, value in theirs.items():
         assert ours[key].dtype == value.dtype, key
         if not torch.equal(ours[key], value):
-            assert error(ours[key], exact[key]) <= 2 * error(value, exact[key]), key
+            assert error(ours[key], exact[key]) <= 4 * error(value, exact[key]), key
 
 
 @pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
