@@ -341,7 +341,9 @@ def tensordict(args: Arguments) -> bool:
 
 def few_layers(node: Object) -> bool:
     """False for a module of more layers than any has: a recurrent one goes through them when its state is set."""
-    layers = node.state.get("num_layers") if isinstance(node.state, dict) else None
+    if not isinstance(node.state, dict):
+        return node.state is MISSING or node.state is None
+    layers = node.state.get("num_layers")
     return type(layers) is not int or layers <= _MOST_LAYERS
 
 
@@ -351,6 +353,14 @@ _MOST_LAYERS = 10_000
 def device(args: Arguments) -> bool:
     """At most a device."""
     return len(args) <= 1 and all(type(arg) is str or _is_torch_value(arg) for arg in args)
+
+
+def generated(node: Object) -> bool:
+    """Whether a `random.Random` has the state that Python gives it: a version, 625 numbers, a number or None."""
+    if node.state is MISSING:
+        return True
+    _, numbers, _ = node.state if type(node.state) is tuple and len(node.state) == 3 else (None, None, None)
+    return type(numbers) is tuple and len(numbers) == 625 and all(type(number) is int for number in numbers)
 
 
 def seeded(node: Object) -> bool:

@@ -230,7 +230,7 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     (_PATH._replace(value="pure posix path"), {"pathlib": "PurePosixPath"}),
     (_PATH._replace(value="pure windows path"), {"pathlib": "PureWindowsPath"}),
     (_PATH, {"pathlib": "Path PurePath"}),
-    (Kind(given.nothing, empty=True, state=True), {"random": "Random"}),
+    (Kind(given.nothing, empty=True, state=True, filled=given.generated), {"random": "Random"}),
     (Kind(given.texts, stands=False), {"logging": "getLogger"}),
     (Kind(given.pattern, stands=False), {"re": "_compile"}),
     (Kind(given.application, state=True, stands=False, filled=given.same_application), {"functools": "partial"}),
