@@ -159,26 +159,24 @@ _SHORT = frozenset(op for op, (width, _, _) in _SIZED.items() if width == 1)
 _FRAME, _STOP = 0x95, 0x2E
 
 
-def _run_of_opcodes() -> re.Pattern[bytes]:
-    """Matches opcodes with short arguments of fixed width, thousands at a time (a match remembers each)."""
+def _run_of_opcodes(lines: bytes, but: bytes = b"") -> re.Pattern[bytes]:
+    """Matches opcodes with short arguments of fixed width or in lines, thousands at a time (a match remembers each)."""
     widths: dict[int, list[int]] = {}
     for opcode, width in _FIXED.items():
-        widths.setdefault(width, []).append(opcode)
+        if opcode not in but:
+            widths.setdefault(width, []).append(opcode)
     kinds = [b"[" + re.escape(bytes(opcodes)) + b"]" + b"." * width for width, opcodes in widths.items()]
-    return re.compile(
-        b"(?:" + b"|".join([*kinds, rb"[ILFpgPSV][^\n]{0,99}\n", rb"[ci][^\n]{0,99}\n[^\n]{0,99}\n"]) + b"){0,4096}",
-        re.DOTALL,
-    )
+    return re.compile(b"(?:" + b"|".join([*kinds, lines]) + b"){0,4096}", re.DOTALL)
 
 
-_RUN = _run_of_opcodes()
+_RUN = _run_of_opcodes(rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n")
 
 
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
 
     run_of_opcodes = _RUN
-    __slots__ = ("at", "base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
+    __slots__ = ("base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
         self.data = data
@@ -189,7 +187,6 @@ class _Lexer:
         self.spots: list[tuple[int, int]] = []
         self.stubs: list[StubbedValue] = []
         self.start = 0
-        self.at = 0  # the opcode in the buffer that is rare, or cannot be read
         self.buffer = b""
         self._move(offset, _FIRST_WINDOW)
 
@@ -213,7 +210,6 @@ class _Lexer:
 
     def _slowly(self, op: int, pos: int) -> int:
         """Goes over an opcode that is rare, or moves the window where it or a frame cuts the opcode."""
-        self.at = pos
         if op < 0:
             return self._at_limit(pos)
         return self._value(op, pos) if op in _SIZED else self._other(op, pos)
@@ -318,7 +314,7 @@ class _Lexer:
 
     def _move(self, place: int, length: int) -> int:
         self.buffer = self.data.read(place, min(length, self.data.length - place))
-        self.base, self.start, self.at = place, 0, 0
+        self.base, self.start = place, 0
         self._set_limit()
         return 0
 
@@ -344,39 +340,55 @@ class _Lexer:
         return kind(f"{what} (at byte {self.base + pos:,})", why)
 
 
-# The same for bytes that need not be a pickle: lines hold what pickle itself would take.
-_STRICT_RUN = re.compile(
-    _RUN.pattern[: _RUN.pattern.index(b"|[ILFpgPSV]")]
-    + rb"|[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n"
-    + rb"|[ci][\w.]{1,200}\n[\w.]{1,200}\n){0,4096}",
-    re.DOTALL,
+# Bytes that need not be a pickle --------------------------------------------------------------------------------------
+
+_NAMES = re.compile(rb"[\w.]{1,200}\n[\w.]{1,200}\n")
+_STACK_GLOBAL, _CALLS = 0x93, b"Rob\x81\x92"  # REDUCE, OBJ, BUILD, NEWOBJ, NEWOBJ_EX
+_STRICT_RUN = _run_of_opcodes(
+    rb"[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n", bytes([_STACK_GLOBAL]) + _CALLS
 )
-_NAMED = re.compile(rb"[ci][\w.]{1,200}\n[\w.]{1,200}\n|\x93")  # GLOBAL, INST or STACK_GLOBAL
 
 
-class _StrictLexer(_Lexer):
-    """Stops at a line that pickle would not take."""
+class _Reached(Exception):
+    """The walk came to a call."""
 
-    __slots__ = ()
+
+class _CallFinder(_Lexer):
+    """Stops at the first call of what was named, and at a line that pickle would not take."""
+
+    __slots__ = ("named",)
     run_of_opcodes = _STRICT_RUN
 
     def _other(self, op: int, pos: int) -> int:
+        if op in b"ci":
+            pos = self._have(pos, min(403, self.data.length - self.base - pos))
+            names = _NAMES.match(self.buffer, pos + 1)
+            if names is None:
+                raise self._corrupt(pos, "a line that is no name")
+            self.named = True
+            if op == ord("i"):
+                raise _Reached
+            return names.end()
         if op in _LINES and op != ord("V"):
             raise self._corrupt(pos, "a line that is no value")
+        if op in _CALLS and self.named:
+            raise _Reached
+        self.named |= op == _STACK_GLOBAL
         return super()._other(op, pos)
 
 
 def reaches_a_call(data: Data) -> bool:
-    """True where pickle, reading from the first byte, comes to a name of a module before it comes to what it cannot
-    read: whatever else the bytes are, `torch.load` runs that."""
-    lexer = _StrictLexer(data, 0)
+    """True where pickle, reading from the first byte, comes to a call before it comes to what it cannot read: whatever
+    else the bytes are, `torch.load` makes that call."""
+    finder = _CallFinder(data, 0)
+    finder.named = False
     try:
-        lexer.run()
-    except LimitExceeded:
-        return True  # a text of many megabytes, which pickle would read
+        finder.run()
+    except (_Reached, LimitExceeded):  # or to a text of many megabytes, which pickle would read
+        return True
     except CkptoolError:
-        lexer.parts.append(lexer.buffer[lexer.start : lexer.at])
-    return _NAMED.search(b"".join(lexer.parts)) is not None
+        pass
+    return False
 
 
 def left_in_file(decoded: Decoded) -> Decoded:
