@@ -1,8 +1,10 @@
-"""What the command lines run on: fixtures, traps, the lab, files of old versions, folders, and the corpus if it is
-there."""
+"""What the command lines run on: fixtures, traps, the lab, files of old versions, folders, those of engines, whole and
+broken, hostile files, odd usage, and the corpus if it is there."""
 
 from __future__ import annotations
 
+import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,10 +19,17 @@ from torch import nn
 from fixtures import lab
 from fixtures.make import PRODUCERS, TRAPS, make
 from fixtures.torch_tar import save_tar
+from tests.golden import commands
+from tests.golden.commands import Facts, Words
+from tests.support.all_hostile import everything
+from tests.support.engine_cases import committed_cases
+from tests.support.hostile_folders import Mutation, folder_mutations
 from tests.support.small_runs import MLP
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CORPUS = ROOT.parent / "shared" / "corpus"
+LARGE = 100_000  # bytes of a hostile file, of which an eighth is tried
+BROKEN = 4  # ways for each folder of an engine
 NET = """
 from torch import nn
 
@@ -34,14 +43,14 @@ def build():
 class Case:
     """A file (or folder) to work on, in a folder of its own with `ref.pt` and `net.py` beside it.
 
-    few: only some of the commands.  model: a factory that it is for.  trains: the file is the configuration of a run.
+    lines: the commands, for what is known of the file.  model: a factory that it is for.
     """
 
     name: str
     make: Callable[[Path], Path]
-    few: bool = False
+    lines: Callable[[Facts], Iterator[Words]] = commands.all_verbs
     model: str = "net.py:build"
-    trains: bool = False
+    of_corpus: bool = False
 
     def prepare(self, folder: Path) -> str:
         """Fills the folder; the name of the file."""
@@ -69,13 +78,41 @@ def cases() -> Iterator[Case]:
         yield Case(maker.__name__.strip("_"), maker)
     for path in sorted(CORPUS.iterdir()) if CORPUS.exists() else ():
         if path.suffix not in (".md", ".tsv"):
-            yield Case(f"corpus-{path.name}", lambda folder, path=path: _copied(path, folder))
-    yield Case("training-run", _configuration, trains=True)
+            yield Case(f"corpus-{path.name}", lambda folder, path=path: _copied(path, folder), of_corpus=True)
+    yield Case("training-run", _configuration, commands.training)
     for name in TRAPS:
-        yield Case(f"trap-{name}", lambda folder, name=name: make(name, folder), few=True)
+        yield Case(f"trap-{name}", lambda folder, name=name: make(name, folder), commands.few_verbs)
     for name, specimen in lab.SPECIMENS.items():
         model = f"net.py:{specimen.model or 'build'}"
-        yield Case(f"lab-{name}", lambda folder, name=name: lab.make(name, folder), few=True, model=model)
+        yield Case(f"lab-{name}", lambda folder, name=name: lab.make(name, folder), commands.few_verbs, model)
+    for folder in committed_cases():
+        whole = folder / "checkpoint"
+        yield Case(f"engine-{folder.name}", lambda out, whole=whole: _copied(whole, out), commands.few_verbs)
+        yield from _broken(folder.name, whole)
+    for number, (title, data) in enumerate(everything()):
+        if len(data) <= LARGE or number % 8 == 0:
+            name = re.sub(r"[^\w.%-]+", "_", f"hostile-{title}")
+            yield Case(name, lambda folder, data=data: _written(data, folder), commands.hostile)
+    yield Case("usage", lambda folder: make("training.pt", folder), commands.usage)
+
+
+def _broken(name: str, whole: Path) -> Iterator[Case]:
+    """Some of the ways in which a file of an engine's folder can be broken."""
+    rng = random.Random(name)
+    mutations = [each for each in folder_mutations(whole, rng) if not re.search("FIFO|outside|another rank", each.how)]
+    for mutation in rng.sample(mutations, min(BROKEN, len(mutations))):
+
+        def broken(out: Path, mutation: Mutation = mutation) -> Path:
+            folder = _copied(whole, out)
+            mutation.do(folder)
+            return folder
+
+        yield Case(re.sub(r"[^\w.%-]+", "_", f"broken-{name}-{mutation}"), broken, commands.hostile)
+
+
+def _written(data: bytes, folder: Path) -> Path:
+    (folder / "m.pt").write_bytes(data)
+    return folder / "m.pt"
 
 
 def _configuration(folder: Path) -> Path:

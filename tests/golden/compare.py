@@ -1,22 +1,17 @@
-"""What differs between two sides: exit codes, error codes, JSON, the files of a folder. Words of messages are a kind of
-their own."""
+"""What differs between two answers: exit codes, error codes, JSON, files. Words of messages are a kind of their own."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-# What a run of the harness says of the moment and the place: its own name, times, its process.
-MOMENT = re.compile(
-    rb'\b[0-9a-f]{32}\b|\b\d{4}-\d\d-\d\dT[\d:+]+|(?<=seconds": )[\d.e-]+|\bpid \d+|"argv": \[.*?\]', re.DOTALL
-)
+from tests.golden.worker import MOMENT
+
 # The file names that printed commands suggest.
-SUGGESTED = re.compile(r"[^\s\"']+\.(?:fixed|clean|plain|shared)\d*\b[.\w]*")
+SUGGESTED = re.compile(r"(?<![^\s\"'])[^\s\"']+\.(?:fixed|clean|plain|shared)\d*\b[.\w]*")
 
 
 @dataclass(frozen=True)
@@ -39,24 +34,30 @@ def answers(where: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Di
     for kind, key in (("exit code", "code"), ("error code", "error")):
         if old[key] != new[key]:
             yield Difference(kind, where, str(old[key]), str(new[key]))
-    documents = [_document(side["out"]) for side in (old, new)]
+    documents = [document(side["out"]) for side in (old, new)]
     if None in documents:
         if old["out"] != new["out"]:
             yield Difference("words" if documents == [None, None] else "json", where, old["out"], new["out"])
     else:
         yield from json_differences(where, *documents)
+    for line in sorted({*old["written"]} ^ {*new["written"]}):
+        sides = [line if line in side["written"] else "" for side in (old, new)]
+        yield Difference("files", where, *sides)
+    if normal(old["err"]) != normal(new["err"]):
+        yield Difference("words", where, old["err"], new["err"])
 
 
-def _document(text: str) -> Any:
+def document(text: str) -> Any:
+    """What JSON says; "" for nothing, None for what is no JSON."""
     try:
-        return json.loads(_without_suggested(MOMENT.sub(b"*", text.encode()).decode())) if text else ""
+        return json.loads(normal(text)) if text else ""
     except ValueError:
         return None
 
 
-def _without_suggested(text: str) -> str:
-    """The text with one name for every file that a printed command would write."""
-    return SUGGESTED.sub("SUGGESTED", text)
+def normal(text: str) -> str:
+    """The text without moments and places, and with one name for every file that a printed command would write."""
+    return SUGGESTED.sub("SUGGESTED", MOMENT.sub(b"*", text.encode()).decode())
 
 
 def json_differences(where: str, old: Any, new: Any) -> Iterator[Difference]:
@@ -74,26 +75,3 @@ def json_differences(where: str, old: Any, new: Any) -> Iterator[Difference]:
     else:
         words = all(isinstance(value, str) and " " in value for value in (old, new))
         yield Difference("words" if words else "json", where, json.dumps(old), json.dumps(new))
-
-
-def folders(where: str, old: Path, new: Path) -> Iterator[Difference]:
-    """What differs between two folders: names, kinds, permissions, bytes."""
-    sides = [{str(path.relative_to(side)): path for path in side.rglob("*")} for side in (old, new)]
-    for name in sorted(sides[0].keys() ^ sides[1].keys()):
-        there = ["there" if name in side else "not there" for side in sides]
-        yield Difference("files", f"{where}/{name}", *there)
-    for name in sorted(sides[0].keys() & sides[1].keys()):
-        one, other = sides[0][name], sides[1][name]
-        if one.lstat().st_mode != other.lstat().st_mode:
-            yield Difference("mode", f"{where}/{name}", oct(one.lstat().st_mode), oct(other.lstat().st_mode))
-        elif compared_bytes(one) != compared_bytes(other):
-            yield Difference("bytes", f"{where}/{name}", f"{one.stat().st_size} bytes", f"{other.stat().st_size} bytes")
-
-
-def compared_bytes(path: Path) -> bytes | str:
-    if path.is_symlink():
-        return os.readlink(path)
-    if not path.is_file():
-        return ""
-    data = path.read_bytes()
-    return MOMENT.sub(b"*", data) if path.suffix in (".json", ".jsonl", ".yaml", "") else data

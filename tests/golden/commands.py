@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 Words = list[str]
+VERBS = """
+    inspect show diff verify scan doctor explain plot report spec git-check git-setup schema demo
+    strip-module add-module rename remap cast edit convert slim bake average bundle unbundle translate warm-start
+    recover lora train resume eval prove prune completion
+"""
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,78 @@ def lines(text: str) -> Iterator[Words]:
             yield line.split()
 
 
-def commands(facts: Facts, few: bool) -> Iterator[Words]:
+def all_verbs(facts: Facts) -> Iterator[Words]:
     """All of them, in order. Outputs are called after the command, so that none replaces another's."""
     yield from looks(facts)
     yield from few_changes(facts)
-    if not few:
-        yield from changes(facts)
-        yield from combined(facts)
-        yield from damaged(facts)
+    yield from changes(facts)
+    yield from combined(facts)
+    yield from damaged(facts)
     yield from used(facts)
     yield ["scan", ".", "--json"]
+
+
+def few_verbs(facts: Facts) -> Iterator[Words]:
+    """Each verb with its usual options."""
+    yield from looks(facts)
+    yield from few_changes(facts)
+    yield from used(facts)
+    yield ["scan", ".", "--json"]
+
+
+def hostile(facts: Facts) -> Iterator[Words]:
+    """What looks, and what would write."""
+    yield from lines(f"""
+        inspect {facts.file} --json
+        show {facts.file} --json
+        verify {facts.file} --json
+        doctor {facts.file} --json
+        scan {facts.file} --json
+        scan {facts.file}
+        diff {facts.file} ref.pt --json
+        convert {facts.file} --all -o all.safetensors --json
+        convert {facts.file} -o c.pt --json
+        remap {facts.file} --to cpu -o cpu.pt --json
+        warm-start {facts.file} --against ref.pt --json
+        recover {facts.file} -o saved.pt --json
+    """)
+
+
+def usage(facts: Facts) -> Iterator[Words]:
+    """What is asked of a verb that it cannot do, or that makes no sense."""
+    for verb in VERBS.split():
+        yield from lines(f"""
+            {verb} --help
+            {verb} {facts.file} --jsom
+            {verb} {facts.file} -o
+            {verb} missing.pt --json
+            {verb} missing.pt -o out.pt
+            {verb} {facts.file}#nowhere -o out.pt --json
+            {verb} {facts.file} -o {facts.file} --json
+            {verb} {facts.file} -o missing/out.pt
+            {verb} {facts.file} -o out.pt --in-place
+            {verb} {facts.file} -d out -o out.pt
+            {verb} {facts.file} {facts.file} {facts.file} {facts.file}
+            {verb} net.py --json
+            {verb} net.py -o out.pt
+            {verb} .
+            {verb} . -o out.pt
+            {verb} {facts.file} --json --format markdown
+            {verb} {facts.file} -n -q -f --all --at state_dict
+        """)
+        yield [verb]
+        yield [verb, ""]
+    yield from lines("""
+        --version
+        --help
+        inspct training.pt
+        training.pt
+        explain no-match
+        explain no-such-code
+        schema
+        schema inspect
+        schema nonsense
+    """)
 
 
 def looks(facts: Facts) -> Iterator[Words]:
@@ -281,7 +348,7 @@ def used(facts: Facts) -> Iterator[Words]:
     """)
 
 
-def training() -> Iterator[Words]:
+def training(_: Facts) -> Iterator[Words]:
     """A run of the harness: its checkpoints are files like others."""
     yield from lines("""
         train --schema

@@ -1,12 +1,13 @@
 """One side: runs command lines in this process as they come on standard input, with whichever ckptool this Python has.
 
-A line is JSON: a folder to work in, and command lines. The answer is one line: for each the exit code and what it
-printed. `:copy A B`, `:cut A B SHARE` and `:flip A B SHARE` are commands of the worker's own, which make files for the
-others.
+A line is JSON: a folder to work in, and command lines. The answer is one line: for each the exit code, what it printed
+and what it wrote. `:copy A B`, `:cut A B SHARE` and `:flip A B SHARE` are commands of the worker's own, which make
+files for the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -40,6 +41,10 @@ def flip(source: str, out: str, share: str) -> None:
         file.write(data)
 
 
+# What a run of the harness says of the moment and the place: its own name, times, its process.
+MOMENT = re.compile(
+    rb'\b[0-9a-f]{32}\b|\b\d{4}-\d\d-\d\dT[\d:+]+|(?<=seconds": )[\d.e-]+|\bpid \d+|"argv": \[.*?\]', re.DOTALL
+)
 OWN = {":copy": copy, ":cut": cut, ":flip": flip}
 
 
@@ -58,30 +63,49 @@ class Standard(io.TextIOWrapper):
 
 
 def answer_to(words: list[str]) -> dict[str, Any]:
-    """Exit code, standard output, and the code of the error that was printed."""
+    """Exit code, both outputs, and the code of the error that was printed."""
     from ckptool.cli import main
 
     if words[0] in OWN:
         try:
             OWN[words[0]](*words[1:])
         except OSError as error:
-            return {"code": 9, "out": "", "error": type(error).__name__}
-        return {"code": 0, "out": "", "error": None}
+            return {"code": 9, "out": "", "err": "", "error": type(error).__name__}
+        return {"code": 0, "out": "", "err": "", "error": None}
     out, err = Standard(), Standard()
     with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         code = main(words)
     found = re.search(r"^error\[([\w-]+)\]", err.text(), re.MULTILINE)
-    return {"code": code, "out": out.text(), "error": found and found[1]}
+    found = found or re.match(r'\{"schema": "ckptool\.error/\d+", "code": "([\w-]+)"', out.text())
+    return {"code": code, "out": out.text(), "err": err.text(), "error": found and found[1]}
 
 
-def settle(folder: str, moment: int) -> None:
-    """Gives everything that was written since the last call one time, so that no answer depends on the clock."""
+def settle(folder: str, moment: int) -> list[str]:
+    """Gives everything that was written since the last call one time, so that no answer depends on the clock.
+
+    What that was: path, permissions and digest of each, and how many there are in all.
+    """
+    written, count = [], 0
     for base, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = os.path.join(base, name)
-            if os.lstat(path).st_mtime > FIRST + 100_000:
+            found = os.lstat(path)
+            count += 1
+            if found.st_mtime > FIRST + 100_000:
+                written.append(f"{os.path.relpath(path, folder)} {found.st_mode:o} {content_digest(path)}")
                 os.utime(path, (moment, moment), follow_symlinks=False)
+    return [*sorted(written), str(count)] if written else []
+
+
+def content_digest(path: str) -> str:
+    """Of the bytes of a file, without moments and places where it is text."""
+    if os.path.islink(path) or not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as file:
+        data = file.read()
+    text = path.endswith((".json", ".jsonl", ".yaml")) or "." not in os.path.basename(path)
+    return hashlib.sha256(MOMENT.sub(b"*", data) if text else data).hexdigest()
 
 
 def serve() -> None:
@@ -90,10 +114,11 @@ def serve() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         os.chdir(task["folder"])
+        settle(task["folder"], FIRST)
         done = []
         for number, words in enumerate(task["commands"]):
-            settle(task["folder"], FIRST + number)
             done.append(answer_to(words))
+            done[-1]["written"] = settle(task["folder"], FIRST + number)
         json.dump(done, answers)
         answers.write("\n")
         answers.flush()
