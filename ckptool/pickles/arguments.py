@@ -7,7 +7,7 @@ stands, by `calls`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
@@ -317,9 +317,36 @@ def rebuild_and_class(args: Arguments) -> bool:
         and type(args[1]) is Global
         and type(args[2]) is tuple
         and of_tensors(args[2])
+        and new_attributes(args[3:])
     )
 
 
+def parameter_with_state(args: Arguments) -> bool:
+    """`_rebuild_parameter_with_state(tensor, requires_grad, hooks, state)`: sets what is in the state."""
+    return without_hooks(2)(args) and new_attributes(args[3:])
+
+
+def new_attributes(states: Arguments) -> bool:
+    """True if a state sets no attribute that a tensor has: `data` would change its values, `__class__` what it is."""
+    both = (part for state in states for part in (state if type(state) is tuple else (state,)) if part is not None)
+    return all(
+        isinstance(part, dict)
+        and not getattr(part, "attributes", None)  # an `items` among them would be called
+        and _OF_TENSORS.isdisjoint(part)
+        and not _dunder(part)
+        for part in both
+    )
+
+
+def _dunder(names: Iterable[Any]) -> bool:
+    return any(type(name) is str and name.startswith("__") for name in names)
+
+
+# those that can be set, but for `requires_grad`, which torch writes so itself. Source: torch 2.13, torch/_tensor.py
+# and torch/csrc/autograd/python_variable.cpp
+_OF_TENSORS = frozenset(
+    "data grad _grad grad_dtype real imag names volatile _backward_hooks _post_accumulate_grad_hooks".split()
+)
 _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
 
 
@@ -335,7 +362,8 @@ def tensordict(args: Arguments) -> bool:
         and type(args[0]) is Global
         and args[0].module.startswith("tensordict.")
         and type(args[1]) is dict
-        and all(type(name) is str and not name.startswith("__") for name in args[1])
+        and all(type(name) is str for name in args[1])
+        and not _dunder(args[1])
     )
 
 

@@ -95,7 +95,10 @@ _TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
     ),
     (Kind(given.without_hooks(5), weights_only=True), {"torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3"}),
     (Kind(given.without_hooks(2), weights_only=True), {"torch._utils": "_rebuild_parameter"}),
-    (Kind(given.without_hooks(2), state_at=3, weights_only=True), {"torch._utils": "_rebuild_parameter_with_state"}),
+    (
+        Kind(given.parameter_with_state, state_at=3, weights_only=True),
+        {"torch._utils": "_rebuild_parameter_with_state"},
+    ),
     (Kind(given.without_hooks(6), weights_only=True), {"torch._utils": "_rebuild_qtensor"}),
     (
         Kind(given.rebuild_and_class, state_at=3, stands=False),  # it sets any attribute of what any function gives

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -70,6 +70,11 @@ def reference(path: Path) -> None:
 
 
 def cases() -> Iterator[Case]:
+    """All of them; a name is one word, and a file's."""
+    return (replace(case, name=re.sub(r"[^\w.%-]+", "_", case.name)) for case in _cases())
+
+
+def _cases() -> Iterator[Case]:
     for name in PRODUCERS:
         yield Case(name, lambda folder, name=name: make(name, folder))
     for path in [*sorted((ROOT / "fixtures").glob("*.pt")), *sorted((ROOT / "fixtures" / "versions").glob("*.pt"))]:
@@ -91,8 +96,7 @@ def cases() -> Iterator[Case]:
         yield from _broken(folder.name, whole)
     for number, (title, data) in enumerate(everything()):
         if len(data) <= LARGE or number % 8 == 0:
-            name = re.sub(r"[^\w.%-]+", "_", f"hostile-{title}")
-            yield Case(name, lambda folder, data=data: _written(data, folder), commands.hostile)
+            yield Case(f"hostile-{title}", lambda folder, data=data: _written(data, folder), commands.hostile)
     yield Case("usage", lambda folder: make("training.pt", folder), commands.usage)
 
 
@@ -107,7 +111,7 @@ def _broken(name: str, whole: Path) -> Iterator[Case]:
             mutation.do(folder)
             return folder
 
-        yield Case(re.sub(r"[^\w.%-]+", "_", f"broken-{name}-{mutation}"), broken, commands.hostile)
+        yield Case(f"broken-{name}-{mutation}", broken, commands.hostile)
 
 
 def _written(data: bytes, folder: Path) -> Path:
