@@ -252,7 +252,7 @@ class _Lexer:
                 pos = self._line(pos + 1)
             return pos + 1
         if op in _FIXED:
-            return self._have(pos, 1 + _FIXED[op])
+            return self._have(pos, 1 + _FIXED[op]) + 1 + _FIXED[op]
         if op == _FRAME:
             return self._enter_frame(pos)
         if op in REFUSED:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pickle
 import random
 import struct
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.checkpoint import InlineBytes
 from ckptool.errors import CkptoolError, Corrupt
+from ckptool.pickles.skeleton import reaches_a_call
 from tests.support.cli import Run
 
 PROGRAM = b"cposix\nmkdir\n(V%b\ntR0"
@@ -84,6 +89,41 @@ def test_beside_weights_they_are_seen_whatever_they_are_called(tmp_path: Path) -
             assert row.state != "good", row
         path.unlink()
     (Path("/tmp") / f"ckptool-{os.getpid()}").rmdir()
+
+
+class Caller(pickle.Unpickler):
+    """Python's own machine; what a program names is found, and calling it is kept."""
+
+    called = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            self.called = True
+
+        return type("Named", (), {"__new__": call, "__setstate__": call})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+PARTS = (*VALUES, b"cos\nsystem\n", b"\x8c\2os\x8c\6system\x93", b"(ios\nsystem\n", b"\x85", b"\x94", b"q\0", b"h\0",
+         b"\x8f", b"\x90", b"\x81", b"\x92", *(bytes([each]) for each in b"()Rob}suea02tQ"))  # fmt: skip
+
+
+def test_a_call_that_pickle_makes_is_reached(tmp_path: Path) -> None:
+    """Random programs, some with random bytes in them: none is walked without an end, and no call is overlooked."""
+    dice, calls = random.Random(6), 0
+    for _ in range(4000):
+        parts = dice.choices(PARTS, k=dice.randrange(1, 14))
+        if dice.random() < 0.3:
+            parts.insert(dice.randrange(len(parts)), dice.randbytes(dice.randrange(1, 4)))
+        program = b"".join(parts) + b"."
+        machine = Caller(io.BytesIO(program))
+        with contextlib.suppress(Exception):
+            machine.load()
+        calls += machine.called
+        assert reaches_a_call(InlineBytes(program)) >= machine.called, program
+    assert calls > 100
 
 
 def test_headers_of_every_length_are_no_pickles(tmp_path: Path) -> None:
