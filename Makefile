@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
-.PHONY: help venv test lint pytest house docs demo bench soak golden engines fuzz fixtures browser pictures clean
+.PHONY: help venv test lint pytest house docs demo bench soak golden mutants engines fuzz fixtures browser pictures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
 	@echo "make golden    every verb on 840 files and folders against the record of what it did, in tests/golden"
+	@echo "make mutants   300 edits of the code, each of which the tests must notice as they did: two hours"
 	@echo "make engines   the real engines (DeepSpeed, accelerate, ...) write folders, which are read; installs them apart"
 	@echo "make browser   the tests of the report page in Chromium, which it installs from Debian where it may"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
@@ -64,6 +65,10 @@ soak: $(STAMP)
 
 golden: $(STAMP)
 	$(BIN)/python -m tests.golden
+
+mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	$(BIN)/python -m tests.mutants
 
 # An environment of its own: the engines need other versions than the tests do. DeepSpeed is built without its kernels.
 ENGINES := .venv-engines

@@ -1,0 +1,12 @@
+"""How much the tests notice: `make mutants`.
+
+Seeded edits of operators, constants and branches, spread over the rooms of the package by their lines. Each is made in
+a clone, and the tests that run the edited function are run until one fails, or until they have had two minutes of
+processor time. `list.jsonl` says of each what killed it: the judge of every change of the tests.
+
+    python -m tests.mutants            the edits in the list that were killed, each of which must be killed again
+    python -m tests.mutants --write    edits drawn anew from the code as it is; no room's killed share may fall by more
+                                       than three points
+
+Which test runs which function is measured once a commit, with coverage: `build/mutants`.
+"""

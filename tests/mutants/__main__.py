@@ -1,0 +1,144 @@
+"""Tries the edits in clones, and compares with the list."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from coverage import CoverageData
+
+from tests.mutants import __doc__ as usage
+from tests.mutants import clones, edits
+from tests.mutants.edits import Edit
+
+LIST = Path(__file__).with_name("list.jsonl")
+SURVIVED, UNTESTED = "survived", "no test runs it"
+FIRST = 12  # seconds of tests that are tried before the others: most edits need no more
+FALL = 3  # points
+
+Row = tuple[Edit, str]  # an edit, and what killed it
+
+
+class Tests:
+    """Which tests run a function, the quickest first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = CoverageData(str(folder / "coverage"))
+        self.data.read()
+        rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
+        self.seconds = {name: seconds for name, seconds, passed in rows if passed}
+        self.files = {
+            Path(name).as_posix().rpartition("/ckptool/ckptool/")[2]: name for name in self.data.measured_files()
+        }
+
+    def of(self, edit: Edit) -> list[str]:
+        """As many as take the time that an edit has."""
+        name = self.files.get(edit.path.removeprefix("ckptool/"))
+        by_line = self.data.contexts_by_lineno(name) if name else {}
+        first, last = edit.lines
+        found = {test for line in range(first, last + 1) for test in by_line.get(line, ())} & self.seconds.keys()
+        left, chosen = float(clones.SECONDS), []
+        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
+            left -= self.seconds[test] + 0.02
+            if left < 0:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def tried(edit: Edit, tests: list[str], root: Path) -> str:
+    """The test that fails with an edit; SURVIVED if none does."""
+    if not tests:
+        return UNTESTED
+    path = root / edit.path
+    whole = path.read_bytes()
+    path.write_bytes(edit.made(whole))
+    try:
+        for some in (tests[:40], tests[40:]):
+            code, out = clones.run(root, some, 2 * clones.SECONDS) if some else (0, "")
+            if code:
+                failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", out, re.M)
+                return failed[1] if failed else ("out of time" if code < 0 else f"exit {code}")
+        return SURVIVED
+    finally:
+        path.write_bytes(whole)
+
+
+def all_tried(found: list[Edit], jobs: int) -> Iterator[Row]:
+    tests = Tests(clones.measured())
+    roots = SimpleQueue[Path]()
+    for number in range(jobs):
+        roots.put(clones.clone(number))
+
+    def one(edit: Edit, chosen: list[str]) -> str:
+        root = roots.get()
+        try:
+            return tried(edit, chosen, root)
+        finally:
+            roots.put(root)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from zip(found, pool.map(one, found, [tests.of(edit) for edit in found]), strict=True)
+    for number in range(jobs):
+        shutil.rmtree(clones.WORK / str(number), ignore_errors=True)
+
+
+def read() -> list[Row]:
+    rows = (json.loads(line) for line in LIST.read_text().splitlines()) if LIST.exists() else ()
+    return [(Edit(**{**row[0], "lines": tuple(row[0]["lines"])}), row[1]) for row in rows]
+
+
+def shares(rows: list[Row]) -> dict[str, tuple[int, int]]:
+    """For each room how many edits were killed, and how many there are."""
+    killed = Counter(edit.room for edit, how in rows if how not in (SURVIVED, UNTESTED))
+    return {room: (killed[room], count) for room, count in sorted(Counter(edit.room for edit, _ in rows).items())}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="draw anew, and write the list")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="clones at a time")
+    parser.add_argument("--only", default="", metavar="ROOM", help="only the edits of this room")
+    parser.add_argument("--map", action="store_true", help="only measure which test runs which function")
+    options = parser.parse_args()
+    if subprocess.run(
+        ["git", "diff", "--quiet", "HEAD", "--", "ckptool", "tests"], cwd=clones.ROOT, check=False
+    ).returncode:
+        parser.error("commit first: clones are made of the commit")
+    if options.map:
+        print(clones.measured())
+        return 0
+    before = read()
+    again = [edit for edit, how in before if how not in (SURVIVED, UNTESTED)]
+    found = edits.drawn(clones.ROOT) if options.write else again
+    now: list[Row] = []
+    for edit, how in all_tried([edit for edit in found if options.only in ("", edit.room)], options.jobs):
+        now.append((edit, how))
+        print(f"{edit.path}:{edit.line} {edit.function}: {edit.old[:60]!r} -> {edit.new[:60]!r}: {how}", flush=True)
+    old, worse = shares(before), []
+    for room, (killed, count) in shares(now).items():
+        was = old.get(room, (0, 0)) if options.write else (count, count)
+        print(
+            f"{room:12} {killed:4} of {count:4} killed, {killed / count:.0%}"
+            + (f" (was {was[0]} of {was[1]})" if was[1] else "")
+        )
+        if was[1] and 100 * killed / count < 100 * was[0] / was[1] - (FALL if options.write else 0):
+            worse.append(room)
+    if options.write and not options.only:
+        LIST.write_text("".join(json.dumps([vars(edit), how]) + "\n" for edit, how in now))
+    print("killed less than before: " + ", ".join(worse) if worse else "nowhere less than before")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Edits of operators, constants and branches, drawn with a seed."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SEED = 12
+COUNT = 300
+FEWEST = 6  # of a room
+SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Continue: ast.Break,
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Bytes of a file that become others.
+
+    function: its qualified name.  lines: the first and the last of the function's body.  start, end: in the file.
+    """
+
+    path: str
+    function: str
+    lines: tuple[int, int]
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+    @property
+    def room(self) -> str:
+        parts = Path(self.path).parts
+        return parts[1] if len(parts) > 2 else "."
+
+    def made(self, data: bytes) -> bytes:
+        """The file with the edit. Raises `LookupError` if it is no longer the file that the edit is of."""
+        if data[self.start : self.end] != self.old.encode():
+            raise LookupError(f"{self.path}:{self.line} is not {self.old!r}")
+        return data[: self.start] + self.new.encode() + data[self.end :]
+
+
+def drawn(root: Path) -> list[Edit]:
+    """The edits of the package in a checkout: for each room as many as it has lines."""
+    found: dict[str, list[Edit]] = {}
+    lines: dict[str, int] = {}
+    for path in sorted((root / "ckptool").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        edits = list(edits_of(name, path.read_bytes()))
+        room = Edit(name, "", (0, 0), 0, 0, 0, "", "").room
+        found.setdefault(room, []).extend(edits)
+        lines[room] = lines.get(room, 0) + len(path.read_bytes().splitlines())
+    total = sum(lines.values())
+    return [
+        edit
+        for room, edits in sorted(found.items())
+        for edit in random.Random(f"{SEED} {room}").sample(
+            edits, min(len(edits), max(FEWEST, round(COUNT * lines[room] / total)))
+        )
+    ]
+
+
+def edits_of(name: str, data: bytes) -> Iterator[Edit]:
+    """Every edit in a file's functions; not in annotations, defaults and decorators, which run at import."""
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def walk(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[Edit]:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = f"{function}.{node.name}" if function else node.name
+            if not isinstance(node, ast.ClassDef):
+                lines = node.body[0].lineno, node.end_lineno or 0
+            for statement in node.body:
+                yield from walk(statement, inner, lines)
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                yield from walk(node.value, function, lines)
+            return
+        new = changed(node) if lines[1] else None
+        if new is not None:
+            start = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+            end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+            old = data[start:end].decode()
+            yield Edit(name, function, lines, node.lineno, start, end, old, new)  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.JoinedStr):  # what a message says
+                yield from walk(child, function, lines)
+        if isinstance(node, (ast.If, ast.IfExp)):
+            test = node.test
+            start, end = starts[test.lineno - 1] + test.col_offset, starts[test.end_lineno - 1] + test.end_col_offset  # type: ignore[operator]
+            old = data[start:end].decode()
+            yield Edit(name, function, lines, test.lineno, start, end, old, f"(not ({old}))")
+
+    yield from walk(ast.parse(data), "", (0, 0))
+
+
+def changed(node: ast.AST) -> str | None:
+    """The text of a node with another operator or constant; None for one that has none."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPPED:
+        return f"({ast.unparse(ast.Compare(node.left, [SWAPPED[type(node.ops[0])]()], node.comparators))})"  # type: ignore[list-item]
+    if isinstance(node, ast.BoolOp):
+        return f"({ast.unparse(ast.BoolOp(SWAPPED[type(node.op)](), node.values))})"  # type: ignore[arg-type]
+    if isinstance(node, ast.BinOp) and type(node.op) in SWAPPED and not any(map(_text, (node.left, node.right))):
+        return f"({ast.unparse(ast.BinOp(node.left, SWAPPED[type(node.op)](), node.right))})"  # type: ignore[arg-type]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return f"bool({ast.unparse(node.operand)})"
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return str(not node.value if type(node.value) is bool else int(node.value) + 1)
+    return "break" if isinstance(node, ast.Continue) else None
+
+
+def _text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))
