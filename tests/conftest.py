@@ -11,6 +11,8 @@ import pytest
 from ckptool.cli import main
 from tests.support.cli import Ran, Run
 
+pytest_plugins = ["tests.guard"]
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:

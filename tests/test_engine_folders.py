@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.support.cli import Run
 from tests.support.engine_cases import check_case, committed_cases, judged_layouts, scripts
+from tests.support.looped import looped
 
 
-@pytest.mark.parametrize("case", committed_cases(), ids=lambda case: case.name)
+@looped("case", committed_cases(), ids=lambda case: case.name, at_once=12)
 def test_a_folder_is_one_checkpoint_with_the_values_of_its_engine(case: Path, tmp_path: Path, run: Run) -> None:
     check_case(case, tmp_path, run)
 

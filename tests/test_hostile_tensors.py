@@ -26,6 +26,7 @@ from tests.support.hostile_inputs import (
     tensor,
 )
 from tests.support.hostile_tensors import ACCEPTED, REFUSED, W
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.watched import LOOKING, Seen, Watched, watched
 
@@ -51,7 +52,7 @@ def opened_input(title: str, folder: Path) -> ckptool.Checkpoint:
     return read(written(pickle_zip(*ACCEPTED[title]), folder / "input.pt"))
 
 
-@pytest.mark.parametrize("title", REFUSED)
+@looped("title", REFUSED)
 def test_impossible_tensors_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle, records, error = REFUSED[title]
     contents = pickle_zip(pickle, records)

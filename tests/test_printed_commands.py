@@ -24,6 +24,7 @@ from ckptool.checkpoint.paths import parted
 from ckptool.cli import COMMANDS
 from ckptool.reports.error_texts import KNOWN
 from ckptool.reports.fixes import Chain
+from tests.support.looped import looped
 
 SOURCE = Path(ckptool.__file__).parent
 
@@ -54,7 +55,7 @@ def calls() -> list[tuple[str, ast.Call]]:
     ]
 
 
-@pytest.mark.parametrize(("place", "call"), calls())
+@looped(("place", "call"), calls())
 def test_every_command_in_the_source_is_one_of_the_parser(place: str, call: ast.Call) -> None:
     verb, *arguments = call.args
     assert isinstance(verb, ast.Constant) and verb.value in COMMANDS
@@ -174,7 +175,7 @@ def written_out() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("place", "line"), written_out())
+@looped(("place", "line"), written_out())
 def test_a_command_that_is_written_out_parses(place: str, line: str) -> None:
     words = [
         {"…": "X", "X": "2"}.get(word, word) for word in shlex.split(line.replace("> run.yaml", ""), comments=True)

@@ -23,6 +23,7 @@ from ckptool import reports as ckptool_reports
 from ckptool.checkpoint import registry
 from ckptool.cli import options
 from ckptool.verbs import _save
+from tests.support.looped import looped
 
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
@@ -93,7 +94,7 @@ print([name for name in ("torch", "pickle", "rich", "typer") if name in sys.modu
 # Verbs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VERBS)
+@looped("name", VERBS)
 def test_verb(name: str) -> None:
     function = getattr(import_module(f"ckptool.verbs.{name}"), name)
     assert inspect.isfunction(function) and function.__module__ == f"ckptool.verbs.{name}"
@@ -102,7 +103,7 @@ def test_verb(name: str) -> None:
     assert getattr(ckptool, name) is function and name in ckptool.__all__
 
 
-@pytest.mark.parametrize("name", VERBS)
+@looped("name", VERBS)
 def test_help_shows_every_option(name: str) -> None:
     function = getattr(ckptool, name)
     shown = inspect.signature(function).parameters
@@ -140,7 +141,7 @@ def test_the_drawing_shows_the_bases() -> None:
         assert getattr(errors, name).__bases__[0] is getattr(errors, above)
 
 
-@pytest.mark.parametrize("error", CLASSES)
+@looped("error", CLASSES)
 def test_error(error: type[errors.CkptoolError]) -> None:
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", error.code)
     assert error.exit_code == {errors.NoMatch: 1, errors.PlanRefused: 1, errors.NoneValid: 3}.get(error, 2)

@@ -26,6 +26,7 @@ import torch
 from ckptool import cli
 from ckptool.reports.explain import all_codes
 from fixtures.readme import make_readme_files
+from tests.support.looped import looped
 
 HOME = Path(__file__).parent.parent
 README = HOME / "README.md"
@@ -265,7 +266,7 @@ def test_the_readme_has_a_line_for_every_command() -> None:
     assert [name for name in cli.COMMANDS if not re.search(rf"`{name} ", table)] == []
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+@looped("name", sorted(cli.COMMANDS))
 def test_the_page_of_commands_has_every_option(name: str) -> None:
     text = sections(re.sub(r"```.*?```", "", (HOME / "docs" / "commands.md").read_text(), flags=re.DOTALL))
     shared = set(re.findall(r"`(-[a-z-]+)", text["Options of many commands"]))

@@ -17,6 +17,7 @@ from ckptool.checkpoint.commands import VERBS, function_name
 from ckptool.cli import parser
 from ckptool.reports.error_texts import KNOWN, recognised
 from ckptool.reports.schema import schema
+from tests.support.looped import looped
 
 HOME = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium")
@@ -52,7 +53,7 @@ def test_every_known_message_has_a_page_that_is_titled_with_it(generated: Module
         assert all(fix.with_words(known.found(message)).__str__() in text for fix in known.fixes)
 
 
-@pytest.mark.parametrize("name", VERBS)
+@looped("name", VERBS, at_once=13)
 def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, generated: ModuleType) -> None:
     text = generated.pages()[f"reference/{function_name(name)}.md"]
     shown = [parameter for parameter in parser([name]).commands[name].params if not parameter.hidden]

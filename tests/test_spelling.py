@@ -30,6 +30,7 @@ from ckptool.cli import main
 from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
 from ckptool.verbs import _save
 from tests.support.command_options import options_of
+from tests.support.looped import looped
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
 COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
@@ -61,7 +62,7 @@ def arguments_of(command: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("command", [name for name, verb in VERBS.items() if verb.in_python])
+@looped("command", [name for name, verb in VERBS.items() if verb.in_python])
 def test_every_option_has_a_spelling_in_python_that_its_function_takes(command: str) -> None:
     for option in options_of(command):
         if not option.flag or option.flag in SHELL_ONLY or option.flag in ("--quiet", "--dir", "--exhaustive"):
@@ -229,7 +230,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@looped("name", CALLS)
 def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
     with pytest.raises(CkptoolError) as caught:
         CALLS[name]()
@@ -242,7 +243,7 @@ INPUTS = ["none.pt", "notes.txt", "empty.pt", "cut.pt", "odd.pt", "one.pt#zzz", 
 PUBLIC = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 
 
-@pytest.mark.parametrize("name", sorted({*PUBLIC} - {"train", "resume", "prove", "spec", "save_for_cpu"}))
+@looped("name", sorted({*PUBLIC} - {"train", "resume", "prove", "spec", "save_for_cpu"}))
 def test_every_function_speaks_python_of_every_input(name: str, folder: Path) -> None:
     Path("notes.txt").write_text("nothing")
     Path("empty.pt").touch()

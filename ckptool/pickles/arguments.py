@@ -327,14 +327,17 @@ def parameter_with_state(args: Arguments) -> bool:
 
 
 def new_attributes(states: Arguments) -> bool:
-    """True if a state sets no attribute that a tensor has: `data` would change its values, `__class__` what it is."""
-    both = (part for state in states for part in (state if type(state) is tuple else (state,)) if part is not None)
-    return all(
-        isinstance(part, dict)
-        and not getattr(part, "attributes", None)  # an `items` among them would be called
-        and _OF_TENSORS.isdisjoint(part)
-        and not _dunder(part)
-        for part in both
+    """True if a state sets no attribute that a tensor has: `data` would change its values, `__class__` what it is.
+
+    A state is a dictionary, or two; others are for `__setstate__` of classes that have one.
+    """
+    pairs = (state if type(state) is tuple and len(state) == 2 else (state,) for state in states)
+    return not any(
+        isinstance(part, Object)
+        or (isinstance(part, dict) and (not _OF_TENSORS.isdisjoint(part) or _dunder(part)))
+        or getattr(part, "attributes", None)  # an `items` among them would be called
+        for pair in pairs
+        for part in pair
     )
 
 

@@ -18,6 +18,7 @@ from ckptool.bridge import stock_safetensors
 from ckptool.bridge.storages import untyped
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from tests.support.files import torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 VALUE = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.zeros(0, 3), "c": torch.tensor(7), "d": torch.ones(3).half()}
@@ -34,7 +35,7 @@ def _file(fields: dict[str, tuple[str, list[int], bytes]], path: Path, pad: int 
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("kind", sorted(BY_SAFETENSORS))
+@looped("kind", sorted(BY_SAFETENSORS))
 def test_every_dtype_at_every_alignment(kind: str, mmap: bool, tmp_path: Path) -> None:
     dtype = BY_SAFETENSORS[kind]
     factor = 2 if kind == "F4" else 1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from ckptool import bridge
 from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved, torch_bytes
+from tests.support.looped import looped
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(TRAPS) if name[:2] in ("06", "07", "08", "09", "10")])
+@looped("name", [name for name in sorted(TRAPS) if name[:2] in ("06", "07", "08", "09", "10")])
 def test_one_entry_as_a_tensor(name: str, tmp_path: Path) -> None:
     path = saved(TRAPS[name](), tmp_path / "x.pt")
     expected, tree = load(path), read(path).tree

@@ -13,9 +13,10 @@ import torch
 
 from ckptool.checkpoint.dtypes import DTYPES, by_name, dtype_of
 from ckptool.errors import UsageError
+from tests.support.looped import looped
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("dtype", DTYPES, ids=str)
 def test_a_type_is_known_by_every_name_and_object_that_stands_for_it(dtype: Any) -> None:
     assert dtype_of(dtype) is dtype_of(dtype.name) is dtype_of(dtype.torch) is dtype_of(f"torch.{dtype.torch}") is dtype
     if hasattr(torch, dtype.torch):

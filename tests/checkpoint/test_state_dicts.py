@@ -24,6 +24,7 @@ from ckptool.formats.opening import part_of
 from fixtures.make import PRODUCERS, make
 from tests.support.errors import three_parts
 from tests.support.files import opened, saved, weights
+from tests.support.looped import looped
 
 MODEL = weights("fc.weight", "fc.bias")
 OTHER = weights("fc.weight", "fc.bias", "out.weight")
@@ -168,7 +169,7 @@ LAYOUTS: dict[str, tuple[Any, list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@looped("name", LAYOUTS)
 def test_layout(name: str, tmp_path: Path) -> None:
     value, expected = LAYOUTS[name]
     found = find_state_dicts(opened(value, tmp_path))

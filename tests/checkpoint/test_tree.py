@@ -28,6 +28,7 @@ from ckptool.errors import Ambiguous, UnsafeObject, UsageError
 from ckptool.pickles.calls import refuse_unknown, uses_of
 from fixtures.traps import TRAPS
 from tests.support.files import opened
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 
 F32 = by_name("f32")
@@ -179,7 +180,7 @@ def test_addresses_of_one_file_are_distinct() -> None:
 # Copies --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_a_copy_is_the_same_graph(name: str, tmp_path: Path) -> None:
     tree = opened(TRAPS[name](), tmp_path).tree
     assert_same_tree(tree, rebuild(tree))

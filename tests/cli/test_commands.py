@@ -17,11 +17,12 @@ import torch
 from ckptool.cli import COMMANDS, main
 from tests.support.cli import Ran, done
 from tests.support.files import load
+from tests.support.looped import looped
 
 Run = Callable[..., Ran]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@looped("command", ["", *COMMANDS])
 def test_help(command: str, run: Run) -> None:
     text = done(run(*command.split(), "--help"))
     assert "Usage: ckptool" in text and (not command or "--json" in text)

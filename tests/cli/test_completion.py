@@ -31,6 +31,7 @@ from ckptool.cli.output import in_words
 from ckptool.errors import CkptoolError
 from ckptool.verbs._completion import addresses, quoted_on, words_of
 from tests.support.cli import Run, done
+from tests.support.looped import looped
 from tests.support.shells import STARTED, Shell
 
 NAMES = [
@@ -232,7 +233,7 @@ def reachable(tree: Any, text: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@looped("verb", VERBS)
 def test_every_option_and_value_offered_is_one_of_the_verb(verb: str) -> None:
     command = parser([verb]).commands[verb]
     options = {name: option for option in command.params for name in option.opts if name.startswith("-")}

@@ -12,6 +12,7 @@ import pytest
 
 from ckptool.cli import output
 from tests.support.cli import Ran
+from tests.support.looped import looped
 
 Run = Callable[..., Ran]
 
@@ -88,7 +89,7 @@ def folder(files: Path) -> Path:
     return files
 
 
-@pytest.mark.parametrize("name", BAD)
+@looped("name", BAD)
 def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path, run: Run) -> None:
     import shlex
 

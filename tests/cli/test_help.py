@@ -19,6 +19,7 @@ from torch import nn
 from ckptool.cli import COMMANDS, function_of, main
 from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
+from tests.support.looped import looped
 
 EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
 TRAINING = (
@@ -84,7 +85,7 @@ def test_the_examples_run(command: str, examples: Path) -> None:
             assert os.path.exists(words[words.index("-o") + 1]), line
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@looped("command", COMMANDS)
 def test_the_help_shows_the_examples_and_asks_flags_for_nothing(command: str, run: Run) -> None:
     text = done(run(command, "--help"))
     assert all(line in text for line, _ in EXAMPLES[command])

@@ -15,6 +15,7 @@ import torch
 from ckptool.cli import COMMANDS
 from tests.support.cli import Ran
 from tests.support.command_options import Option, options_of
+from tests.support.looped import looped
 
 Run = Callable[..., Ran]
 FOREIGN = ("Invalid value", "Possible options", "Value error", "No such", "Missing ", "Got unexpected", "Input should")
@@ -35,7 +36,7 @@ def usage_error(ran: Ran) -> str:
     return ran.err
 
 
-@pytest.mark.parametrize(("command", "option"), every(lambda option: option.choices != () or option.number is not None))
+@looped(("command", "option"), every(lambda option: option.choices != () or option.number is not None))
 def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
     command: str, option: Option, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,7 +47,7 @@ def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
     assert option.number is None or "number" in told
 
 
-@pytest.mark.parametrize(("command", "option"), every(lambda option: True))
+@looped(("command", "option"), every(lambda option: True))
 def test_an_option_without_its_value_and_a_flag_with_one_are_told(command: str, option: Option, run: Run) -> None:
     told = usage_error(
         run(command, "a.pt", f"{option.flag}=x") if option.is_flag else run(command, "a.pt", option.flag)
@@ -54,7 +55,7 @@ def test_an_option_without_its_value_and_a_flag_with_one_are_told(command: str, 
     assert option.flag in told and "value" in told
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@looped("command", COMMANDS)
 def test_an_unknown_option_names_the_nearest(command: str, run: Run) -> None:
     assert "has no option --jsom" in (told := usage_error(run(command, "a.pt", "--jsom"))) and "mean --json?" in told
 

@@ -13,6 +13,7 @@ from ckptool.checkpoint import row_major_strides
 from ckptool.errors import Unsupported
 from ckptool.formats.boxes import Chunk, assembled, boxes_between, covers
 from tests.support.entries import entry_of
+from tests.support.looped import looped
 from tests.support.processes import quickest
 
 
@@ -39,7 +40,7 @@ def random_boxes(shape: tuple[int, ...], cuts: int, chosen: Any) -> list[Any]:
     return boxes
 
 
-@pytest.mark.parametrize("seed", range(12))
+@looped("seed", range(12))
 @pytest.mark.parametrize("shape", [(12,), (7, 9), (5, 1, 6), (3, 4, 2, 5), (0, 4)])
 def test_any_division_gives_the_tensor(shape: tuple[int, ...], seed: int) -> None:
     chosen = random.Random(seed)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.support.budget import meets_budget
 from tests.support.hostile_streams import INPUTS
+from tests.support.looped import looped
 
 
-@pytest.mark.parametrize("name", INPUTS)
+@looped("name", INPUTS)
 def test_hostile_streams_cost_little(name: str) -> None:
     contents: Any = INPUTS[name]
     data = contents() if callable(contents) else contents

@@ -27,6 +27,7 @@ from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.files import carry_out, load, saved, weights, written
+from tests.support.looped import looped
 from tests.support.npz_files import SAVERS, each_saver, numpy_file, numpy_sees, same_bits, sample_arrays
 from tests.support.zip_mutants import around, lie
 from tests.support.zip_pieces import OF_PIECES, apart
@@ -190,7 +191,7 @@ def test_round_trip(how: str, tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = read(contract.vector(name, tmp_path))
     error = contract.refusal(lambda: npz.write(checkpoint))

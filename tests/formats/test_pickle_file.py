@@ -24,6 +24,7 @@ from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
 from ckptool.pickles.plain.values import plain
 from tests.support.files import CORPUS, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
 
 # Every protocol ------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def test_all_protocols_give_one_tree(protocol: int, tmp_path: Path) -> None:
 
 @each
 @pytest.mark.parametrize("optimized", [False, True], ids=["as it is", "optimized"])
-@pytest.mark.parametrize(
+@looped(
     "value",
     [{}, [], {"a": 1}, [1, 2], (1, 2), ("a", {}), ((1,), 2), {"a": [1]}, collections.OrderedDict(), [[[]]], ([],)],
     ids=repr,

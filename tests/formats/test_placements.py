@@ -16,6 +16,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.errors import LimitExceeded
 from ckptool.formats.boxes import Joiner
 from ckptool.formats.placements import Axis, Mesh, blocks, encoded_order, runs_of
+from tests.support.looped import looped
 
 I64 = BY_TORCH["int64"]
 
@@ -54,7 +55,7 @@ def axis_of(placement: object) -> Axis:
     return placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(400))
+@looped("seed", range(400))
 def test_any_mesh_and_placements_give_the_places_that_torch_gives(seed: int) -> None:
     shape, sizes, placements = random_case(seed)
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -78,7 +79,7 @@ def indices(runs: list[list[tuple[int, int]]]) -> list[int]:
     return [first + n for first, length in runs[0] for n in range(length)]
 
 
-@pytest.mark.parametrize("rows", [*range(1, 41), 97])
+@looped("rows", [*range(1, 41), 97])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 2), (2, 4), (4, 3)])
 def test_rows_that_do_not_divide_are_where_fsdp_beside_tensor_parallelism_puts_them(
     rows: int, dp: int, tp: int

@@ -20,6 +20,7 @@ from ckptool.formats import safetensors as ours
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.files import carry_out, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 
 
@@ -38,7 +39,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The law --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     value = TRAPS[name]()
     checkpoint = read(written(torch_bytes(value), tmp_path / "a.pt"))
@@ -198,7 +199,7 @@ HEADERS: dict[str, tuple[Any, bytes, type[CkptoolError]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEADERS)
+@looped("name", HEADERS)
 def test_a_hostile_header_is_refused_with_its_file_named(name: str, tmp_path: Path) -> None:
     header, data, error = HEADERS[name]
     with pytest.raises(error) as caught:

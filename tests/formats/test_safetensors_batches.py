@@ -13,6 +13,7 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import read, strict_json
 from ckptool.formats.safetensors import METADATA
 from tests.support.files import written
+from tests.support.looped import looped
 
 KINDS = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1, "F8_E4M3": 1, "F4": 0.5, "C64": 8}
 
@@ -77,7 +78,7 @@ def _judged(path: Path) -> Any:
     return entries, found.metadata, [note.message for note in found.notes]
 
 
-@pytest.mark.parametrize("seed", range(400))
+@looped("seed", range(400))
 def test_a_header_is_judged_as_member_by_member(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     fields = _header(rng, rng.choice([3, 40, 700]))

@@ -24,6 +24,7 @@ from fixtures.traps import TRAPS
 from tests.support.files import carry_out, load, torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickle_bytes, storage_id, stream
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -34,7 +35,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 PROTOCOL_OF = {name: (1, 2, 3, 4, 5)[number % 5] for number, name in enumerate(TRAPS)}
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_vector_is_read_as_from_a_zip_and_written_as_torch_loads_it(name: str, tmp_path: Path) -> None:
     value, protocol = TRAPS[name](), PROTOCOL_OF[name]
     original = written(torch_bytes(value, pickle_protocol=protocol, **LEGACY), tmp_path / "legacy.pt")

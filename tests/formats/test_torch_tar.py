@@ -24,6 +24,7 @@ from ckptool.formats import read, torch_zip
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
 from tests.support.files import carry_out, load, written
 from tests.support.legacy_streams import Made, Pid, block, pickle_bytes
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.tar_files import (
     EVIL,
@@ -221,7 +222,7 @@ def test_another_number_of_dimensions_is_refused(rank: int, tmp_path: Path) -> N
     assert isinstance(error, Corrupt) and "dimensions" in error.what
 
 
-@pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
+@looped("changes", WRONG.values(), ids=WRONG)
 def test_members_that_contradict_each_other_are_refused(changes: dict[str, bytes], tmp_path: Path) -> None:
     assert isinstance(tar_refused(by_hand(**changes), tmp_path), (Corrupt, Truncated, Unsupported))
 

@@ -19,6 +19,7 @@ from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.entries import entry_of
 from tests.support.files import carry_out, load, rewritten, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.small_zips import tied_state
 from tests.support.zips import record_starts
@@ -29,7 +30,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 # The law --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_trap_comes_back_as_the_same_tree(name: str, tmp_path: Path) -> None:
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"
     checkpoint = read(original)
@@ -56,7 +57,7 @@ def test_an_untouched_file_is_written_byte_for_byte(name: str, tmp_path: Path) -
     assert (tmp_path / "out.pt").read_bytes() == original.read_bytes()
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_trap_comes_back_with_new_records(name: str, tmp_path: Path) -> None:
     """As a tree from another container is written: no record of the old file is copied."""
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"

@@ -23,6 +23,7 @@ from ckptool.formats.tree_record.packing import pack
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.files import carry_out, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree
 
@@ -44,7 +45,7 @@ def in_memory(tree: Any) -> Checkpoint:
     return Checkpoint(tree, "torch-zip")
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_trap_comes_back_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     checkpoint = read(original)
@@ -61,7 +62,7 @@ def test_every_trap_comes_back_or_is_refused_by_name(name: str, tmp_path: Path) 
     contract.same_for_torch(original, tmp_path / "back.pt", mmap=True)
 
 
-@pytest.mark.parametrize("name", [n for n in TRAPS if n not in REFUSED])
+@looped("name", [n for n in TRAPS if n not in REFUSED])
 def test_safetensors_opens_it_and_sees_the_values(name: str, tmp_path: Path) -> None:
     carry(read(contract.vector(name, tmp_path)), tmp_path / "a.safetensors")
     value = TRAPS[name]()
@@ -148,7 +149,7 @@ def entries(base: torch.Tensor, **views: torch.Tensor) -> Any:
     return {"base": base, **views}
 
 
-@pytest.mark.parametrize(
+@looped(
     "shape_and_stride",
     [
         ((1, 3), (7, 1)),

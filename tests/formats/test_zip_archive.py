@@ -18,6 +18,7 @@ from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from ckptool.formats.zip.writer import moved_entry
 from tests.support.files import torch_bytes, written
+from tests.support.looped import looped
 from tests.support.zips import record_starts
 
 Edit = Callable[[bytes], bytes]
@@ -153,7 +154,7 @@ def test_the_file_itself_is_read(tmp_path: Path) -> None:
     assert list(read(written(FILE, tmp_path / "a.pt")).tree) == ["w", "v"]
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@looped("name", BROKEN)
 def test_a_broken_archive_is_refused_and_left_as_it_was(name: str, tmp_path: Path) -> None:
     edit, error = BROKEN[name]
     data = edit(FILE)

@@ -56,7 +56,7 @@ def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
         errors="replace",
         start_new_session=True,
         preexec_fn=_limited,
-        env={**os.environ, "TMPDIR": str(_temporary(root)), "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+        env={**os.environ, "TMPDIR": str(_temporary(root)), "PYTEST_ADDOPTS": "-p no:cacheprovider -p no:guard"},
     )
     try:
         out = process.communicate(timeout=seconds)[0]
@@ -101,7 +101,7 @@ def measured() -> Path:
     subprocess.run(
         [root / ".venv" / "bin" / "python", *command],
         cwd=root,
-        env={**os.environ, "MUTANTS_TESTS": str(tests)},
+        env={**os.environ, "MUTANTS_TESTS": str(tests), "PYTEST_ADDOPTS": "-p no:guard"},
         check=False,
     )
     combine = ["-m", "coverage", "combine", "-q", f"--rcfile={rc}", f"--data-file={folder}/coverage", f"{folder}/data"]

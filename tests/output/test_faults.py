@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from ckptool.formats import SHARDED, WRITERS
 from tests.support.faults import TEMPORARY, Bench, Ended, FaultPoint, error_points, kill_points, signal_points
 from tests.support.files import load, torch_bytes
+from tests.support.looped import looped
 from tests.support.power_loss import after_power_loss
 from tests.support.same import assert_same_objects
 
@@ -383,7 +384,7 @@ def sweep(kind: str, trial: Trial, at_most: int | None = None) -> int:
     return len(points)
 
 
-@pytest.mark.parametrize("case", CASES)
+@looped("case", CASES)
 def test_a_fault_at_a_sample_of_points_leaves_old_or_new(case: str, bench: Bench, tmp_path: Path) -> None:
     trial = Trial(CASES[case], bench, tmp_path / "work")
     for kind in KINDS:

@@ -21,6 +21,7 @@ from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
 from ckptool.output import copying, sink
 from ckptool.output.sink import Sink, segments_of
+from tests.support.looped import looped
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -60,7 +61,7 @@ def bytes_of(segment: Segment) -> bytes:
     return data.read(0, data.length)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_random_plans(seed: int, tmp_path: Path) -> None:
     chosen = random.Random(seed)
     files = [source(tmp_path, noise(3_000_000, seed + n), f"in{n}") for n in range(2)]

@@ -22,6 +22,7 @@ from ckptool.errors import BadTensor, CkptoolError, Unsupported
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
+from tests.support.looped import looped
 from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs
 
@@ -40,7 +41,7 @@ def test_what_python_pickles_is_decoded_as_the_same_graph(graph: Any, protocol: 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("size", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
+@looped("size", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
 def test_long_containers(size: int, protocol: int) -> None:
     thing = Thing(0)
     thing.__dict__.update({f"a{i}": i for i in range(size)})
@@ -177,7 +178,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", OPCODES)
+@looped("name", OPCODES)
 def test_opcode(name: str) -> None:
     decodes_to(*OPCODES[name])
 

@@ -11,6 +11,7 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsu
 from ckptool.pickles.decode import decode
 from ckptool.pickles.objects import MAX_NAMES
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
+from tests.support.looped import looped
 
 
 def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
@@ -79,7 +80,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@looped("name", HOSTILE, at_once=20)
 def test_a_hostile_pickle_is_refused_quickly(name: str) -> None:
     data, error = HOSTILE[name]
     began = time.process_time()

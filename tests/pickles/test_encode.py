@@ -22,6 +22,7 @@ from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
 from tests.support.files import rewritten, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_objects, assert_same_tree
@@ -190,7 +191,7 @@ def pickle_of(path: Path) -> bytes:
         return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_every_traps_pickle_comes_back_as_torch_wrote_it(name: str, tmp_path: Path) -> None:
     """Byte for byte but for equal texts: where torch's pickle wrote one twice, ours recalls it."""
     original = written(torch_bytes(TRAPS[name]()), tmp_path / "a.pt")

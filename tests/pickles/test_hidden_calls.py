@@ -21,6 +21,7 @@ import ckptool
 from ckptool.errors import CkptoolError
 from tests.support.hidden_calls import UNKNOWN, HiddenCall, combinations, hidden_calls, known_names
 from tests.support.hostile_inputs import pickle_zip
+from tests.support.looped import looped
 
 SEEDED, SOAKED = 200, 4_000
 DECOYS = ("ckptool_marker", "models", "omegaconf")
@@ -178,7 +179,7 @@ def _array(hidden: bytes) -> bytes:
     )
 
 
-@pytest.mark.parametrize("what", UNKNOWN)
+@looped("what", UNKNOWN)
 @pytest.mark.parametrize("make", [_legacy, _array])
 def test_calls_in_other_pickles_of_a_file(what: str, make: Callable[[bytes], bytes], tmp_path: Path) -> None:
     hidden, word = UNKNOWN[what]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.hostile_bombs import BOMBS
 from tests.support.hostile_inputs import pickle_zip
+from tests.support.looped import looped
 from tests.support.watched import Seen
 
 # Rows 70 to 75: bombs. Each of them within the limits, in every verb.
@@ -23,7 +24,7 @@ SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples"
         "71-memo"}  # fmt: skip
 
 
-@pytest.mark.parametrize("title", [title for title in BOMBS if title not in SLOW])
+@looped("title", [title for title in BOMBS if title not in SLOW])
 def test_bombs_stay_within_the_limits(title: str, see: Callable[..., Seen]) -> None:
     bomb(title, see, "inspect", "show", "diff itself", "convert --all")
 

@@ -16,12 +16,13 @@ from ckptool.pickles.calls import uses_of
 from tests.support.decoys import CALL, Decoy, opened_pickle
 from tests.support.hostile_calls import CALLS, INERT
 from tests.support.hostile_inputs import name, pickle_zip, program, text
+from tests.support.looped import looped
 from tests.support.watched import LOOKING, Seen
 
 # Rows 53 to 60 and 85: what would run. Each opens, is named, and is neither loaded nor written.
 
 
-@pytest.mark.parametrize("title", CALLS)
+@looped("title", CALLS)
 def test_calls_are_shown_and_never_passed_on(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     found = see(pickle_zip(CALLS[title]))
     codes = found.codes()

@@ -20,13 +20,14 @@ from tests.support.decoys import opened_pickle
 from tests.support.files import load, torch_bytes
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
 from tests.support.hostile_pickles import REFUSED
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.watched import LOOKING, Seen
 
 # Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. Each is a file of INPUTS too.
 
 
-@pytest.mark.parametrize("title", REFUSED)
+@looped("title", REFUSED)
 def test_hostile_pickles_are_refused_in_words(title: str, see: Callable[..., Seen], tmp_path: Path) -> None:
     pickle, error = REFUSED[title]
     found = see(pickle_zip(pickle), "inspect", "show", "convert")

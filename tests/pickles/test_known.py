@@ -35,6 +35,7 @@ from ckptool.pickles import known
 from ckptool.pickles.names import PYTHON_MODULES
 from ckptool.pickles.plain import values
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
+from tests.support.looped import looped
 
 OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
 REMOVED = {"_LinearWithBias", "_UpsamplingBase"}
@@ -263,7 +264,7 @@ def write_with_every_verb(file: Path, folder: Path) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("title", HARMLESS)
+@looped("title", HARMLESS)
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_what_is_common_and_harmless_is_written_without_a_word(title: str, protocol: int, tmp_path: Path) -> None:
     file = tmp_path / "in.pt"

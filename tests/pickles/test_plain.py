@@ -28,6 +28,7 @@ from ckptool.pickles.plain.values import expand, plain, python_value
 from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
 from tests.support.files import torch_bytes
+from tests.support.looped import looped
 
 
 def nodes(value: Any) -> Any:
@@ -314,7 +315,7 @@ def test_json_is_bounded() -> None:
     assert len(json.dumps(to_json(doubling))) < 10_000_000
 
 
-@pytest.mark.parametrize("name", sorted(TRAPS))
+@looped("name", sorted(TRAPS))
 def test_everything_can_be_said(name: str, tmp_path: Any) -> None:
     from ckptool.formats import read
 

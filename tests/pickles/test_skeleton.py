@@ -29,6 +29,7 @@ from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
+from tests.support.looped import looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree
@@ -236,7 +237,7 @@ def test_whole_frames(data: bytes, tiny: None) -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
+@looped("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
 def test_torn_frames_are_corrupt(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
         use_tiny(monkeypatch)

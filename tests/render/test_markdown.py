@@ -15,6 +15,7 @@ from ckptool.cli import COMMANDS, function_of, main
 from ckptool.render.markdown import LIMIT, markdown
 from tests.support.cli import Run, done
 from tests.support.command_options import options_of
+from tests.support.looped import looped
 
 BREAKING = [
     "```\n# heading\n<script>alert(1)</script>",
@@ -121,7 +122,7 @@ def test_two_forms_at_once_are_refused(files: Path, run: Run) -> None:
     assert done(run("inspect", "a.pt")).startswith("a.pt: ")  # and the next command has its own
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@looped("command", COMMANDS)
 def test_every_command_with_json_has_the_other_forms(command: str) -> None:
     flags = {option.flag for option in options_of(command)}
     assert ("--format" in flags) == ("--json" in flags) and function_of(command).examples

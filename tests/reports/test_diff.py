@@ -23,6 +23,7 @@ from ckptool.transforms.locations import remap
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model
 from tests.support.files import load, opened, saved, weights
+from tests.support.looped import looped
 
 
 def compared(left: Any, right: Any, folder: Path, **options: Any) -> Diff:
@@ -36,7 +37,7 @@ def changes(found: Diff) -> dict[str, set[str]]:
 # The same ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_two_files_of_one_value_are_the_same(name: str, tmp_path: Path) -> None:
     found = compared(TRAPS[name](), TRAPS[name](), tmp_path)
     assert found.same and not (

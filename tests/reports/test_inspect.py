@@ -18,6 +18,7 @@ from ckptool.reports.inspect import Listing, listing, parts
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, weights
+from tests.support.looped import looped
 
 
 def listed(value: Any, folder: Path, at: str = "") -> Listing:
@@ -77,7 +78,7 @@ def test_a_part(tmp_path: Path) -> None:
         listed({"epoch": 1}, tmp_path, "x")
 
 
-@pytest.mark.parametrize("name", [*TRAPS, *(name for name in PRODUCERS if "legacy" not in name)])
+@looped("name", [*TRAPS, *(name for name in PRODUCERS if "legacy" not in name)])
 def test_everything_can_be_listed(name: str, tmp_path: Path) -> None:
     checkpoint = read(make(name, tmp_path))
     found = listing(checkpoint)

@@ -16,6 +16,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import PlanRefused
+from tests.support.looped import looped
 
 State = dict[str, Any]
 
@@ -146,7 +147,7 @@ def stock_loads(model: nn.Module, state: State) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "era"), CASES)
+@looped(("name", "era"), CASES)
 def test_missing_is_what_torch_misses(name: str, era: Callable[[State], State], tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved, model = MODELS[name](), MODELS[name]()

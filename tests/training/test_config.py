@@ -17,6 +17,7 @@ from ckptool.training import config as keys_module
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.example import example, schema_text
+from tests.support.looped import looped
 from tests.support.small_runs import config
 
 BASE = "run: r\ntrain: {steps: 5}\n"
@@ -193,7 +194,7 @@ ODD_YAML = [
 PLACES = ("seed", "run", "data", "data.name", "data.args.x", "models.main.freeze", "optim.main.lr", "stop.after")
 
 
-@pytest.mark.parametrize("odd", ODD_YAML, ids=range(len(ODD_YAML)))
+@looped("odd", ODD_YAML, ids=range(len(ODD_YAML)))
 def test_odd_yaml_is_taken_or_told_with_its_line(odd: str) -> None:
     """In a file, and as the value of a key; never another error than one with words."""
     for place in PLACES:
@@ -255,7 +256,7 @@ def test_a_configuration_that_is_a_run_or_is_too_long(tmp_path: Path) -> None:
 # What may change ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("key", "rule"),
     [
         ("seed", "fixed"),

@@ -17,6 +17,7 @@ from ckptool.errors import CkptoolError, Conflict
 from ckptool.training.runs import create
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from tests.support.looped import looped
 from tests.support.small_runs import MLP, config, events, last
 
 NAMES = (
@@ -58,7 +59,7 @@ def attempt(*ways: Any) -> list[CkptoolError]:
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, content: str) -> None:
     """It is there before the run, or in its place when the run goes on: refused, or left as it was."""
     made = config("save.every=10", run=tmp_path / "run", **PROFILE)
@@ -82,7 +83,7 @@ def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, cont
 
 
 @pytest.mark.parametrize("content", [each for each in CONTENTS if each not in ("nothing", "a text without an end")])
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str, content: str) -> None:
     made = config("save.every=5", "train.steps=5", run=tmp_path / "run", **PROFILE)
     start(made)

@@ -20,6 +20,7 @@ from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
 from ckptool.errors import UsageError
 from ckptool.transforms.casting import CastTally, _unseen, cast_storage
 from ckptool.transforms.casting import converted as as_type
+from tests.support.looped import looped
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
 PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]
@@ -70,14 +71,14 @@ def edges(small: DType, real: Any, bits: Any) -> list[Any]:
     return [exact, *(exact + bits.type(step) for step in steps), *(exact - bits.type(step) for step in steps)]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@looped(("source", "target"), PAIRS)
 def test_every_pair_has_torch_s_bits(source: DType, target: DType) -> None:
     raw = patterns(source)
     wanted = torch_of(raw, source).to(getattr(torch, target.torch)).view(torch.uint8).numpy().tobytes()
     assert_same_but_for_nan_payloads(converted(raw, source, target), wanted, target)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@looped(("source", "target"), PAIRS)
 def test_short_tensors_have_torch_s_bits_too(source: DType, target: DType) -> None:
     raw = patterns(source)
     tensor = torch_of(raw, source)
@@ -96,7 +97,7 @@ def assert_same_but_for_nan_payloads(found: bytes, wanted: bytes, target: DType)
     assert not numpy.count_nonzero((a != b) & ~nan)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@looped(("source", "target"), PAIRS)
 def test_tally_counts_what_f64_says(source: DType, target: DType) -> None:
     raw = patterns(source)
     tally = CastTally()

@@ -17,6 +17,7 @@ from ckptool.transforms.locations import parse_device, remap
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.files import carry_out, load, opened
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 
 
@@ -77,7 +78,7 @@ def test_the_whole_file_ties_and_all(tmp_path: Path) -> None:
     assert len({id(node.storage) for _, node in tensors(done.checkpoint.tree)}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in TRAPS if name[:2] in ("09", "11") and name != "11-wrapper-subclass"])
+@looped("name", [name for name in TRAPS if name[:2] in ("09", "11") and name != "11-wrapper-subclass"])
 def test_composites_move_with_all_their_parts(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[name](), tmp_path)
     done = remap(checkpoint, "cuda:1")

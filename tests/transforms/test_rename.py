@@ -21,6 +21,7 @@ from ckptool.transforms.rename import Renamed, apply, by_rules
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.files import opened, weights
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.stripping import stripped
 
@@ -119,7 +120,7 @@ def test_names_of_state_that_would_collide(tmp_path: Path) -> None:
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rule", "old", "new"),
     [
         ("a => b", "a", "b"),

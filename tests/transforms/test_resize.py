@@ -17,6 +17,7 @@ from ckptool.errors import LimitExceeded, Unsupported, UsageError
 from ckptool.transforms import resize
 from ckptool.transforms.resize import parse_resize, resized
 from tests.support.entries import entry_of
+from tests.support.looped import looped
 
 SIDES = [((14, 14), (24, 24)), ((16, 16), (37, 37)), ((14, 14), (7, 7)), ((1, 1), (9, 9)), ((9, 9), (1, 1))]
 SIDES += [((14, 20), (20, 14)), ((5, 3), (8, 1)), ((24, 24), (14, 14)), ((2, 50), (3, 7)), ((7, 7), (7, 7))]
@@ -52,7 +53,7 @@ def assert_close(found: torch.Tensor, tensor: torch.Tensor, torchs: Any) -> None
 
 @pytest.mark.parametrize("antialias", [False, True])
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-@pytest.mark.parametrize(("old", "new"), SIDES)
+@looped(("old", "new"), SIDES)
 def test_grids_are_torchs(old: tuple[int, int], new: tuple[int, int], mode: str, antialias: bool) -> None:
     torch.manual_seed(0)
     how = f"{mode}({'antialias, ' * antialias}cls=2, from={old[0]}x{old[1]}, to={new[0]}x{new[1]}, extra=1)"

@@ -17,6 +17,7 @@ import ckptool
 from ckptool.checkpoint.commands import VERBS, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from tests.support.files import saved, weights
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 
@@ -123,7 +124,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(training(), tmp_path_factory.mktemp("addresses") / "f.pt")
 
 
-@pytest.mark.parametrize(("verb", "place", "way"), list(cases()))
+@looped(("verb", "place", "way"), list(cases()))
 def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
     verb: str, place: str, way: str, original: Path, tmp_path: Path
 ) -> None:
@@ -156,7 +157,7 @@ def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
         assert (tmp_path / "again.pt").read_bytes() == out.read_bytes()
 
 
-@pytest.mark.parametrize("verb", CHANGES)
+@looped("verb", CHANGES)
 @pytest.mark.parametrize("place", ["nothing", "state_dict/nothing", "epoch/0", "models/list/9"])
 def test_where_nothing_is_nothing_is_written(verb: str, place: str, original: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no"):

@@ -17,6 +17,7 @@ from ckptool.cli import main
 from ckptool.errors import NoMatch
 from tests.support.cli import Ran, done
 from tests.support.files import saved
+from tests.support.looped import looped
 
 Run = Callable[..., Ran]
 
@@ -47,7 +48,7 @@ PATTERNS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(30))
 def test_it_finds_what_a_whole_diff_finds_in_what_matches(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)
     only = dice.sample(PATTERNS, dice.randint(1, 3))

@@ -14,6 +14,7 @@ import ckptool
 from ckptool.render.find_rules import find_rules_text
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, counting
+from tests.support.looped import looped
 from tests.support.random_rules import RandomRules
 
 Weights = dict[str, numpy.ndarray]
@@ -207,7 +208,7 @@ def test_command_writes_rules_and_exits_1_if_a_tensor_is_not_made(run: Run, tmp_
     assert run("translate", "--find", old).code == 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_what_is_said_of_random_rules_is_true(seed: int, tmp_path: Path) -> None:
     """Whatever the rules were that made B: those that are found make of A what the report says."""
     import torch

@@ -19,6 +19,7 @@ from torch import nn
 
 import ckptool
 from tests.support.files import load, saved
+from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
 from tests.support.same import assert_same_objects
 
@@ -182,7 +183,7 @@ def state_of(given: Any) -> Any:
     return given.state_dict() if isinstance(given, nn.Module) else given
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@looped("verb", VERBS)
 @pytest.mark.parametrize("kind", GIVEN)
 def test_the_result_is_that_of_the_file(kind: str, verb: str, tmp_path: Path) -> None:
     call, given, other = VERBS[verb], GIVEN[kind](), GIVEN[kind]()

@@ -13,6 +13,7 @@ import ckptool
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.files import saved
+from tests.support.looped import looped
 
 
 def test_a_listing(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_a_note_on_what_is_not_finite(tmp_path: Path) -> None:
     assert (note.code, note.message) == ("non-finite", "2 of 3 tensors hold NaN or Inf: a.w, b.w")
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@looped("name", TRAPS)
 def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path) -> None:
     found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)
     for row in found.listing.tensors:

@@ -20,6 +20,7 @@ from ckptool.errors import Corrupt, FileChanged, UnsafeObject, Unsupported, Usag
 from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.unknown_traps import LOADED_IN_ESSENCE, UNKNOWN
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
-@pytest.mark.parametrize("name", sorted(TRAPS.keys() - UNKNOWN - ONLY_WRITTEN))
+@looped("name", sorted(TRAPS.keys() - UNKNOWN - ONLY_WRITTEN))
 def test_what_torch_saved_is_what_torch_loads(name: str, mmap: bool, tmp_path: Path) -> None:
     path = saved(TRAPS[name](), tmp_path / "x.pt")
     assert_same_objects(load(path, weights_only=False), _native(ckptool.load(path, mmap=mmap)))

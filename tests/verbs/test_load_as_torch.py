@@ -20,6 +20,7 @@ from ckptool.errors import Ambiguous, Corrupt, Truncated, UnsafeObject, UsageErr
 from fixtures.make import PRODUCERS, make, tagged
 from fixtures.torch_tar import tar_bytes, tar_members
 from tests.support.files import saved, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,7 +60,7 @@ def _ways(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("keywords", KEYWORDS, ids=lambda given: "-".join(given) or "none")
+@looped("keywords", KEYWORDS, ids=lambda given: "-".join(given) or "none")
 def test_every_keyword_gives_what_torch_gives(kind: str, keywords: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pt")
     FILES[kind](path)

@@ -19,6 +19,7 @@ import ckptool
 from ckptool.checkpoint.tree import stored_parts, walk
 from ckptool.errors import CkptoolError
 from tests.support.files import saved
+from tests.support.looped import looped
 
 
 class Noise:
@@ -141,7 +142,7 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
 @pytest.mark.filterwarnings("ignore")  # of torch, about its quantization
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@looped("kind", KINDS)
 def test_every_tensor_is_written_or_listed_or_nothing_is(kind: str, shape: str, way: str, tmp_path: Path) -> None:
     torch.manual_seed(len(kind) + 100 * len(shape))
     noise, out = Noise(), tmp_path / "out"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import Unsupported
 from fixtures.surgery.make_quantized import Case
+from tests.support.looped import looped
 from tests.support.quantized_cases import awq, gptq, vectors, write_case
 
 FLOAT8 = Case(
@@ -85,7 +86,7 @@ def test_adapters_refuse_codes(file: Path, tmp_path: Path) -> None:
         ckptool.lora_extract(tmp_path / "in/tuned.safetensors", file, f"{tmp_path / 'adapter'}/", rank=1)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_codes_that_lost_their_scale_are_no_weights(seed: int, tmp_path: Path) -> None:
     """Whatever parts are renamed, and whatever beside: nothing casts or averages what is left."""
     rng = random.Random(seed)

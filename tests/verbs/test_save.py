@@ -22,6 +22,7 @@ from ckptool.formats import read
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.unknown_traps import UNKNOWN
 
@@ -43,7 +44,7 @@ def canonical(path: Path) -> bytes:
 NOT_SAVED = UNKNOWN
 
 
-@pytest.mark.parametrize("name", sorted(TRAPS.keys() - NOT_SAVED))
+@looped("name", sorted(TRAPS.keys() - NOT_SAVED))
 def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
     """The pickle is torch's own, but that equal texts are written once; the storages have the same keys and bytes."""
     theirs, ours = saved(TRAPS[name](), tmp_path / "x.pt"), tmp_path / "ours.pt"
@@ -57,7 +58,7 @@ def test_what_is_saved_is_what_torch_saves(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("name", sorted(TRAPS.keys() - NOT_SAVED))
+@looped("name", sorted(TRAPS.keys() - NOT_SAVED))
 def test_what_is_saved_loads_in_torch(name: str, mmap: bool, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     ckptool.save(TRAPS[name](), path)

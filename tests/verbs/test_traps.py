@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ckptool
 from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.formats.contract import same_for_torch
 from tests.support.errors import refused
 from tests.support.files import load, saved
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 
 OPTIONS: dict[str, Any] = {"verify": True, "keep_unknown": True}
@@ -69,18 +68,18 @@ NOT_CARRIED = {
 }
 
 
-@pytest.fixture
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return saved(TRAPS[request.node.callspec.params["name"]](), tmp_path / "in.pt")
+def trap(name: str, tmp_path: Path) -> Path:
+    return saved(TRAPS[name](), tmp_path / "in.pt")
 
 
 # `same_for_torch` compares storages, strides, types, ties, order and types of keys, `_metadata`, and loads the result
 # as safely as the original.
-each = pytest.mark.parametrize("name", TRAPS)
+every_trap = looped("name", TRAPS)
 
 
-@each
-def test_add_and_strip_give_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_add_and_strip_give_every_trap_back(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     if name in WITHOUT_WEIGHTS:
         refused("usage", tmp_path, lambda: ckptool.add_module(file, there, **OPTIONS))
@@ -95,8 +94,9 @@ def test_add_and_strip_give_every_trap_back(name: str, file: Path, tmp_path: Pat
     assert_same_tree(read(file), read(back))
 
 
-@each
-def test_strip_changes_only_names_or_is_refused(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_strip_changes_only_names_or_is_refused(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     out = tmp_path / "out.pt"
     if name in WITHOUT_WEIGHTS | MIXED:
         refused(
@@ -116,8 +116,9 @@ def test_strip_changes_only_names_or_is_refused(name: str, file: Path, tmp_path:
     assert again.how == "copy" or name == "13-twice" or list(after)[1].startswith("module.")
 
 
-@each
-def test_remap_there_and_back_gives_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_remap_there_and_back_gives_every_trap_back(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     there, back = tmp_path / "there.pt", tmp_path / "back.pt"
     done = ckptool.remap(file, there, to="cuda:1", **OPTIONS)
     assert done.verified and done.facts["changed"] == done.facts["storages"]
@@ -126,8 +127,9 @@ def test_remap_there_and_back_gives_every_trap_back(name: str, file: Path, tmp_p
     assert_same_tree(read(file), read(back))
 
 
-@each
-def test_a_compact_file_loads_as_the_original(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_a_compact_file_loads_as_the_original(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     out = tmp_path / "out.pt"
     if name in UNKNOWN_CALLS:
         refused("unsafe-global", tmp_path, lambda: ckptool.convert(file, out, verify=True))
@@ -136,8 +138,9 @@ def test_a_compact_file_loads_as_the_original(name: str, file: Path, tmp_path: P
     assert_same_tree(read(file), read(out))
 
 
-@each
-def test_convert_all_there_and_back_gives_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_convert_all_there_and_back_gives_every_trap_back(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pt"
     if name in NOT_CARRIED:
         refused("unsupported", tmp_path, lambda: ckptool.convert(file, there, all=True, **OPTIONS))
@@ -148,8 +151,9 @@ def test_convert_all_there_and_back_gives_every_trap_back(name: str, file: Path,
     assert_same_tree(read(file), read(back))
 
 
-@each
-def test_add_and_strip_in_place_give_every_trap_back(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_add_and_strip_in_place_give_every_trap_back(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     before = saved(TRAPS[name](), tmp_path / "before.pt")
     if name in WITHOUT_WEIGHTS:
         refused("usage", tmp_path, lambda: ckptool.add_module(file, in_place=True, **OPTIONS))
@@ -165,8 +169,9 @@ def test_add_and_strip_in_place_give_every_trap_back(name: str, file: Path, tmp_
     assert_same_tree(read(before), read(file))
 
 
-@each
-def test_the_same_input_gives_the_same_bytes_under_any_name(name: str, file: Path, tmp_path: Path) -> None:
+@every_trap
+def test_the_same_input_gives_the_same_bytes_under_any_name(name: str, tmp_path: Path) -> None:
+    file = trap(name, tmp_path)
     """Same in, same out, under any file name."""
     other = saved(TRAPS[name](), tmp_path / "another name.bin")
     ckptool.remap(file, tmp_path / "a.pt", to="cuda:3", keep_unknown=True)

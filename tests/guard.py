@@ -1,0 +1,104 @@
+"""A plugin of pytest: what each test costs in processor time, its processes included.
+
+At the end of a run it prints the sum and the tests that are long, and keeps all of them in `build/test_times.tsv`.
+One that is not marked as `soak` or `engines` fails above LIMIT seconds. Seconds are those of the machine that the
+limits were made for: a slower one has as many more as it needs longer for the same loop.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LONG, LIMIT = 1.0, 60.0
+LOOPS, USUAL = 2_000_000, 0.025  # and the seconds that they take
+TIMES = Path(__file__).parents[1] / "build" / "test_times.tsv"
+
+
+def slowness() -> float:
+    """How much longer than usual this machine takes, at least 1: the best of three, as others may be at work."""
+    return max(1.0, min(_loop() for _ in range(3)) / USUAL)
+
+
+def _loop() -> float:
+    start = time.process_time()
+    for _ in range(LOOPS):
+        pass
+    return time.process_time() - start
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.is_blocked("guard"):
+        config.pluginmanager.register(Guard(), "guard")
+
+
+class Guard:
+    """Measures in the process that runs the tests, and sums up in the one that prints."""
+
+    def __init__(self) -> None:
+        self.slowness = slowness()
+        self.started = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        self.of_workers = 0.0
+        self.before = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+        """Adds to the report what its phase cost; for all of them but a fixture's that many tests share."""
+        report: pytest.TestReport = yield  # type: ignore[assignment]
+        now = _spent()
+        seconds, self.before = (now - self.before) / self.slowness, now
+        report.user_properties.append(("processor", (report.when, seconds)))
+        exempt = any(item.iter_markers("soak")) or any(item.iter_markers("engines"))
+        if report.when == "call" and report.passed and seconds > LIMIT and not exempt:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{seconds:.1f} s of processor time: at most {LIMIT:.0f}, or mark it as soak (tests/guard.py)"
+            )
+        return report  # type: ignore[return-value]
+
+    def pytest_runtest_logstart(self) -> None:
+        self.before = _spent()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """What a worker, or this process, sends."""
+        costs: dict[str, Any] = dict(report.user_properties)
+        when, seconds = costs.get("processor", (None, 0))
+        if when == report.when:
+            self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + seconds
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        sent: dict[str, Any] = getattr(session.config, "workeroutput", {})
+        sent["processor"] = _spent()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.of_workers += getattr(node, "workeroutput", {}).get("processor", 0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        ranked = sorted(self.seconds.items(), key=lambda each: -each[1])
+        if not ranked:
+            return
+        TIMES.parent.mkdir(exist_ok=True)
+        TIMES.write_text("".join(f"{seconds:.3f}\t{name}\n" for name, seconds in ranked))
+        own = resource.getrusage(resource.RUSAGE_SELF)  # and not its workers, whether they have been waited for or not
+        spent = (own.ru_utime + own.ru_stime + self.of_workers) if self.of_workers else _spent()
+        tests = sum(self.seconds.values())
+        terminalreporter.section("processor time")
+        for name, seconds in ranked:
+            if seconds > LONG:
+                terminalreporter.write_line(f"{seconds:6.1f} s  {name}")
+        terminalreporter.write_line(
+            f"{spent / self.slowness:.0f} s of processor time, {tests:.0f} of them in tests; "
+            f"{time.monotonic() - self.started:.0f} s in all"
+        )
+
+
+def _spent() -> float:
+    return sum(os.times()[:4])

@@ -1,0 +1,72 @@
+"""Many values in one test."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+AT_ONCE = 40  # values of one test, so that none is long
+
+
+def looped(
+    names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None, at_once: int = AT_ONCE
+) -> Callable[[Any], Any]:
+    """`pytest.mark.parametrize` for values that take little: `at_once` of them are one test, which lists what fails.
+
+    Each has a `tmp_path` and a `monkeypatch` of its own; other fixtures are shared.
+    """
+    arguments = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
+    named = iter(ids) if ids is not None and not callable(ids) else None
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for value in values:
+        name, given = (value.id, value.values) if isinstance(value, ParameterSet) else (None, value)
+        name = next(named) if named else name or (ids or str)(value)
+        single = len(arguments) == 1 and not isinstance(value, ParameterSet)
+        rows.append((str(name)[:100], dict(zip(arguments, (given,) if single else given, strict=True))))
+    parts = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+    part = f"part_of_{'_'.join(arguments)}"
+
+    def decorate(test: Callable[..., None]) -> Any:
+        wanted = inspect.signature(test).parameters
+        others = [name for name in wanted if name not in arguments]
+
+        @functools.wraps(test)
+        def all_of_them(**fixtures: Any) -> None:
+            failed: dict[str, BaseException] = {}
+            skipped: list[str] = []
+            number = fixtures.pop(part)
+            for index, (name, row) in enumerate(parts[number]):
+                with pytest.MonkeyPatch.context() as patch:
+                    own: dict[str, Any] = {}
+                    if "tmp_path" in wanted:
+                        own["tmp_path"] = _folder(fixtures["tmp_path"] / str(index))
+                    if "monkeypatch" in wanted:
+                        own["monkeypatch"] = patch
+                    try:
+                        test(**{**fixtures, **own, **row})
+                    except pytest.skip.Exception as error:
+                        skipped.append(f"{name}: {error}")
+                    except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 -- raised below
+                        failed[name] = error
+            if failed:
+                first = next(iter(failed.values()))
+                raise AssertionError(f"{len(failed)} of {len(parts[number])}: {', '.join(failed)}") from first
+            if len(skipped) == len(parts[number]):
+                pytest.skip("; ".join(dict.fromkeys(skipped)))
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        all_of_them.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in [part, *others]])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(part, range(len(parts)))(all_of_them)
+
+    return decorate
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
