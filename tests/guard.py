@@ -11,6 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ class Guard:
         ranked = sorted(self.seconds.items(), key=lambda each: -each[1])
         if not ranked:
             return
-        TIMES.parent.mkdir(exist_ok=True)
-        TIMES.write_text("".join(f"{seconds:.3f}\t{name}\n" for name, seconds in ranked))
+        with suppress(OSError):  # somebody else's checkout
+            TIMES.parent.mkdir(exist_ok=True)
+            TIMES.write_text("".join(f"{seconds:.3f}\t{name}\n" for name, seconds in ranked))
         own = resource.getrusage(resource.RUSAGE_SELF)  # and not its workers, whether they have been waited for or not
         spent = (own.ru_utime + own.ru_stime + self.of_workers) if self.of_workers else _spent()
         tests = sum(self.seconds.values())

@@ -1,9 +1,10 @@
-"""Many values in one test."""
+"""Many values in one test, and a few of very many here while the others are for `make soak`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,31 @@ from _pytest.mark import ParameterSet
 AT_ONCE = 40  # values of one test, so that none is long
 
 
+def sliced(values: Iterable[Any], here: int) -> list[Any]:
+    """Values of which `here` are for every run, drawn with a seed, and the others for `make soak`; in order."""
+    given = list(values)
+    drawn = _drawn(len(given), here)
+    return [
+        value if index in drawn else pytest.param(value, marks=pytest.mark.soak) for index, value in enumerate(given)
+    ]
+
+
+def _drawn(count: int, here: int) -> set[int]:
+    return set(random.Random(count).sample(range(count), min(here, count)))
+
+
 def looped(
-    names: str | tuple[str, ...], values: Iterable[Any], ids: Any = None, at_once: int = AT_ONCE
+    names: str | tuple[str, ...],
+    values: Iterable[Any],
+    ids: Any = None,
+    *,
+    at_once: int = AT_ONCE,
+    here: int | None = None,
 ) -> Callable[[Any], Any]:
     """`pytest.mark.parametrize` for values that take little: `at_once` of them are one test, which lists what fails.
 
-    Each has a `tmp_path` and a `monkeypatch` of its own; other fixtures are shared.
+    here: so many of them, drawn with a seed, are for every run, the others for `make soak`. Each has a `tmp_path` and a
+    `monkeypatch` of its own; other fixtures are shared.
     """
     arguments = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
     named = iter(ids) if ids is not None and not callable(ids) else None
@@ -29,7 +49,10 @@ def looped(
         name = next(named) if named else name or (ids or str)(value)
         single = len(arguments) == 1 and not isinstance(value, ParameterSet)
         rows.append((str(name)[:100], dict(zip(arguments, (given,) if single else given, strict=True))))
-    parts = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+    drawn = _drawn(len(rows), len(rows) if here is None else here)
+    now, later = ([row for index, row in enumerate(rows) if (index in drawn) is wanted] for wanted in (True, False))
+    parts = [some[at : at + at_once] for some in (now, later) for at in range(0, len(some), at_once)]
+    first_of_soak = -(-len(now) // at_once)
     part = f"part_of_{'_'.join(arguments)}"
 
     def decorate(test: Callable[..., None]) -> Any:
@@ -62,7 +85,11 @@ def looped(
 
         kind = inspect.Parameter.KEYWORD_ONLY
         all_of_them.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in [part, *others]])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize(part, range(len(parts)))(all_of_them)
+        numbers = [
+            number if number < first_of_soak else pytest.param(number, marks=pytest.mark.soak)
+            for number in range(len(parts))
+        ]
+        return pytest.mark.parametrize(part, numbers)(all_of_them)
 
     return decorate
 
