@@ -125,7 +125,8 @@ def _one_lie(rng: random.Random, args: list[Any], state: list[Any]) -> None:
 
 
 def numpy_state(rng: random.Random) -> HiddenEffect:
-    dtype, fine = _element_type(rng), rng.random() < 0.2
+    dtype = _element_type(rng)
+    fine = rng.random() < 0.2 and dtype.subdtype is None  # an array has no type with a shape of its own
     at = rng.randrange(3)
     seen = [0]
 
