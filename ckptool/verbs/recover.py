@@ -11,7 +11,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, printable
 from ckptool.formats.damaged import Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
@@ -116,11 +116,11 @@ def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
 
 
 def _damage(source: Input) -> CkptoolError | None:
-    """The error that opening the file shows, if any; `FileProblem` and `UsageError` are raised."""
+    """The error that opening the file shows, if any; raised where what is whole could not be read, either."""
     try:
         with counting_whole():
             formats.read_source(source)
-    except (FileProblem, UsageError):
+    except (FileProblem, LimitExceeded, UsageError):
         raise
     except CkptoolError as error:
         return error
