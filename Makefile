@@ -67,7 +67,6 @@ golden: $(STAMP)
 	$(BIN)/python -m tests.golden
 
 mutants: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	$(BIN)/python -m tests.mutants
 
 # An environment of its own: the engines need other versions than the tests do. DeepSpeed is built without its kernels.

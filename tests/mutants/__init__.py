@@ -8,5 +8,5 @@ processor time. `list.jsonl` says of each what killed it: the judge of every cha
     python -m tests.mutants --write    edits drawn anew from the code as it is; no room's killed share may fall by more
                                        than three points
 
-Which test runs which function is measured once a commit, with coverage: `build/mutants`.
+Which tests run an edited function is found in one run of all of them, where those functions say when they are run.
 """

@@ -15,45 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from coverage import CoverageData
-
 from tests.mutants import __doc__ as usage
 from tests.mutants import clones, edits
 from tests.mutants.edits import Edit
 
 LIST = Path(__file__).with_name("list.jsonl")
 SURVIVED, UNTESTED = "survived", "no test runs it"
-FIRST = 12  # seconds of tests that are tried before the others: most edits need no more
+FIRST = 40  # tests that are tried before the others: most edits need no more
 FALL = 3  # points
 
 Row = tuple[Edit, str]  # an edit, and what killed it
 
 
-class Tests:
-    """Which tests run a function, the quickest first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.data = CoverageData(str(folder / "coverage"))
-        self.data.read()
-        rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
-        self.seconds = {name: seconds for name, seconds, passed in rows if passed}
-        self.files = {
-            Path(name).as_posix().rpartition("/ckptool/ckptool/")[2]: name for name in self.data.measured_files()
-        }
-
-    def of(self, edit: Edit) -> list[str]:
-        """As many as take the time that an edit has."""
-        name = self.files.get(edit.path.removeprefix("ckptool/"))
-        by_line = self.data.contexts_by_lineno(name) if name else {}
-        first, last = edit.lines
-        found = {test for line in range(first, last + 1) for test in by_line.get(line, ())} & self.seconds.keys()
-        left, chosen = float(clones.SECONDS), []
-        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
-            left -= self.seconds[test] + 0.02
-            if left < 0:
-                break
-            chosen.append(test)
-        return chosen
+def chosen(tests: list[tuple[float, str]]) -> list[str]:
+    """The quickest tests, as many as take the time that an edit has."""
+    left, names = float(clones.SECONDS), []
+    for seconds, name in sorted(tests):
+        left -= seconds + 0.02
+        if left < 0:
+            break
+        names.append(name)
+    return names
 
 
 def tried(edit: Edit, tests: list[str], root: Path) -> str:
@@ -64,7 +46,7 @@ def tried(edit: Edit, tests: list[str], root: Path) -> str:
     whole = path.read_bytes()
     path.write_bytes(edit.made(whole))
     try:
-        for some in (tests[:40], tests[40:]):
+        for some in (tests[:FIRST], tests[FIRST:]):
             code, out = clones.run(root, some, 2 * clones.SECONDS) if some else (0, "")
             if code:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", out, re.M)
@@ -75,7 +57,7 @@ def tried(edit: Edit, tests: list[str], root: Path) -> str:
 
 
 def all_tried(found: list[Edit], jobs: int) -> Iterator[Row]:
-    tests = Tests(clones.measured())
+    tests = clones.measured(found)
     roots = SimpleQueue[Path]()
     for number in range(jobs):
         roots.put(clones.clone(number))
@@ -88,7 +70,7 @@ def all_tried(found: list[Edit], jobs: int) -> Iterator[Row]:
             roots.put(root)
 
     with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(found, pool.map(one, found, [tests.of(edit) for edit in found]), strict=True)
+        yield from zip(found, pool.map(one, found, map(chosen, tests)), strict=True)
     for number in range(jobs):
         shutil.rmtree(clones.WORK / str(number), ignore_errors=True)
 
@@ -109,21 +91,19 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="draw anew, and write the list")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="clones at a time")
     parser.add_argument("--only", default="", metavar="ROOM", help="only the edits of this room")
-    parser.add_argument("--map", action="store_true", help="only measure which test runs which function")
     options = parser.parse_args()
     if subprocess.run(
         ["git", "diff", "--quiet", "HEAD", "--", "ckptool", "tests"], cwd=clones.ROOT, check=False
     ).returncode:
         parser.error("commit first: clones are made of the commit")
-    if options.map:
-        print(clones.measured())
-        return 0
     before = read()
     again = [edit for edit, how in before if how not in (SURVIVED, UNTESTED)]
     found = edits.drawn(clones.ROOT) if options.write else again
     now: list[Row] = []
     for edit, how in all_tried([edit for edit in found if options.only in ("", edit.room)], options.jobs):
         now.append((edit, how))
+        with (clones.WORK / "tried.jsonl").open("a") as file:
+            file.write(json.dumps([vars(edit), how]) + "\n")
         print(f"{edit.path}:{edit.line} {edit.function}: {edit.old[:60]!r} -> {edit.new[:60]!r}: {how}", flush=True)
     old, worse = shares(before), []
     for room, (killed, count) in shares(now).items():

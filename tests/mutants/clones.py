@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
+
+from tests.mutants import seen, watch
+from tests.mutants.edits import Edit
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "mutants"
@@ -82,29 +87,47 @@ def _temporary(root: Path) -> Path:
     return folder
 
 
-def measured() -> Path:
-    """The folder with `coverage` and `tests.jsonl` for this commit; runs all tests if it is not there."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folder = WORK / f"map-{commit[:12]}"
-    if (folder / "tests.jsonl").exists():
-        return folder
+def measured(edits: list[Edit], *some: str) -> list[list[tuple[float, str]]]:
+    """For each edit the tests that run its function, with their seconds; from one run of all tests, or of some."""
     root = clone(0)
-    folder.mkdir(parents=True)
-    rc = folder / "coveragerc"
-    rc.write_text(
-        f"[run]\nsource_pkgs = ckptool\nparallel = true\npatch = subprocess\ndata_file = {folder}/data/c\n"
-        "context = ${MUTANTS_TEST-}\ndisable_warnings = no-data-collected,module-not-imported,module-not-measured\n"
-    )
-    (folder / "data").mkdir()
-    tests = folder / "running.jsonl"
-    command = ["-m", "coverage", "run", f"--rcfile={rc}", "-m", "pytest", "-q", "-n2", "-p", "tests.mutants.watch"]
+    site = next((root / ".venv" / "lib").glob("python*/site-packages"))
+    shutil.copyfile(seen.__file__, site / "mutants_seen.py")
+    (site / "mutants_seen.pth").write_text("import mutants_seen\n")
+    for path in {edit.path for edit in edits}:
+        watched = {number: edit for number, edit in enumerate(edits) if edit.path == path}
+        _replaced(root / path, _with_hits((root / path).read_bytes(), watched))
+    table, tests, most = root.parent / "map", root.parent / "tests.jsonl", 100_000
+    with table.open("wb") as file:
+        file.truncate(most * len(edits))
     subprocess.run(
-        [root / ".venv" / "bin" / "python", *command],
+        [root / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-n2", "-p", "tests.mutants.watch", *some],
         cwd=root,
-        env={**os.environ, "MUTANTS_TESTS": str(tests), "PYTEST_ADDOPTS": "-p no:guard"},
+        env={
+            **os.environ,
+            seen.MAP: f"{table}:{len(edits)}",
+            watch.TESTS: str(tests),
+            "PYTEST_ADDOPTS": "-p no:guard -p no:cacheprovider",
+        },
         check=False,
     )
-    combine = ["-m", "coverage", "combine", "-q", f"--rcfile={rc}", f"--data-file={folder}/coverage", f"{folder}/data"]
-    subprocess.run([sys.executable, *combine], check=True)
-    tests.rename(folder / "tests.jsonl")
-    return folder
+    hits = np.memmap(table, np.uint8, "r", shape=(most, len(edits)))
+    found: list[list[tuple[float, str]]] = [[] for _ in edits]
+    for line in tests.read_text().splitlines():
+        test, name, seconds, passed = json.loads(line)
+        for number in np.flatnonzero(hits[test]) if passed else ():
+            found[int(number)].append((seconds, name))
+    return found
+
+
+def _with_hits(data: bytes, edits: dict[int, Edit]) -> bytes:
+    """A file in which the functions of these edits say that they are run."""
+    lines = data.splitlines(keepends=True)
+    for number, edit in sorted(edits.items(), key=lambda each: -each[1].lines[0]):
+        at, line = edit.lines[0] - 1, lines[edit.lines[0] - 1]
+        hit = b"__import__('mutants_seen').hit(%d)" % number
+        if line.lstrip().startswith((b"def ", b"async def ")):  # all in one line
+            start = edit.first
+            lines[at] = line[:start] + hit + b"; " + line[start:]
+        else:
+            lines[at] = line[: len(line) - len(line.lstrip())] + hit + b"\n" + line
+    return b"".join(lines)

@@ -37,12 +37,14 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 class Edit:
     """Bytes of a file that become others.
 
-    function: its qualified name.  lines: the first and the last of the function's body.  start, end: in the file.
+    function: its qualified name.  lines: the first and the last of its body.  first: the column where that begins.
+    start, end: in the file.
     """
 
     path: str
     function: str
     lines: tuple[int, int]
+    first: int
     line: int
     start: int
     end: int
@@ -68,7 +70,7 @@ def drawn(root: Path) -> list[Edit]:
     for path in sorted((root / "ckptool").rglob("*.py")):
         name = path.relative_to(root).as_posix()
         edits = list(edits_of(name, path.read_bytes()))
-        room = Edit(name, "", (0, 0), 0, 0, 0, "", "").room
+        room = Edit(name, "", (0, 0), 0, 0, 0, 0, "", "").room
         found.setdefault(room, []).extend(edits)
         lines[room] = lines.get(room, 0) + len(path.read_bytes().splitlines())
     total = sum(lines.values())
@@ -87,34 +89,35 @@ def edits_of(name: str, data: bytes) -> Iterator[Edit]:
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    def walk(node: ast.AST, function: str, lines: tuple[int, int]) -> Iterator[Edit]:
+    def walk(node: ast.AST, function: str, lines: tuple[int, int], first: int) -> Iterator[Edit]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             inner = f"{function}.{node.name}" if function else node.name
             if not isinstance(node, ast.ClassDef):
-                lines = node.body[0].lineno, node.end_lineno or 0
+                begin = node.body[len(node.body) > 1 and _is_text(node.body[0])]
+                lines, first = (_first_line(begin), node.end_lineno or 0), begin.col_offset
             for statement in node.body:
-                yield from walk(statement, inner, lines)
+                yield from walk(statement, inner, lines, first)
             return
         if isinstance(node, ast.AnnAssign):
             if node.value is not None:
-                yield from walk(node.value, function, lines)
+                yield from walk(node.value, function, lines, first)
             return
         new = changed(node) if lines[1] else None
         if new is not None:
             start = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
             end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
             old = data[start:end].decode()
-            yield Edit(name, function, lines, node.lineno, start, end, old, new)  # type: ignore[attr-defined]
+            yield Edit(name, function, lines, first, node.lineno, start, end, old, new)  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.JoinedStr):  # what a message says
-                yield from walk(child, function, lines)
+                yield from walk(child, function, lines, first)
         if isinstance(node, (ast.If, ast.IfExp)):
             test = node.test
             start, end = starts[test.lineno - 1] + test.col_offset, starts[test.end_lineno - 1] + test.end_col_offset  # type: ignore[operator]
             old = data[start:end].decode()
-            yield Edit(name, function, lines, test.lineno, start, end, old, f"(not ({old}))")
+            yield Edit(name, function, lines, first, test.lineno, start, end, old, f"(not ({old}))")
 
-    yield from walk(ast.parse(data), "", (0, 0))
+    yield from walk(ast.parse(data), "", (0, 0), 0)
 
 
 def changed(node: ast.AST) -> str | None:
@@ -130,6 +133,16 @@ def changed(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return str(not node.value if type(node.value) is bool else int(node.value) + 1)
     return "break" if isinstance(node, ast.Continue) else None
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _first_line(node: ast.stmt) -> int:
+    """Where a statement begins; of a class or function, with its decorators."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
 def _text(node: ast.AST) -> bool:

@@ -1,4 +1,5 @@
-"""A plugin of pytest: tells coverage, here and in processes that are started, which test runs; keeps how each went."""
+"""A plugin of pytest for the run that finds which tests run which function: numbers the tests, and keeps how each
+went."""
 
 from __future__ import annotations
 
@@ -6,29 +7,33 @@ import json
 import os
 from collections.abc import Iterator
 
-import coverage
 import pytest
+
+from tests.mutants import seen
+
+TESTS = "MUTANTS_TESTS"  # the file for the results
+REPORTS = pytest.StashKey[list[pytest.TestReport]]()
+NUMBER = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for number, item in enumerate(items):
+        item.stash[NUMBER] = number
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    measuring = coverage.Coverage.current()
-    os.environ["MUTANTS_TEST"] = item.nodeid
-    if measuring is not None:
-        measuring.switch_context(item.nodeid)
+    os.environ[seen.TEST] = str(item.stash[NUMBER])
     before = os.times()
     try:
         return (yield)
     finally:
+        del os.environ[seen.TEST]
         seconds = sum(os.times()[:4]) - sum(before[:4])
-        if measuring is not None:
-            measuring.switch_context("")
-        failed = any(report.failed for report in item.stash.get(REPORTS, []))
-        with open(os.environ["MUTANTS_TESTS"], "a") as file:
-            file.write(json.dumps([item.nodeid, round(seconds, 3), not failed]) + "\n")
-
-
-REPORTS = pytest.StashKey[list[pytest.TestReport]]()
+        passed = not any(report.failed or report.skipped for report in item.stash.get(REPORTS, []))
+        with open(os.environ[TESTS], "a") as file:
+            file.write(json.dumps([item.stash[NUMBER], item.nodeid, round(seconds, 3), passed]) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,11 +41,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: pytest.TestReport = yield  # type: ignore[assignment]
     item.stash.setdefault(REPORTS, []).append(report)
     return report  # type: ignore[return-value]
-
-
-def pytest_unconfigure() -> None:
-    """A worker's data: it does not end as other processes do."""
-    measuring = coverage.Coverage.current()
-    if measuring is not None:
-        measuring.stop()
-        measuring.save()
