@@ -45,7 +45,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 house: $(STAMP)
 	@$(BIN)/python -m tests.support.house
@@ -62,6 +62,7 @@ bench: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
+	CKPTOOL_SOAK=1 $(BIN)/python -m pytest -m hypothesis
 
 golden: $(STAMP)
 	$(BIN)/python -m tests.golden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ from ckptool.cli import main
 from tests.support.cli import Ran, Run
 
 pytest_plugins = ["tests.guard"]
+
+
+def pytest_sessionfinish() -> None:
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.close()
 
 
 @pytest.fixture

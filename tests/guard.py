@@ -74,6 +74,7 @@ class Guard:
         if when == report.when:
             self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + seconds
 
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         sent: dict[str, Any] = getattr(session.config, "workeroutput", {})
         sent["processor"] = _spent()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -204,8 +205,10 @@ def test_no_module_of_the_working_directory_is_imported_however_the_program_is_s
 
 
 def test_no_module_of_the_working_directory_is_imported_by_any_verb(full: Path) -> None:
+    """Some here; `make soak` has each in each way."""
     assert set(VERBS) == set(COMMANDS_OF_THE_PROGRAM)
-    for (number, verb), way in zip(enumerate(VERBS), itertools.cycle(WAYS), strict=False):
+    some = random.Random(len(VERBS)).sample(sorted(VERBS), 6)
+    for (number, verb), way in zip(enumerate(some), itertools.cycle(WAYS), strict=False):
         start(full, way, numbered(VERBS[verb], number))
 
 

@@ -101,7 +101,13 @@ def agrees(printed: str, promised: str) -> bool:
     return re.fullmatch(pattern, printed.rstrip("\n") + "\n" if printed.strip() else "") is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+SLOW = ("combine", "harness", "own-loop")  # for make soak
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.soak if page.stem in SLOW else (), id=page.stem) for page in PAGES],
+)
 def test_every_example_prints_what_its_page_says(page: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     text = page.read_text()

@@ -75,6 +75,7 @@ def test_a_thousand_ranks_with_two_files_each(of_ranks: Path, tmp_path: Path) ->
     assert "same" in limited("diff", of_ranks, tmp_path / "out.safetensors")
 
 
+@pytest.mark.soak
 def test_two_thousand_shards(tmp_path: Path) -> None:
     places = {}
     folder = tmp_path / "shards"

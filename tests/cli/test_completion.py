@@ -31,7 +31,7 @@ from ckptool.cli.output import in_words
 from ckptool.errors import CkptoolError
 from ckptool.verbs._completion import addresses, quoted_on, words_of
 from tests.support.cli import Run, done
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 from tests.support.shells import STARTED, Shell
 
 NAMES = [
@@ -203,7 +203,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(TREES)
 def test_following_what_is_offered_leads_to_everything(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -37,8 +37,8 @@ from tests.support.dcp_folders import (
 )
 from tests.support.errors import three_parts
 from tests.support.files import CORPUS
+from tests.support.ranks import save_on_two_ranks
 from tests.support.same import assert_same_objects
-from tests.support.two_ranks import save_on_two_ranks
 
 
 def as_torch_reads(folder: Path, out: Path) -> Any:

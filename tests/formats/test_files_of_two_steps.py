@@ -10,7 +10,7 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict
 from tests.support.deepspeed_folders import MOMENTS, SHAPES, states_of, write_zero, zero_weights
-from tests.support.two_ranks import save_on_two_ranks
+from tests.support.ranks import save_on_two_ranks
 
 SAVE = """
     def save(rank, folder, mesh):

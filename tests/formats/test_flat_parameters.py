@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ckptool
 from tests.support.cli import Run
 from tests.support.errors import refused
-from tests.support.two_ranks import save_on_two_ranks
+from tests.support.ranks import save_on_two_ranks
 
 # Two wrapped modules, padded and not, as their parameters were kept and as those of the user.
 SAVE = """

@@ -9,7 +9,7 @@ from tests.support.hostile_streams import INPUTS
 from tests.support.looped import looped
 
 
-@looped("name", INPUTS)
+@looped("name", INPUTS, here=20)
 def test_hostile_streams_cost_little(name: str) -> None:
     contents: Any = INPUTS[name]
     data = contents() if callable(contents) else contents

@@ -9,7 +9,7 @@ from tests.support.hostile_tars import INPUTS
 from tests.support.looped import looped
 
 
-@looped("name", INPUTS)
+@looped("name", INPUTS, here=25)
 def test_hostile_archives_cost_little(name: str) -> None:
     contents: Any = INPUTS[name]
     outcome = meets_budget(contents() if callable(contents) else contents, ".tar")

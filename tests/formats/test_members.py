@@ -223,7 +223,7 @@ def test_a_replica_that_no_tensor_shows_is_read_too(ranks: Path, tmp_path: Path)
     with zipfile.ZipFile(path) as archive:
         records = [each.filename for each in archive.infolist() if "/data/" in each.filename and each.file_size]
     assert len(records) > 5
-    for record in records:
+    for record in records[::4]:
         flip_data(path, record.partition("/")[2].join(("/", "")).encode())
         problems = ckptool.verify(tmp_path).problems
         assert any(path.stem in f"{each.record} {each.what}" for each in problems), (record, problems)

@@ -28,6 +28,7 @@ from ckptool.verbs.edit import edit
 from fixtures.make import make
 from tests.support.damaged import PLAIN, block_state
 from tests.support.files import torch_bytes, written
+from tests.support.looped import examples
 
 Values = dict[str, bytes]
 
@@ -191,7 +192,7 @@ def nothing_wrong(name: str, data: bytes, path: Path) -> int:
     return len(back)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(sorted(FILES)))
 def test_nothing_that_comes_back_differs(data: st.DataObject, name: str, tmp_path: Path) -> None:
     original = FILES[name]

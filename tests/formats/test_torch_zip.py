@@ -19,7 +19,7 @@ from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.entries import entry_of
 from tests.support.files import carry_out, load, rewritten, torch_bytes, written
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 from tests.support.same import assert_same_objects
 from tests.support.small_zips import tied_state
 from tests.support.zips import record_starts
@@ -76,7 +76,7 @@ def test_files_of_old_torch_are_read_and_rewritten(name: str, tmp_path: Path) ->
     assert_same_objects(load(original, mmap=True), load(out, mmap=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("views")

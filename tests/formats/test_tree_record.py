@@ -23,7 +23,7 @@ from ckptool.formats.tree_record.packing import pack
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.files import carry_out, torch_bytes, written
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree
 
@@ -81,7 +81,7 @@ def test_safetensors_opens_it_and_sees_the_values(name: str, tmp_path: Path) -> 
             )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(graph=graphs())
 def test_any_graph_comes_back(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     tree = _known(as_tree(graph))

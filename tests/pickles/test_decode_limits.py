@@ -80,7 +80,7 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
 }
 
 
-@looped("name", HOSTILE, at_once=20)
+@looped("name", HOSTILE, at_once=10, here=30)
 def test_a_hostile_pickle_is_refused_quickly(name: str) -> None:
     data, error = HOSTILE[name]
     began = time.process_time()

@@ -18,12 +18,13 @@ from ckptool.errors import CkptoolError, Corrupt
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
+from tests.support.looped import examples
 from tests.support.pickle_programs import mutations, walks
 from tests.support.pickled_graphs import as_tree
 from tests.support.same import assert_same_tree
 
 modest = settings(
-    max_examples=400,
+    max_examples=examples(400),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
@@ -106,7 +107,7 @@ def test_most_walks_are_read() -> None:
     """The strategy is of use: a good part of what it makes opens."""
     outcomes: collections.Counter[str] = collections.Counter()
 
-    @settings(modest, max_examples=200)
+    @settings(modest, max_examples=examples(200))
     @given(walks(plain=True))
     def count(data: bytes) -> None:
         try:

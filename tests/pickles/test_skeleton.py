@@ -29,7 +29,7 @@ from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
 from tests.support.same import assert_same_tree
@@ -56,7 +56,7 @@ def use_tiny(monkeypatch: pytest.MonkeyPatch, window: int = 3, long_value: int =
 # The same as decoding the whole ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(graphs(), st.sampled_from(PROTOCOLS), st.integers(1, 30), st.integers(30, 40))  # names are shorter than 30
 def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, window: int, long_value: int) -> None:
     graph = [graph, "text " * 8, b"bytes" * 8, {"key " * 9: bytearray(39)}]

@@ -17,6 +17,7 @@ from ckptool.reports import pictures, statistics
 from ckptool.reports.pictures import QUANTILES, detail, pictured
 from ckptool.reports.report import BINS, TensorPicture
 from tests.support.entries import entry_of
+from tests.support.looped import examples
 from tests.support.random_tensors import DTYPES
 
 
@@ -113,7 +114,7 @@ def laid_out(tensor: torch.Tensor, layout: str, draw: st.DrawFn) -> torch.Tensor
     return tensor
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(tensor=tensors(), side=st.integers(0, 5), chunk=st.sampled_from([7, 16, 64, 1 << 16]))
 def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk: int) -> None:
     with (

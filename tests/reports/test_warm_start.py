@@ -24,6 +24,7 @@ from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names
 from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
+from tests.support.looped import examples
 
 
 def checkpoint(**shapes: Any) -> Checkpoint:
@@ -145,7 +146,7 @@ def test_whole_numbers_fit() -> None:
 
 @hypothesis.given(data=strategies.data())
 @hypothesis.settings(
-    max_examples=80, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=examples(80), deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_laid_over(monkeypatch: pytest.MonkeyPatch, data: strategies.DataObject) -> None:
     import numpy

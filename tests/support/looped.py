@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,11 @@ import pytest
 from _pytest.mark import ParameterSet
 
 AT_ONCE = 40  # values of one test, so that none is long
+
+
+def examples(many: int) -> int:
+    """Examples for hypothesis: so many in `make soak`, a fifth of them in every run."""
+    return many if "CKPTOOL_SOAK" in os.environ else max(20, many // 5)
 
 
 def sliced(values: Iterable[Any], here: int) -> list[Any]:

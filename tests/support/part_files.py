@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.two_ranks import save_on_two_ranks
+from tests.support.ranks import save_on_two_ranks
 
 # Their shares of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
 SAVE = """

@@ -1,53 +1,139 @@
-"""Processes of torch.distributed (gloo, on this machine) that load one thing together."""
+"""Processes of torch.distributed (gloo, on this machine) that save or load one thing together.
+
+They are forked from one process that has torch imported, which each process of the tests starts when it needs it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import socket
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
-    import os, sys, warnings
-    warnings.simplefilter("ignore")
-    import torch, torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    torch.set_num_threads(1)
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+torch.set_num_threads(1)
 """
 RUN = """
-    world, others = int(sys.argv[3]), []
-    for rank in range(1, world):
-        others.append(os.fork())
-        if not others[-1]:
-            break
-    else:
-        rank = 0
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=world)
-    code = 0
-    try:
-        work(rank, sys.argv[1], init_device_mesh("cpu", (world,)))
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-        code = 1
-    dist.barrier()
-    dist.destroy_process_group()
-    if not rank:
-        code |= any([os.waitpid(other, 0)[1] for other in others])
-    sys.stdout.flush()
-    os._exit(code)
+world, others = int(sys.argv[3]), []
+for rank in range(1, world):
+    others.append(os.fork())
+    if not others[-1]:
+        break
+else:
+    rank = 0
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=world)
+code = 0
+try:
+    work(rank, sys.argv[1], init_device_mesh("cpu", (world,)))
+except BaseException:
+    import traceback
+    traceback.print_exc()
+    code = 1
+dist.barrier()
+dist.destroy_process_group()
+if not rank:
+    code |= any([os.waitpid(other, 0)[1] for other in others])
+sys.stderr.flush()
+os._exit(code)
+"""
+SEEDED = """
+def work(rank, folder, mesh):
+    torch.manual_seed(0)
+    save(rank, folder, mesh)
 """
 
 
 def on_ranks(world: int, work: str, folder: Path, scratch: Path) -> None:
     """Runs `work(rank, folder, mesh)`, as the text defines it, in so many processes that meet in the folder
     `scratch`."""
-    script, meet = scratch / "ranks.py", scratch / "meet"
-    script.write_text("".join(map(textwrap.dedent, (HEAD, work, RUN))))
-    command = [sys.executable, script, folder, meet, str(world)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    script.unlink()
+    meet, errors = scratch / "meet", scratch / "errors"
+    script = HEAD + textwrap.dedent(work) + RUN
+    assert _run(script, errors, ["ranks.py", str(folder), str(meet), str(world)]) == 0, errors.read_text()
+    errors.unlink()
     meet.unlink(missing_ok=True)
+
+
+def save_on_two_ranks(save: str, folder: Path, scratch: Path) -> None:
+    """Runs `save(rank, folder, mesh)`, as the text defines it, in two processes, with the same seed."""
+    on_ranks(2, textwrap.dedent(save) + SEEDED, folder, scratch)
+
+
+def torchrun(world: int, script: str, *words: str, scratch: Path) -> None:
+    """Runs a script in so many processes, with the variables that `torchrun` sets."""
+    errors = scratch / "errors"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    starts = STARTS.format(world=world, port=port, script=script)
+    assert _run(starts, errors, ["ranks.py", *words]) == 0, errors.read_text()
+
+
+STARTS = """
+import os
+ranks = []
+for rank in range({world}):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="{world}", LOCAL_WORLD_SIZE="{world}")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+        import torch
+        torch.set_num_threads(1)
+        exec({script!r})
+        os._exit(0)
+os._exit(max(bool(os.waitpid(rank, 0)[1]) for rank in ranks))
+"""
+
+
+def _run(script: str, errors: Path, words: list[str]) -> int:
+    server = _server()
+    assert server.stdin and server.stdout
+    server.stdin.write(json.dumps([script, str(errors), words]) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    server = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    atexit.register(close)
+    return server
+
+
+def close() -> None:
+    """Ends the process that forks, if it was started."""
+    if _server.cache_info().currsize:
+        server = _server()
+        assert server.stdin
+        server.stdin.close()
+        server.wait()
+
+
+def _serve() -> None:
+    """Forks for each line of input, a script with its words; answers with its exit code."""
+    exec(HEAD, {})
+    for line in sys.stdin:
+        script, errors, words = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
+            os.dup2(2, 1)
+            sys.argv = words
+            exec(compile(script, words[0], "exec"), {"__name__": "__main__"})
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

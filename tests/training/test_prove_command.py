@@ -151,9 +151,8 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [name if name == "counter" else pytest.param(name, marks=pytest.mark.soak) for name in NAMED]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", NAMED)
 def test_what_was_not_saved_is_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(f"open({str(tmp_path / 'theirs')!r}, 'w').close()")

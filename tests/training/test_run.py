@@ -24,6 +24,7 @@ from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
 from ckptool.training.start import first_difference
 from ckptool.training.store import Store
 from tests.support.own_loops import parts, seeded, train
+from tests.support.ranks import torchrun
 from tests.support.small_runs import flip_a_bit
 
 
@@ -384,7 +385,7 @@ def held() -> int:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_saving_holds_at_most_one_copy_of_the_state(tmp_path: Path, background: bool) -> None:
-    """After each of 50 saves: the model's own tensors, and in the background one copy of them more."""
+    """After a few and after many saves: the model's own tensors, and in the background one copy of them more."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.Adam(model.parameters())
     run = ckptool.Run(tmp_path / "run", model=model, optimizer=optimizer, say=str, save_async=background, keep_last=1)
@@ -394,20 +395,10 @@ def test_saving_holds_at_most_one_copy_of_the_state(tmp_path: Path, background: 
         model(torch.rand(4, 64)).sum().backward()
         optimizer.step()
         run.save()
-        if step > 5:
+        if step in (6, 7, 30, 50):
             sizes.append(held())
     state = 3 * 65 * 64 * 4
     assert max(sizes) - min(sizes) <= state * background + 30_000  # random states, too
-
-
-def _ranks(tmp_path: Path, name: str, count: int, upto: int, seed: int | None) -> None:
-    """The same script in several processes."""
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", "0"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    subprocess.run([*words, str(tmp_path / name), str(upto), str(seed)], env=env, check=True, timeout=120)
 
 
 RANKS = """
@@ -441,9 +432,9 @@ os._exit(0)  # gloo's threads abort the process at times while the interpreter i
 
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.soak)])
 def test_every_rank_goes_on_with_its_own_random_state(tmp_path: Path, seed: int | None) -> None:
-    _ranks(tmp_path, "whole", 2, 9, seed)
-    _ranks(tmp_path, "two", 2, 6, seed)
-    _ranks(tmp_path, "two", 2, 9, seed)
+    torchrun(2, RANKS, str(tmp_path / "whole"), "9", str(seed), scratch=tmp_path)
+    torchrun(2, RANKS, str(tmp_path / "two"), "6", str(seed), scratch=tmp_path)
+    torchrun(2, RANKS, str(tmp_path / "two"), "9", str(seed), scratch=tmp_path)
     whole = end(tmp_path / "whole", 9)
     assert first_difference(whole, end(tmp_path / "two", 9)) == ""
     assert list(whole["model_state_dict"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]

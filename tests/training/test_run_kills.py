@@ -75,12 +75,13 @@ def test_a_loop_that_is_killed_ten_times(server: ForkServer, tmp_path: Path, nam
     trial(server, tmp_path, name, kills=10, seed=seed)
 
 
-def test_a_loop_killed_at_every_file_system_event_goes_on(server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [29, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_loop_killed_at_every_file_system_event_goes_on(every: int, server: ForkServer, tmp_path: Path) -> None:
     """Before each event, and in the middle of each write, of the run's folder, from its making to its end."""
     script, steps = str(LOOPS / "gan.py"), 11
     whole = tmp_path / "whole"
     assert server.run([script, str(whole), str(steps)]) == 0, server.stderr_tail()
-    for number in range(0, 400, 7):
+    for number in range(0, 500, every):
         folder = tmp_path / f"event-{number}"
         words = [script, str(folder), str(steps)]
         code = server.run(words, crash={"folder": str(folder), "at": number})

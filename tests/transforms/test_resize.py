@@ -17,7 +17,7 @@ from ckptool.errors import LimitExceeded, Unsupported, UsageError
 from ckptool.transforms import resize
 from ckptool.transforms.resize import parse_resize, resized
 from tests.support.entries import entry_of
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 
 SIDES = [((14, 14), (24, 24)), ((16, 16), (37, 37)), ((14, 14), (7, 7)), ((1, 1), (9, 9)), ((9, 9), (1, 1))]
 SIDES += [((14, 20), (20, 14)), ((5, 3), (8, 1)), ((24, 24), (14, 14)), ((2, 50), (3, 7)), ((7, 7), (7, 7))]
@@ -95,7 +95,7 @@ def test_images_and_kernels_are_resized_along_the_axes_that_differ(mode: str, ol
     strategies.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     strategies.integers(0, 2**31),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_random_grids_are_torchs(sides: Any, mode: str, antialias: bool, dtype: torch.dtype, seed: int) -> None:
     old, new = sides[:2], sides[2:]
     tensor = torch.randn(1, *old, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)

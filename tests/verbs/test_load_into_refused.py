@@ -18,6 +18,7 @@ from fixtures.make import TiedLanguageModel, mlp
 from tests.support.errors import three_parts
 from tests.support.files import saved
 from tests.support.live_models import Classifier, bits, load_refused, snapshot
+from tests.support.looped import examples
 
 
 def test_zero_matches(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None
 
 
 @hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=examples(60), deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(data=strategies.data())
 def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:

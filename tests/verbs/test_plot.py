@@ -27,6 +27,7 @@ from ckptool.render.style import Style
 from ckptool.reports.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
 from ckptool.training.start import start
 from tests.support.cli import Ran, done
+from tests.support.looped import examples
 from tests.support.small_runs import config
 
 Run = Callable[..., Ran]
@@ -74,6 +75,7 @@ for step in run.steps(30):
 """
 
 
+@pytest.mark.soak
 def test_a_loop_of_ones_own_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(OWN)
@@ -129,7 +131,7 @@ def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> Non
 # The points of long curves -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 40_000), st.sampled_from([1, 7, 10**6]), st.booleans())
 def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in_order: bool) -> None:
     dice = random.Random(seed)
@@ -157,11 +159,12 @@ def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in
     assert repr(other.curve()) == repr(curve)  # in any order
 
 
-def test_a_million_points_take_bounded_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("points", [10**5, pytest.param(10**6, marks=pytest.mark.soak)])
+def test_many_points_take_bounded_memory(points: int, tmp_path: Path) -> None:
     folder = run_of(tmp_path / "r", [])
     with (folder / "metrics.jsonl").open("w") as file:
         file.writelines(
-            f'{{"step": {i}, "loss": {math.sin(i / 1e5) + (i % 97) / 500}, "lr": 0.1}}\n' for i in range(10**6)
+            f'{{"step": {i}, "loss": {math.sin(i / 1e5) + (i % 97) / 500}, "lr": 0.1}}\n' for i in range(points)
         )
     tracemalloc.start()
     before = time.process_time()
@@ -171,7 +174,7 @@ def test_a_million_points_take_bounded_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20 and time.process_time() - before < 120
-    assert found.curves["loss"].points == 10**6 and len(found.curves["loss"].steps) <= MOST_POINTS
+    assert found.curves["loss"].points == points and len(found.curves["loss"].steps) <= MOST_POINTS
 
 
 # Drawn ---------------------------------------------------------------------------------------------------------------
