@@ -19,6 +19,7 @@ from ckptool.errors import CkptoolError
 from ckptool.transforms.translate.layouts import layout_between, layouts_of, read_layout, shipped
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
+from tests.support.looped import looped
 from tests.support.nanogpt import GPT, configure_optimizers
 
 CASES = sorted(path.name for path in LAYOUT_CASES.iterdir())
@@ -70,7 +71,7 @@ def test_the_other_library_has_the_same_tensors(name: str, tmp_path: Path) -> No
         assert digests(load_file(back)) == digests(load_file(old))
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@looped("name", sorted(shipped()))
 def test_a_layout_says_where_its_facts_are_from(name: str) -> None:
     layout = read_layout(shipped()[name])
     assert layout.title.count(" ↔ ") == 1 and layout.source
@@ -139,7 +140,7 @@ MAY_BE_MISSING = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "side", "pattern"),
     [
         (name, side, pattern)

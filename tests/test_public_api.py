@@ -199,7 +199,7 @@ def reports() -> Iterator[type]:
     yield from {kind for kind, _ in registry._FUNCTIONS if kind.__module__.startswith("ckptool.reports.")}
 
 
-@pytest.mark.parametrize("kind", sorted(reports(), key=str), ids=lambda kind: kind.__name__)
+@looped("kind", sorted(reports(), key=str), ids=lambda kind: kind.__name__)
 def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> None:
     assert {form for one, form in registry._FUNCTIONS if one is kind} >= {"text", "json"}
     assert issubclass(kind, registry.Report)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, unwrapped_front, without_wrappers, wrappers
+from tests.support.looped import looped
 
 # key, the same without wrappers, its wrappers
 KEYS = [
@@ -42,7 +42,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "bare", "found"), KEYS, ids=[key or "(empty)" for key, _, _ in KEYS])
+@looped(("key", "bare", "found"), KEYS, ids=[key or "(empty)" for key, _, _ in KEYS])
 def test_wrapper_prefixes_are_found_and_taken_off(key: str, bare: str, found: str) -> None:
     assert without_wrappers(key) == bare
     assert wrappers(key) == found

@@ -96,7 +96,7 @@ def test_every_fixture_has_its_line() -> None:
     assert FIXTURES.keys() | LEGACY == PRODUCERS.keys()
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@looped("name", FIXTURES)
 def test_fixture(name: str, tmp_path: Path) -> None:
     found = find_state_dicts(read(make(name, tmp_path)))
     assert [(root.address, root.kind) for root in found] == FIXTURES[name]

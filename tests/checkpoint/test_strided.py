@@ -15,7 +15,7 @@ from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, St
 from ckptool.checkpoint.dtypes import BY_TORCH, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError
-from tests.support.looped import examples
+from tests.support.looped import examples, looped
 
 KINDS = ("literal", "file", "computed")
 
@@ -202,7 +202,7 @@ SLICES = [
 ]
 
 
-@pytest.mark.parametrize("text", SLICES)
+@looped("text", SLICES)
 def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
     tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
     entry = stored_entry(tensor, "file", tmp_path)
@@ -212,9 +212,7 @@ def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
     assert found.numpy().tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a", "6", "-7", "::-1", "::0", "1:2:3:4", "0,0,0,0", "...,...", "1,,2", "1.5", "\x1b[0m"]
-)
+@looped("text", ["", "a", "6", "-7", "::-1", "::0", "1:2:3:4", "0,0,0,0", "...,...", "1,,2", "1.5", "\x1b[0m"])
 def test_bad_slice_names_the_shape(text: str) -> None:
     entry = TensorEntry(Storage(InlineBytes(bytes(6 * 7 * 8))), by_name("u8"), (6, 7, 8), (56, 8, 1))
     with pytest.raises(UsageError, match=r"\[6, 7, 8\]") as caught:

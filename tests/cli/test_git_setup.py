@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 import ckptool
 from tests.support.all_hostile import everything
 from tests.support.cli import Run, done
+from tests.support.looped import looped
 from tests.support.repositories import commit, git_output, needs_lfs, run_git
 
 LFS_LINES = b"*.pt filter=lfs diff=lfs merge=lfs -text\n*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
@@ -276,7 +277,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ENTRIES)
+@looped("kind", ENTRIES)
 def test_every_change_of_a_value_is_seen_and_only_in_its_lines(kind: str, tmp_path: Path, run: Run) -> None:
     torch.save(ENTRIES, tmp_path / "a.pt")
     torch.save({**ENTRIES, kind: OTHERS[kind]}, tmp_path / "b.pt")

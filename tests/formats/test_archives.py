@@ -20,6 +20,7 @@ from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotA
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.errors import unreadable
+from tests.support.looped import looped
 
 WEIGHTS = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.ones(2)}
 
@@ -144,7 +145,7 @@ def hostile_zip(path: Path, names: list[str]) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize(
+@looped(
     ("names", "kind"),
     [
         (["a.pth", "a.pth"], Ambiguous),

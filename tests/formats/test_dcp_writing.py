@@ -24,6 +24,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, OutputExists, Unsupp
 from ckptool.formats import read
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved
+from tests.support.looped import looped
 from tests.support.ranks import on_ranks
 from tests.support.same import assert_same_tree
 
@@ -327,7 +328,7 @@ BAD: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", BAD)
+@looped("change", BAD)
 def test_a_side_car_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
     with_side_car(written(training_state(), tmp_path), BAD[change])
 

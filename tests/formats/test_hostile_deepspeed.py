@@ -14,6 +14,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Truncated, Unsupported
 from tests.support.deepspeed_folders import optimizer_file, write_zero, zero_weights
 from tests.support.engine_cases import ROOT
+from tests.support.looped import looped
 
 Change = Callable[[int, dict[str, Any], dict[str, Any]], None]
 
@@ -166,7 +167,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MIXED)
+@looped("kind", MIXED)
 def test_what_is_not_one_checkpoint_is_refused(kind: str, tmp_path: Path) -> None:
     stage, change, error, words = MIXED[kind]
     _refused(write_zero(tmp_path / "global_step2", stage, 2, change=change), error, words)

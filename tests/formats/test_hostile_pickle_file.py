@@ -20,6 +20,7 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint,
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
 from tests.support.files import torch_bytes, written
+from tests.support.looped import looped
 from tests.support.pickle_files import each, pickle_to
 
 
@@ -106,7 +107,7 @@ class FakeType:
 PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [
         np.array([{"a": 1}, None], dtype=object),

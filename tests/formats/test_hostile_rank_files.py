@@ -21,6 +21,7 @@ import ckptool
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run
 from tests.support.errors import refused
+from tests.support.looped import looped
 from tests.support.rank_files import FULL, divided, model, optimizer, save_ranks
 
 NAME = "model_world_size_2_rank_{}.pt"
@@ -182,7 +183,7 @@ HOSTILE: dict[str, tuple[Callable[[int, DeviceMesh], Any], Change, str, str]] = 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", HOSTILE)
+@looped("kind", HOSTILE)
 def test_a_folder_of_ranks_that_is_not_one_checkpoint_is_refused(kind: str, tmp_path: Path, run: Run) -> None:
     make, change, code, words = HOSTILE[kind]
     folder = save_ranks(tmp_path / "in", make)

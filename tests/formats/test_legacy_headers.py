@@ -27,9 +27,10 @@ from ckptool.formats import torch_legacy as legacy
 from tests.support.files import torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickle_bytes, storage_id, stream
+from tests.support.looped import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     "pid",
     [
         "text",

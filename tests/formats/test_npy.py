@@ -19,6 +19,7 @@ from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExc
 from ckptool.formats import npy, read
 from ckptool.pickles.plain.values import plain
 from tests.support.files import written
+from tests.support.looped import looped
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
@@ -169,7 +170,7 @@ def test_object_arrays_are_inert_and_nothing_is_called(tmp_path: Path) -> None:
 # Hostile -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "descr",
     [
         "'<f16'",
@@ -203,7 +204,7 @@ def test_dtypes_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path
     assert caught.value.what.startswith(str(tmp_path)) and len(caught.value.what) < 400
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "error"),
     [
         ("", Corrupt),

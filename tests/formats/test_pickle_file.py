@@ -144,7 +144,7 @@ def test_pickles_of_python_2(tmp_path: Path) -> None:
 # What is a pickle, and what is not -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         b"(This is a text that begins with a bracket.)\n" * 20,

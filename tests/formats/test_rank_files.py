@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptool
 from tests.support.cli import Run
+from tests.support.looped import looped
 from tests.support.rank_files import FULL, divided, model, optimizer, save_ranks
 
 FULL_GRID = torch.arange(8 * 6 * 3).reshape(8, 6, 3)
@@ -151,7 +152,7 @@ def test_files_of_older_torch_say_it_in_other_words(tmp_path: Path, monkeypatch:
     assert loaded(folder, tmp_path / "out.pt")["model"]["fc.weight"].equal(FULL["fc.weight"])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@looped("seed", range(12))
 def test_any_model_on_any_mesh(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     sizes = rng.choice([(2,), (3,), (2, 2), (2, 3)])

@@ -8,16 +8,16 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy
-import pytest
 import torch
 
 import ckptool
 from ckptool.formats import FORMATS, Format
+from tests.support.looped import looped
 
 OPEN = "import sys, ckptool; ckptool.open(sys.argv[1]); print(*sorted(sys.modules))"
 
 
-@pytest.mark.parametrize("container", FORMATS, ids=lambda container: container.name)
+@looped("container", FORMATS, ids=lambda container: container.name)
 def test_a_line_agrees_with_its_module(container: Format) -> None:
     code = import_module(f"ckptool.formats.{container.module}")
     assert container.name == code.NAME

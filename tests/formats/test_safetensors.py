@@ -82,7 +82,7 @@ def _refused(name: str, folder: Path) -> bool:
     return contract.refusal(lambda: ours.write(read(contract.vector(name, folder)))) is not None
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.safetensors], ids=lambda d: d.name)
+@looped("dtype", [d for d in DTYPES if d.safetensors], ids=lambda d: d.name)
 def test_what_safetensors_writes_is_read_in_every_dtype(dtype: Any, tmp_path: Path) -> None:
     tensors = {
         "w": values(4, 6, dtype=getattr(torch, dtype.torch)),

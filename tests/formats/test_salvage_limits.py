@@ -17,6 +17,7 @@ from ckptool.formats.zip.record import CENTRAL, LOCAL
 from ckptool.formats.zip.writer import local_header
 from tests.support.damaged import PLAIN
 from tests.support.files import written
+from tests.support.looped import looped
 
 
 def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:
@@ -52,7 +53,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@looped("name", HOSTILE)
 def test_salvaging_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
     path = written(HOSTILE[name](), tmp_path / "hostile.pt")
     begin = time.process_time()

@@ -27,6 +27,7 @@ from ckptool.errors import (
 from ckptool.formats import read, sharded
 from tests.support.errors import three_parts
 from tests.support.files import saved, written
+from tests.support.looped import looped
 from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def pointed(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda index: index["weight_map"].update({"norm": name})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "words"),
     [
         ("../model-00001-of-00003.safetensors", "outside its folder"),
@@ -202,7 +203,7 @@ def test_a_missing_total_size_is_fine(tmp_path: Path) -> None:
     assert read(folder).notes == ()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "error"),
     [
         (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', Ambiguous),

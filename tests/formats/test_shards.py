@@ -19,6 +19,7 @@ from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded.writing import NUMBERED, _split, _Unit, size_in_bytes
 from tests.support.files import carry_out, opened, saved
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state
 
@@ -288,7 +289,7 @@ def test_sizes(text: Any, size: int) -> None:
     assert size_in_bytes(text) == size
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "",

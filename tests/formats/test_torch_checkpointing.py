@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from tests.support.engine_cases import ROOT
 from tests.support.errors import refused
+from tests.support.looped import looped
 
 CASE, BARE = ROOT / "torch-checkpointing", ROOT / "torch-checkpointing-bare"
 
@@ -104,7 +105,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@looped("kind", HOSTILE)
 def test_a_table_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
     folder = changed(tmp_path / "in", HOSTILE[kind])
     code = "conflict" if kind == "another shape" else "corrupt"

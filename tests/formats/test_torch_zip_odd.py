@@ -17,6 +17,7 @@ from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, NotAChec
 from ckptool.formats import read, safetensors, torch_zip
 from tests.formats import contract
 from tests.support.files import carry_out, load, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.small_zips import tied_state
 from tests.support.zips import record_starts, rezipped, with_record
@@ -139,7 +140,7 @@ def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
         read(written(bytes(data), tmp_path / "b.pt"))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("record", "contents", "error"),
     [
         ("archive/byteorder", b"middle", Corrupt),
@@ -206,7 +207,7 @@ def text(value: bytes) -> bytes:
 FLOATS, CPU = b"ctorch\nFloatStorage\n", text(b"cpu")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("pid", "error"),
     [
         (text(b"storage") + FLOATS + text(b"0") + CPU + b"K\x02", Corrupt),

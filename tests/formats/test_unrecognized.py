@@ -37,6 +37,7 @@ from ckptool.errors import (
 from ckptool.formats import read
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
+from tests.support.looped import looped
 from tests.support.zips import with_record
 
 CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
@@ -173,7 +174,7 @@ def plain_tar() -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@looped("name", OTHER_MODELS)
 def test_models_of_other_programs_are_named(name: str, tmp_path: Path) -> None:
     data = OTHER_MODELS[name] or plain_tar()
     if name == "TensorFlow checkpoint":

@@ -21,6 +21,7 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, tensor, text
+from tests.support.looped import looped
 
 ORDERED = name("collections", "OrderedDict") + b")R"
 FROM_FILE = name("builtins", "getattr") + name("torch._C", "_VariableFunctionsClass") + text("from_file") + b"\x86R"
@@ -125,7 +126,7 @@ def test_known_names_that_call_something_together_are_refused(title: str, tmp_pa
     assert made.exists()  # or it would be no example
 
 
-@pytest.mark.parametrize("title", COMPOSED)
+@looped("title", COMPOSED)
 def test_what_could_call_something_is_no_value(title: str, tmp_path: Path) -> None:
     check_refused(file_with(COMPOSED[title], tmp_path), tmp_path)
 

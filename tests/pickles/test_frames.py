@@ -9,6 +9,7 @@ import pytest
 
 from ckptool.errors import Corrupt
 from tests.support.decoding import decode_pickle
+from tests.support.looped import looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.same import assert_same_tree
 
@@ -20,7 +21,7 @@ def test_frames_are_as_python_reads_them(data: bytes) -> None:
     assert data[decoded.end - 1 :].startswith(b".") and decoded.end == data.rindex(b".") + 1
 
 
-@pytest.mark.parametrize("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
+@looped("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
 def test_frames_that_tear_an_opcode_are_corrupt(data: bytes) -> None:
     with pytest.raises(Corrupt):
         decode_pickle(b"\x80\x04" + data)

@@ -65,14 +65,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@looped("value", VALUES, ids=repr)
 def test_pythons_own_values_come_back(value: Any) -> None:
     found = python_value(nodes(value))
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("value", "expected"),
     [
         (argparse.Namespace(a=1, b=argparse.Namespace(c=[1])), {"a": 1, "b": {"c": [1]}}),
@@ -97,7 +97,7 @@ def test_containers_and_numpy_scalars_become_plain(value: Any, expected: Any) ->
     assert type(found) is type(expected)
 
 
-@pytest.mark.parametrize("dtype", ["?", "i1", "<u2", ">i4", "i8", "f2", "f4", ">f8", "c8", "c16", "U3", "S2"])
+@looped("dtype", ["?", "i1", "<u2", ">i4", "i8", "f2", "f4", ">f8", "c8", "c16", "U3", "S2"])
 def test_arrays_without_numpy(dtype: str) -> None:
     array = numpy.array([[0, 1], [1, 1]]).astype(dtype)
     found = plain(nodes({"a": array, "f": numpy.asfortranarray(array)}))
@@ -148,7 +148,7 @@ def test_what_is_not_known_stays() -> None:
     assert found["name"] is Global("os", "system")
 
 
-@pytest.mark.parametrize(
+@looped(
     "node",
     [
         made("datetime.datetime", (b"no",), "call"),
@@ -200,7 +200,7 @@ def test_nothing_recurses() -> None:
 # One line ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("value", "expected"),
     [
         (0.001, "0.001"),

@@ -271,7 +271,7 @@ ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
 }
 
 
-@pytest.mark.parametrize(("data", "kind"), ODD.values(), ids=ODD)
+@looped(("data", "kind"), ODD.values(), ids=ODD)
 def test_what_no_pickle_has_is_refused_with_its_place(data: bytes, kind: type[CkptoolError]) -> None:
     with pytest.raises(kind) as caught:
         skeleton(InlineBytes(data), name="a")

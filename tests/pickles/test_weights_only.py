@@ -22,6 +22,7 @@ from ckptool.checkpoint.nodes import Global
 from ckptool.errors import Conflict
 from ckptool.formats import read
 from ckptool.pickles.weights_only import weights_only
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 
@@ -49,7 +50,7 @@ def plain(folder: Path, tree: Any) -> tuple[Any, list[str]]:
     return torch.load(out, weights_only=True), list(done.details)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("value", "expected"),
     [
         (np.float64(0.5), 0.5),
@@ -74,7 +75,7 @@ def test_a_value_becomes_the_plain_one(tmp_path: Path, value: Any, expected: Any
     assert any("value" in line for line in told)
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [
         {"a": 1, 2: None, (1, 2): True, 1.5: "x"},

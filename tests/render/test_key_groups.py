@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ckptool.render.key_groups import DEEP, NAMES, grouped
 from tests.support.expanded_keys import expand
+from tests.support.looped import looped
 from tests.support.processes import quickest
 
 
@@ -45,7 +46,7 @@ def test_only_numbers_that_are_there_are_shown(numbers: list[int], text: str) ->
     assert texts(*in_layers(numbers, "weight")) == [f"layer.{text}.weight"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("keys", "expected"),
     [
         # a layer with one key more or less does not tear the others apart

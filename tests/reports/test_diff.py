@@ -49,7 +49,7 @@ def test_two_files_of_one_value_are_the_same(name: str, tmp_path: Path) -> None:
     assert found.evidence == "bytes" and found.not_compared == ()
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCERS if "legacy" not in name])
+@looped("name", [name for name in PRODUCERS if "legacy" not in name])
 def test_a_fixture_is_the_same_as_itself(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path)
     other = tmp_path / f"copy-{name}"
@@ -95,7 +95,7 @@ ASPECTS: dict[str, tuple[Any, Any, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASPECTS)
+@looped("name", ASPECTS)
 def test_one_difference(name: str, tmp_path: Path) -> None:
     left, right, aspects = ASPECTS[name]
     found = compared({"x": left, "n": 1}, {"x": right, "n": 1}, tmp_path)
@@ -227,7 +227,7 @@ def test_nothing_else_can_be_ignored() -> None:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if name != "float4_e2m1fn_x2"])
+@looped("name", [name for name in DTYPES if name != "float4_e2m1fn_x2"])
 def test_one_bit_differs_in_every_dtype(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name)
     raw = torch.arange(48, dtype=torch.uint8) % 2 if dtype is torch.bool else torch.arange(48, dtype=torch.uint8)

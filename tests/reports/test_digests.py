@@ -28,6 +28,7 @@ from ckptool.reports.digests import (
 from ckptool.verbs.convert import convert
 from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, written
+from tests.support.looped import looped
 
 
 def sha(data: bytes) -> str:
@@ -100,7 +101,7 @@ def test_order_device_strides_ties_and_gradients_make_no_difference(tmp_path: Pa
 PLAIN_DTYPES = [dtype for dtype in DTYPES if hasattr(torch, dtype.torch) and dtype.kind not in ("quantized", "bits")]
 
 
-@pytest.mark.parametrize("dtype", PLAIN_DTYPES, ids=str)
+@looped("dtype", PLAIN_DTYPES, ids=str)
 def test_every_type(dtype: Any, tmp_path: Path) -> None:
     torch.manual_seed(1)
     raw = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8)
@@ -149,9 +150,7 @@ def test_an_expanded_view_without_end_is_refused_by_name(tmp_path: Path) -> None
     assert tensor_digest(tree["ok"]) == sha(bits(torch.ones(1000)))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TRAPS if name.startswith(("09-quantized", "11-sparse", "11-nested"))]
-)
+@looped("name", [name for name in TRAPS if name.startswith(("09-quantized", "11-sparse", "11-nested"))])
 def test_composites(name: str, tmp_path: Path) -> None:
     """Those that are made of others: the same digest for the same, another for any other part."""
     value = TRAPS[name]()

@@ -93,7 +93,7 @@ def test_everything_can_be_listed(name: str, tmp_path: Path) -> None:
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "expected"),
     [
         ("dp.pt", {"prefix-module"}),
@@ -134,7 +134,7 @@ def carry_out_fix(fix: tuple[str, ...], file: Path, out: Path) -> None:
     verb(file, out, **options)
 
 
-@pytest.mark.parametrize(
+@looped(
     "name",
     [
         "dp.pt",

@@ -30,6 +30,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.slim import deduplicate, equal
 from tests.support.files import opened
+from tests.support.looped import looped
 
 
 def tensor(storage: Storage) -> TensorEntry:
@@ -200,7 +201,7 @@ for _ in range(100):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [
         (1,),

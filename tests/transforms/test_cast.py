@@ -20,6 +20,7 @@ from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts
 from tests.support.files import carry_out, load, opened
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
@@ -137,7 +138,7 @@ UNTOUCHED = (
 ).split()
 
 
-@pytest.mark.parametrize("name", UNTOUCHED)
+@looped("name", UNTOUCHED)
 def test_other_dtypes_are_not_cast(name: str, tmp_path: Path) -> None:
     checkpoint = opened(TRAPS[f"09-{name}"](), tmp_path)
     done = casted(checkpoint, "bf16")

@@ -20,6 +20,7 @@ from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.errors import three_parts
 from tests.support.files import opened, weights
+from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 
 TRAINING = {
@@ -193,7 +194,7 @@ def test_an_address_that_cannot_be_set(place: str, says: str, tmp_path: Path) ->
 # Tensors -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     ("tensor", "array"),
     [
         (torch.zeros(2, 3), numpy.arange(6, dtype="f4").reshape(2, 3)),

@@ -18,6 +18,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, OnlyAPart, Truncated, Unsupported, UsageError
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
+from tests.support.looped import looped
 
 CASE = ROOT / "megatron-mp-rank"
 State = dict[str, torch.Tensor]
@@ -177,7 +178,7 @@ def refused(folder: Path, rules: str, kind: type[CkptoolError], *words: str) -> 
     assert not (folder.parent / "joined.safetensors").exists()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rules", "words"),
     [
         ("join: [a]", "line 1: not a mapping"),

@@ -21,6 +21,7 @@ from ckptool.transforms.translate.layouts import read_layout, shipped
 from tests.support.files import load, saved
 from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
+from tests.support.looped import looped
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LAYOUT_CASES.iterdir()))
@@ -259,7 +260,7 @@ def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
 ANOTHER: dict[str, Any] = {"true": False, "false": True, "null": 4096}
 
 
-@pytest.mark.parametrize("name", shipped())
+@looped("name", shipped())
 def test_each_field_that_a_layout_needs(name: str) -> None:
     """Every value that it lists is taken; another one, and one of another type, is refused by the field's name."""
     for side in (layout := read_layout(shipped()[name])).old, layout.new:

@@ -13,6 +13,7 @@ from ckptool.checkpoint.adapter_keys import adapter_detail, adapter_key
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import CkptoolError
 from ckptool.transforms.lora.adapters import read_adapter
+from tests.support.looped import looped
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
@@ -26,7 +27,7 @@ def pair(module: str, rank: int = 2) -> dict[str, TensorEntry]:
     return {f"{module}.lora_A.weight": entry(rank, 6), f"{module}.lora_B.weight": entry(4, rank)}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("key", "scheme", "component", "module", "role"),
     [
         ("base_model.model.m.0.q_proj.lora_A.weight", "PEFT", "base_model.model.", "m.0.q_proj", "A"),
@@ -62,7 +63,7 @@ def test_scales() -> None:
     assert read_adapter(down | {"lora_unet_a.alpha": entry(fill=1.0)}, "x").deltas[0].scale == 0.5
 
 
-@pytest.mark.parametrize(
+@looped(
     ("node", "config", "message"),
     [
         (pair("base_model.model.q"), None, "does not say its alpha"),

@@ -6,11 +6,12 @@ import pytest
 
 from ckptool.checkpoint.patterns import matcher, selected
 from ckptool.errors import NoMatch, UsageError
+from tests.support.looped import looped
 
 KEYS = ["a.weight", "a.bias", "b.0.weight", "b.10.weight", "weird[x]", "é\n"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("pattern", "found"),
     [
         ("*", KEYS),

@@ -161,7 +161,7 @@ def test_one_rule(rule: str, old: str, new: str | None) -> None:
     assert parse_rule(rule)(old) == new
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rule", "says"),
     [
         ("a", "is not a rule"),

@@ -184,7 +184,7 @@ def test_views_flags_and_lazy_bits() -> None:
     assert torch.equal(resized_values(negative, (12, 4), "rows(zero)")[:9], negative.resolve_neg())
 
 
-@pytest.mark.parametrize(
+@looped(
     ("old", "new", "how", "words"),
     [
         ((198, 8), (257, 8), "bicubic", "198 tokens are no square.*cls=2"),
@@ -208,7 +208,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(old: Any, new: Any, how: str
         resized(entry_of(torch.zeros(old)), new, parse_resize(how), "a.b")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "words"),
     [
         ("lanczos", "unknown way to resize: 'lanczos'"),

@@ -18,6 +18,7 @@ from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.keys import contradict, spellings, words
 from ckptool.transforms.translate.translation import read_translation
+from tests.support.looped import looped
 from tests.support.naming_schemes import (
     CHUNKS,
     Shapes,
@@ -416,7 +417,7 @@ def words_of(number: int) -> str:
     return "".join("abcdefghij"[int(digit)] for digit in str(number))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "target"),
     [
         (timm_vit(84), torchvision_vit(84)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict
+from tests.support.looped import looped
 from tests.support.random_rules import FLOATS, RandomRules, values
 
 SEEDS = range(24)
@@ -35,7 +36,7 @@ def ties(state: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
                 yield one, other
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@looped("seed", SEEDS)
 def test_random_rules_there_and_back(seed: int, tmp_path: Path) -> None:
     given = RandomRules(seed)
     torch.save({"model": given.state, "epoch": 3}, tmp_path / "in.pt")
@@ -70,7 +71,7 @@ def adam(state: dict[str, Tensor], named: bool) -> dict[str, Any]:
     return {"state": slots, "param_groups": [{"lr": 0.1, "params": list(slots)}]}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@looped("seed", SEEDS)
 def test_the_average_and_the_moments_follow(seed: int, tmp_path: Path) -> None:
     given = RandomRules(seed, dtypes=FLOATS)
     named = bool(seed % 2)
@@ -103,7 +104,7 @@ def test_the_average_and_the_moments_follow(seed: int, tmp_path: Path) -> None:
         same({"": one["exp_avg"]}, {"": other["exp_avg"]})
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@looped("seed", SEEDS)
 def test_what_is_lost_is_said(seed: int, tmp_path: Path) -> None:
     given = RandomRules(seed, lossy=True)
     torch.save(given.state, tmp_path / "in.pt")

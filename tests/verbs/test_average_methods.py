@@ -14,6 +14,7 @@ import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
 from tests.support.cli import Run
 from tests.support.files import load, saved
+from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 
 Tensors = list[torch.Tensor]
@@ -258,7 +259,7 @@ def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> No
         assert found["a.w"][1].isnan() and found["a.w"][3].isinf() and found["a.w"][0].isfinite()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"method": "ties"}, "method ties needs base"),

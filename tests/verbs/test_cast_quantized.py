@@ -18,6 +18,7 @@ from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.dequantize import weight_of
 from fixtures.surgery.make_quantized import Case
 from tests.support.errors import three_parts
+from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 from tests.support.quantized_cases import assert_same_bits, awq, gptq, vectors, write_case
 
@@ -39,7 +40,7 @@ def dequantized(case: Case, folder: Path, **options: Any) -> dict[str, torch.Ten
     return load_file(out)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{n} {case.name}" for n, case in enumerate(CASES)])
+@looped("case", CASES, ids=[f"{n} {case.name}" for n, case in enumerate(CASES)])
 def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
 
@@ -260,7 +261,7 @@ def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
         dequantized(case._replace(tensors=far), tmp_path)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "words"),
     [
         ({"quant_method": "hqq"}, "'hqq' is not known"),

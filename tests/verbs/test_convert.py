@@ -17,6 +17,7 @@ from fixtures.make import PRODUCERS, TiedLanguageModel, make, mlp
 from fixtures.traps import TRAPS
 from tests.formats.contract import same_for_torch
 from tests.support.files import load, saved, weights
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects, assert_same_tree
 
 KINDS = [name for name in PRODUCERS if "legacy" not in name and name not in ("whole_module.pt",)]
@@ -66,7 +67,7 @@ def test_the_other_root_by_name_and_several_refused(tmp_path: Path) -> None:
     assert caught.value.fix.endswith("gan.pt#generator'")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@looped("dtype", DTYPES, ids=str)
 def test_every_dtype_goes_to_safetensors_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     name = str(dtype).removeprefix("torch.")
     if name == "float4_e2m1fn_x2":  # packed: a scalar of it has no shape there
@@ -80,7 +81,7 @@ def test_every_dtype_goes_to_safetensors_and_back(dtype: torch.dtype, tmp_path: 
     assert_same_objects([before[key].contiguous() for key in before], [after[key] for key in before])
 
 
-@pytest.mark.parametrize(
+@looped(
     "name",
     [
         name
@@ -204,7 +205,7 @@ def test_from_safetensors(name: str, tmp_path: Path) -> None:
     assert again.keys() == stock.keys() and all(torch.equal(again[key], value) for key, value in stock.items())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@looped("name", KINDS)
 def test_all_of_every_fixture_and_back(name: str, tmp_path: Path) -> None:
     file, there = make(name, tmp_path), tmp_path / "all.safetensors"
     done = ckptool.convert(file, there, all=True, verify=True)

@@ -26,6 +26,7 @@ from ckptool.reports.doctor import Diagnosis
 from ckptool.reports.error_texts import KNOWN, recognised
 from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
+from tests.support.looped import looped
 
 
 class Net(nn.Module):
@@ -245,7 +246,7 @@ MESSAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("code", MESSAGES)
+@looped("code", MESSAGES)
 def test_a_message_is_recognised(code: str) -> None:
     found = recognised(MESSAGES[code])
     assert found is not None and found.code == code
@@ -279,7 +280,7 @@ OTHER_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("text", OTHER_MESSAGES)
+@looped("text", OTHER_MESSAGES)
 def test_a_message_leads_to_its_command(text: str) -> None:
     (finding,) = ckptool.doctor(error=f"Traceback (most recent call last):\n  File x\n{text}\n").findings
     assert finding.fixes[0] == OTHER_MESSAGES[text] and finding.says
@@ -422,7 +423,7 @@ def test_what_is_seen_is_what_the_programs_say(tmp_path: Path) -> None:
 # Real files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(os.listdir(CORPUS)) if CORPUS.is_dir() else [])
+@looped("name", sorted(os.listdir(CORPUS)) if CORPUS.is_dir() else [])
 def test_every_command_for_a_real_file_succeeds(name: str, tmp_path: Path) -> None:
     source = CORPUS / name
     copy = shutil.copytree if source.is_dir() else shutil.copyfile

@@ -115,7 +115,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("call", "said"),
     [
         (lambda given: ckptool.cast(given, "bf16"), "dtype='bf16'"),
@@ -197,7 +197,7 @@ def test_the_result_is_that_of_the_file(kind: str, verb: str, tmp_path: Path) ->
     assert_same_objects(load(tmp_path / "again.pt", weights_only=False), found, storages=verb != "average")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@looped("verb", VERBS)
 def test_open_checkpoints_and_files(verb: str, tmp_path: Path) -> None:
     call = VERBS[verb]
     file = saved(state_of(GIVEN["checkpoint"]()), tmp_path / "in.pt")

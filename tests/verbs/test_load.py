@@ -59,7 +59,7 @@ def test_a_jagged_nested_tensor_is_made_of_its_parts(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(made.unbind(), given.unbind(), strict=True))
 
 
-@pytest.mark.parametrize("name", sorted((UNKNOWN | ONLY_WRITTEN) - LOADED_IN_ESSENCE))
+@looped("name", sorted((UNKNOWN | ONLY_WRITTEN) - LOADED_IN_ESSENCE))
 def test_what_only_its_own_code_could_make_is_refused_by_name(name: str, tmp_path: Path) -> None:
     path = saved(TRAPS[name](), tmp_path / "x.pt")
     with pytest.raises(UnsafeObject, match=" at ") as error:

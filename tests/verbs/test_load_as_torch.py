@@ -151,7 +151,7 @@ def test_strings_of_python_2(tmp_path: Path) -> None:
 SAME = sorted(name for name in PRODUCERS if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".tar")))
 
 
-@pytest.mark.parametrize("name", SAME)
+@looped("name", SAME)
 def test_the_files_of_programs_as_torch_loads_them(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path)
     try:

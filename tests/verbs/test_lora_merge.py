@@ -17,6 +17,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from fixtures.surgery.make_lora import Net
 from tests.support.cli import Run
+from tests.support.looped import looped
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -244,7 +245,7 @@ SURGERY = Path(__file__).parents[2] / "fixtures" / "surgery" / "lora"
 FOLDERS = sorted(path.name for path in SURGERY.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if "lycoris" not in name])
+@looped("name", [name for name in FOLDERS if "lycoris" not in name])
 def test_the_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
     base = SURGERY / f"base-{'bfloat16' if 'bf16' in name else 'float32'}.safetensors"
     done = ckptool.lora_merge(base, SURGERY / name, tmp_path / "out.safetensors", verify=True)

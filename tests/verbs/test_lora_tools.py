@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
 from tests.support.cli import Run
+from tests.support.looped import looped
 
 Tensors = dict[str, torch.Tensor]
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
@@ -102,7 +103,7 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
     assert config_of(tmp_path / "a")["ensure_weight_tying"] is True
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "options", "kind", "message"),
     [
         ({"up.q.weight": torch.zeros(3, 3)}, {}, Conflict, r"up.q.weight is \[3, 3\] and \[6, 6\]"),

@@ -26,6 +26,7 @@ from fixtures.make import make
 from fixtures.torch_tar import save_tar
 from tests.support.engine_cases import ROOT
 from tests.support.lab_trial import run_line
+from tests.support.looped import looped
 
 SOURCE = Path(ckptool.__file__).parent
 
@@ -118,7 +119,7 @@ def test_every_note_with_a_command_is_tried() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("code", NOTES)
+@looped("code", NOTES)
 def test_the_commands_of_a_note_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (name, write), code = NOTES[code], code.partition(" ")[0]
@@ -188,7 +189,7 @@ ERRORS: list[tuple[str, Callable[[Path], str], Callable[[str], Any]]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("code", "write", "attempt"), ERRORS)
+@looped(("code", "write", "attempt"), ERRORS)
 def test_the_commands_of_an_error_run(
     code: str,
     write: Callable[[Path], str],

@@ -28,6 +28,7 @@ from ckptool.training.start import start
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved
+from tests.support.looped import looped
 from tests.support.small_runs import config, cut_short
 
 
@@ -320,7 +321,7 @@ def test_a_page_replaces_nothing_in_a_run(a_run: Path) -> None:
 # Files of others ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name)
+@looped("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name)
 def test_every_file_of_others_gives_a_report(path: Path) -> None:
     found = ckptool.report(path)
     assert isinstance(found, CheckpointReport)
@@ -335,7 +336,7 @@ def test_every_file_of_others_gives_a_report(path: Path) -> None:
     assert len(found._repr_html_().encode()) <= 30_000 and "<title>" in found.html()
 
 
-@pytest.mark.parametrize("name", sorted(PRODUCERS))
+@looped("name", sorted(PRODUCERS))
 def test_every_kind_of_fixture_gives_a_report(name: str, tmp_path: Path) -> None:
     try:
         found = ckptool.report(make(name, tmp_path), out=tmp_path / "page.html")

@@ -17,6 +17,7 @@ from ckptool.verbs.spec import find_target
 from fixtures.make import TiedLanguageModel, make, mlp
 from tests.support.errors import three_parts
 from tests.support.files import saved
+from tests.support.looped import looped
 
 GOOD: dict[str, Any] = {
     "schema": "ckptool.spec/1",
@@ -107,7 +108,7 @@ def with_tensor(**more: Any) -> dict[str, Any]:
     return changed(tensors=[*GOOD["tensors"], {"name": "d", "dtype": "f32", "shape": [1], "kind": "parameter", **more}])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("spec", "kind", "words"),
     [
         (changed(schema="ckptool.spec/2"), Unsupported, "another version: ckptool.spec/2"),

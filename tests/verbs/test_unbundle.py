@@ -27,6 +27,7 @@ from fixtures.traps import TRAPS
 from tests.support.bundles import SHARED, net_state
 from tests.support.errors import three_parts
 from tests.support.files import load, torch_bytes
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 # Apart ---------------------------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_an_edited_bundle_comes_back_byte_for_byte(gan_bundle: Path) -> None:
 # Refused, and nothing written ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@looped(
     "name",
     ["../../x", "/abs", "CON", "a/", "..", "a\\b", "a\0b", "aux.pt", "\x1b[2J", "", "-rf", "--help"],
     ids=[
