@@ -125,10 +125,14 @@ def _unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 def _alike(left: Checkpoint, right: Checkpoint) -> bool:
     """True unless one file is a bare set of weights and the other holds such sets among other things, or each has its
     only model under a name of its own, as two engines do (`module`, `model`): they have no part in common."""
-    one, other = ([root.path for root in find_state_dicts(side) if root.is_model] for side in (left, right))
-    return _is_flat(left) == _is_flat(right) and not (len(one) == len(other) == 1 and one != other)
+    roots = [find_state_dicts(side) for side in (left, right)]
+    one, other = ([root.path for root in side if root.is_model] for side in roots)
+    return _bare(roots[0]) == _bare(roots[1]) and not (len(one) == len(other) == 1 and one != other)
 
 
 def _is_flat(checkpoint: Checkpoint) -> bool:
-    roots: list[StateDict] = find_state_dicts(checkpoint)
+    return _bare(find_state_dicts(checkpoint))
+
+
+def _bare(roots: list[StateDict]) -> bool:
     return len(roots) == 1 and roots[0].path == ()
