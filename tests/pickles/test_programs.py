@@ -107,7 +107,7 @@ def test_most_walks_are_read() -> None:
     """The strategy is of use: a good part of what it makes opens."""
     outcomes: collections.Counter[str] = collections.Counter()
 
-    @settings(modest, max_examples=examples(200))
+    @settings(modest, max_examples=200)
     @given(walks(plain=True))
     def count(data: bytes) -> None:
         try:
