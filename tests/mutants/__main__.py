@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -56,23 +57,33 @@ def tried(edit: Edit, tests: list[str], root: Path) -> str:
         path.write_bytes(whole)
 
 
-def all_tried(found: list[Edit], jobs: int) -> Iterator[Row]:
+def all_tried(found: list[Edit], jobs: int) -> list[str]:
+    """What came of each edit; goes on with what was tried of this commit before."""
     tests = clones.measured(found)
+    kept = clones.WORK / f"tried-{clones.commit()}-{len(found)}.jsonl"
+    done: dict[int, str] = dict(map(json.loads, kept.read_text().splitlines())) if kept.exists() else {}
+    left = [number for number in range(len(found)) if number not in done]
+    random.Random(edits.SEED).shuffle(left)  # so that a part of them says something of all
     roots = SimpleQueue[Path]()
     for number in range(jobs):
         roots.put(clones.clone(number))
 
-    def one(edit: Edit, chosen: list[str]) -> str:
-        root = roots.get()
+    def one(number: int) -> None:
+        edit, root = found[number], roots.get()
         try:
-            return tried(edit, chosen, root)
+            done[number] = tried(edit, chosen(tests[number]), root)
         finally:
             roots.put(root)
+        with kept.open("a") as file:
+            file.write(json.dumps([number, done[number]]) + "\n")
+        what = f"{edit.old[:60]!r} -> {edit.new[:60]!r}: {done[number]}"
+        print(f"{len(done)}/{len(found)} {edit.path}:{edit.line} {edit.function}: {what}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        yield from zip(found, pool.map(one, found, map(chosen, tests)), strict=True)
+        list(pool.map(one, left))
     for number in range(jobs):
         shutil.rmtree(clones.WORK / str(number), ignore_errors=True)
+    return [done[number] for number in range(len(found))]
 
 
 def read() -> list[Row]:
@@ -86,35 +97,30 @@ def shares(rows: list[Row]) -> dict[str, tuple[int, int]]:
     return {room: (killed[room], count) for room, count in sorted(Counter(edit.room for edit, _ in rows).items())}
 
 
+def less(before: list[Row], now: list[Row], fall: float) -> Iterator[str]:
+    """The rooms of which so many points less are killed than before; prints all."""
+    old = shares(before)
+    for room, (killed, count) in shares(now).items():
+        was = "" if room not in old else f", before {old[room][0]} of {old[room][1]}"
+        print(f"{room:12} {killed:4} of {count:4} killed, {killed / count:.0%}{was}")
+        if room in old and 100 * killed / count < 100 * old[room][0] / old[room][1] - fall:
+            yield room
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="draw anew, and write the list")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="clones at a time")
-    parser.add_argument("--only", default="", metavar="ROOM", help="only the edits of this room")
     options = parser.parse_args()
-    if subprocess.run(
-        ["git", "diff", "--quiet", "HEAD", "--", "ckptool", "tests"], cwd=clones.ROOT, check=False
-    ).returncode:
+    changed = ["git", "diff", "--quiet", "HEAD", "--", "ckptool", "tests"]
+    if subprocess.run(changed, cwd=clones.ROOT, check=False).returncode:
         parser.error("commit first: clones are made of the commit")
     before = read()
-    again = [edit for edit, how in before if how not in (SURVIVED, UNTESTED)]
-    found = edits.drawn(clones.ROOT) if options.write else again
-    now: list[Row] = []
-    for edit, how in all_tried([edit for edit in found if options.only in ("", edit.room)], options.jobs):
-        now.append((edit, how))
-        with (clones.WORK / "tried.jsonl").open("a") as file:
-            file.write(json.dumps([vars(edit), how]) + "\n")
-        print(f"{edit.path}:{edit.line} {edit.function}: {edit.old[:60]!r} -> {edit.new[:60]!r}: {how}", flush=True)
-    old, worse = shares(before), []
-    for room, (killed, count) in shares(now).items():
-        was = old.get(room, (0, 0)) if options.write else (count, count)
-        print(
-            f"{room:12} {killed:4} of {count:4} killed, {killed / count:.0%}"
-            + (f" (was {was[0]} of {was[1]})" if was[1] else "")
-        )
-        if was[1] and 100 * killed / count < 100 * was[0] / was[1] - (FALL if options.write else 0):
-            worse.append(room)
-    if options.write and not options.only:
+    again = [(edit, how) for edit, how in before if how not in (SURVIVED, UNTESTED)]
+    found = edits.drawn(clones.ROOT) if options.write else [edit for edit, _ in again]
+    now = list(zip(found, all_tried(found, options.jobs), strict=True))
+    worse = list(less(before if options.write else again, now, FALL if options.write else 0))
+    if options.write:
         LIST.write_text("".join(json.dumps([vars(edit), how]) + "\n" for edit, how in now))
     print("killed less than before: " + ", ".join(worse) if worse else "nowhere less than before")
     return 1 if worse else 0

@@ -22,6 +22,12 @@ SECONDS = 120  # of processor time for an edit's tests
 MEMORY = 8 << 30
 
 
+def commit() -> str:
+    """The beginning of the commit's name."""
+    words = ["git", "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def clone(number: int) -> Path:
     """A clone of the commit, and of the environment by links: its package is the clone's."""
     root = WORK / str(number) / "ckptool"
@@ -88,7 +94,13 @@ def _temporary(root: Path) -> Path:
 
 
 def measured(edits: list[Edit], *some: str) -> list[list[tuple[float, str]]]:
-    """For each edit the tests that run its function, with their seconds; from one run of all tests, or of some."""
+    """For each edit the tests that run its function, with their seconds; from one run of all tests, or of some.
+
+    A run of all is kept, for as long as the commit and the edits are these.
+    """
+    kept = WORK / f"map-{commit()}-{len(edits)}.json"
+    if kept.exists() and not some:
+        return [[(seconds, name) for seconds, name in tests] for tests in json.loads(kept.read_text())]
     root = clone(0)
     site = next((root / ".venv" / "lib").glob("python*/site-packages"))
     shutil.copyfile(seen.__file__, site / "mutants_seen.py")
@@ -116,6 +128,8 @@ def measured(edits: list[Edit], *some: str) -> list[list[tuple[float, str]]]:
         test, name, seconds, passed = json.loads(line)
         for number in np.flatnonzero(hits[test]) if passed else ():
             found[int(number)].append((seconds, name))
+    if not some:
+        kept.write_text(json.dumps(found))
     return found
 
 
