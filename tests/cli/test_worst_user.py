@@ -249,7 +249,7 @@ def _all_tried(
 def test_a_seeded_part_of_what_the_worst_user_types(
     small: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _all_tried(tries(random.Random(9), 150), small, folder, capsys) == 150
+    assert _all_tried(tries(random.Random(9), 80), small, folder, capsys) == 80
 
 
 def test_a_name_that_no_file_can_have(small: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
