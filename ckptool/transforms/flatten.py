@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
@@ -210,19 +210,22 @@ def lost_tensors(before: Any, after: Any) -> Lost:
 
     Not those that a module itself says are not to be saved (`register_buffer(…, persistent=False)`).
     """
-    kept = {view for _, node in walk(after) for view in _views(node)}
-    kept |= {view for _, node in transient(before) for view in _views(node)}
+    held = {id(node): node for _, node in chain(walk(after), transient(before))}  # once each: they may stand anywhere
+    kept = {view for node in held.values() for view in _views(node)}
     storages = {view[0] for view in kept}
     found: Lost = []
     covered: set[Path] = set()
+    whole: dict[int, Any] = {}  # by their ids, kept so that no other object has one
     for path, node in walk(before):
-        if covered and any(path[:depth] in covered for depth in range(len(path))):
+        if id(node) in whole or (covered and any(path[:depth] in covered for depth in range(len(path)))):
             continue
         if any(view not in kept and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
             found.append((path, _kind(node)))
         elif _is_left_as_a_call(node, kept):
             found.append((path, printable(node.name)))
             covered.add(path)
+        else:
+            whole[id(node)] = node
     return found
 
 
@@ -256,7 +259,7 @@ def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
 def transient(tree: Any) -> Iterator[tuple[Path, Any]]:
     """The buffers of whole modules that they do not save themselves, with their paths."""
     for path, node in walk(tree):
-        attributes = module_attributes(node)
+        attributes = module_attributes(node) if type(node) is Object else None
         names = attributes.get("_non_persistent_buffers_set") if attributes else None
         if attributes and isinstance(names, Set):
             buffers = attributes["_buffers"]
