@@ -98,6 +98,22 @@ def test_every_verb_meets_the_budget_for_every_hostile_file(share: float, tmp_pa
         file.unlink(missing_ok=True)
 
 
+FOUND = {  # by the sweep above
+    "row 72-modules": ("doctor FILE", "report FILE -o OUT.html", "convert FILE --weights-only -o OUT"),
+    "row one-key-of-many-dots": ("report FILE -o OUT.html",),
+}
+
+
+def test_what_took_longer_once_meets_the_budget(tmp_path: Path) -> None:
+    contents = {title: data for title, data in everything() if title in FOUND}
+    assert contents.keys() == FOUND.keys()
+    for title, lines in FOUND.items():
+        (tmp_path / "m.pt").write_bytes(contents[title])
+        for number, line in enumerate(lines):
+            out = str(tmp_path / f"out{number}")
+            command_meets_budget(*(line.replace("FILE", str(tmp_path / "m.pt")).replace("OUT", out).split(" ")))
+
+
 def test_verify_counts_a_tensor_once(tmp_path: Path, run: Run) -> None:
     weights = {"w": torch.ones(3), "v": torch.ones(2)}
     torch.save(dict.fromkeys(range(5_000), weights), tmp_path / "a.pt")

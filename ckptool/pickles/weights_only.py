@@ -17,9 +17,9 @@ from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.graph import SCALARS, FillLater, FromParts, GraphMapper, Of, same, structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
-from ckptool.checkpoint.pickled_modules import module_state_dict
+from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import address, walk
-from ckptool.errors import Conflict, printable
+from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name, kind_of
 from ckptool.pickles.plain.values import expand
@@ -169,6 +169,10 @@ class _Plain:
         state_dict = module_state_dict(node)
         if state_dict is not None:
             return self._instead(node, state_dict, "its state dict")
+        if module_attributes(node) is not None:
+            raise LimitExceeded(
+                "a module whose tensors' names would fill the memory", "The file is probably malicious."
+            )
         value = expand(node)
         if isinstance(value, Array):
             entry = array_tensor(value)

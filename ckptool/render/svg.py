@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -70,9 +71,7 @@ Item = tuple[str, int]
 def _modules(part: PartSummary, number: int, statistics: dict[str, Statistics], most: int) -> Iterator[Cell]:
     """A part's modules, largest first, the small ones together in the cells of those that they are in."""
     rows = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
-    start = len(part.root.address) + 1 if part.root.address else 0
-    while len(below := _by_piece(rows, start)) == 1 and not _are_tensors(below):
-        start = len(next(iter(below))) + 1  # what all names have in common
+    start = _begin(rows, len(part.root.address) + 1 if part.root.address else 0)
     todo: list[tuple[int, int, str, list[Item]]] = []
     done: list[tuple[str, list[Item]]] = []
 
@@ -80,10 +79,10 @@ def _modules(part: PartSummary, number: int, statistics: dict[str, Statistics], 
         for count, (name, items) in enumerate(below.items()):
             heapq.heappush(todo, (-sum(size for _, size in items), count + len(done), name, items))
 
-    add(below)
+    add(_by_piece(rows, start))
     while todo:
         _, _, name, items = heapq.heappop(todo)
-        below = _by_piece(items, len(name) + 1)
+        below = _by_piece(items, _begin(items, len(name) + 1))
         if _are_tensors(below) or len(below) + len(todo) + len(done) > most:
             done.append((name, items))
         else:
@@ -100,6 +99,12 @@ def _modules(part: PartSummary, number: int, statistics: dict[str, Statistics], 
         if nbytes := sum(size for _, size in items):
             label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
             yield Cell(name, label, number, leaf, len(items), nbytes, hue, odd)
+
+
+def _begin(items: Sequence[Item], start: int) -> int:
+    """Where the first piece begins in which the names differ; their last one where they do not."""
+    common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
+    return max(start, 1 + max(common.rfind(sign) for sign in "./"))
 
 
 def _by_piece(items: Sequence[Item], start: int) -> dict[str, list[Item]]:
