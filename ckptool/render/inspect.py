@@ -164,10 +164,16 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
         first, last = run[0], run[-1]
         name = root_name(first) if first is last else f"{root_name(first)} … {root_name(last)}"
         detail = root_detail(first) if first is last else f"{len(run):,} × {root_detail(first)}"
-        detail += f"; names and shapes as in {root_name(alike[first])}" if first in alike else ""
+        if first in alike:
+            same = "names" if _names(first) == _names(alike[first]) else "names but for a prefix"
+            detail += f"; {same} and shapes as in {root_name(alike[first])}"
         below = outline(first, room // len(outlined), depth) if first in with_outline else None
         rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
+
+
+def _names(part: PartSummary) -> list[tuple[Any, ...]]:
+    return [row.path[len(part.root.path) :] for row in part.rows]
 
 
 def _runs(divided: Iterable[PartSummary], alike: dict[PartSummary, PartSummary]) -> list[list[PartSummary]]:

@@ -128,7 +128,8 @@ def test_parts_that_look_alike_are_shown_once() -> None:
     tree = {"model": model, "ema": ema, "teacher_model": {"fc.weight": tensor(9, 9)}}
     divided = parts(listing(checkpoint(tree)))
     assert like_others(divided) == {divided[1]: divided[0]}
-    assert text_of(tree).count("names and shapes as in model") == 1
+    assert text_of(tree).count("names but for a prefix and shapes as in model") == 1
+    assert text_of(tree | {"ema": dict(model)}).count("; names and shapes as in model") == 1
 
 
 def test_many_parts_that_look_alike_share_a_line() -> None:
