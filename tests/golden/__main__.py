@@ -125,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.write and (options.only or options.cases or options.every > 1):
         parser.error("--write makes the whole record")
+    if options.only and not options.against:
+        parser.error("--only needs --against: the record is compared by all verbs of a case")
     shutil.rmtree(WORK, ignore_errors=True)
     folders = {False: record.HERE / "record", True: record.HERE / "record-corpus"}
     old = {corpus: record.read(folder) for corpus, folder in folders.items()}
