@@ -98,20 +98,20 @@ def test_every_verb_meets_the_budget_for_every_hostile_file(share: float, tmp_pa
         file.unlink(missing_ok=True)
 
 
-FOUND = {  # by the sweep above
+TOOK_LONGER = {  # by the sweep above
     "row 72-modules": ("doctor FILE", "report FILE -o OUT.html", "convert FILE --weights-only -o OUT"),
     "row one-key-of-many-dots": ("report FILE -o OUT.html",),
 }
 
 
 def test_what_took_longer_once_meets_the_budget(tmp_path: Path) -> None:
-    contents = {title: data for title, data in everything() if title in FOUND}
-    assert contents.keys() == FOUND.keys()
-    for title, lines in FOUND.items():
+    contents = {title: data for title, data in everything() if title in TOOK_LONGER}
+    assert contents.keys() == TOOK_LONGER.keys()
+    for title, lines in TOOK_LONGER.items():
         (tmp_path / "m.pt").write_bytes(contents[title])
         for number, line in enumerate(lines):
-            out = str(tmp_path / f"out{number}")
-            command_meets_budget(*(line.replace("FILE", str(tmp_path / "m.pt")).replace("OUT", out).split(" ")))
+            places = {"FILE": str(tmp_path / "m.pt"), "OUT": str(tmp_path / f"out{number}")}
+            command_meets_budget(*(_placed(word, places) for word in line.split(" ")))
 
 
 def test_verify_counts_a_tensor_once(tmp_path: Path, run: Run) -> None:

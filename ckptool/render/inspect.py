@@ -44,6 +44,7 @@ from ckptool.reports.inspect import (
     like_others,
     listing,
     parts,
+    same_names,
 )
 from ckptool.reports.memory import memory_needs
 
@@ -165,15 +166,11 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
         name = root_name(first) if first is last else f"{root_name(first)} … {root_name(last)}"
         detail = root_detail(first) if first is last else f"{len(run):,} × {root_detail(first)}"
         if first in alike:
-            same = "names" if _names(first) == _names(alike[first]) else "names but for a prefix"
+            same = "names" if same_names(first, alike[first]) else "names but for a prefix"
             detail += f"; {same} and shapes as in {root_name(alike[first])}"
         below = outline(first, room // len(outlined), depth) if first in with_outline else None
         rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
-
-
-def _names(part: PartSummary) -> list[tuple[Any, ...]]:
-    return [row.path[len(part.root.path) :] for row in part.rows]
 
 
 def _runs(divided: Iterable[PartSummary], alike: dict[PartSummary, PartSummary]) -> list[list[PartSummary]]:

@@ -457,19 +457,24 @@ def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary
     alike: dict[PartSummary, PartSummary] = {}
     first: dict[tuple[object, ...], PartSummary] = {}
     for part in models if len(models) > 1 else ():
-        base = len(part.root.path)
         shapes = tuple(
-            (
-                without_wrappers(key) if isinstance(key := row.path[base], str) else key,
-                row.tensor.dtype,
-                row.tensor.shape,
-            )
-            for row in part.rows
-            if row.path[base] != COUNTER
+            (without_wrappers(path[0]) if isinstance(path[0], str) else path[0], tensor.dtype, tensor.shape)
+            for path, tensor in _weights(part)
         )
         if (found := first.setdefault(shapes, part)) is not part:
             alike[part] = found
     return alike
+
+
+def same_names(part: PartSummary, other: PartSummary) -> bool:
+    """True where two that are alike have the same names, wrappers included."""
+    return all(path == twin for (path, _), (twin, _) in zip(_weights(part), _weights(other), strict=True))
+
+
+def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a set of weights by their paths in it, without the counter of an average."""
+    base = len(part.root.path)
+    return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
 
 
 def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:

@@ -259,7 +259,7 @@ def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
 def transient(tree: Any) -> Iterator[tuple[Path, Any]]:
     """The buffers of whole modules that they do not save themselves, with their paths."""
     for path, node in walk(tree):
-        attributes = module_attributes(node) if type(node) is Object else None
+        attributes = module_attributes(node)
         names = attributes.get("_non_persistent_buffers_set") if attributes else None
         if attributes and isinstance(names, Set):
             buffers = attributes["_buffers"]

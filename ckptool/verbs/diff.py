@@ -82,9 +82,9 @@ def _comparable(a: Opened, b: Opened) -> tuple[tuple[Checkpoint, Checkpoint], tu
         left, right = (_weights_of(one, remarks) if _whole_module(one.tree) else one for one in (left, right))
     if a.at is None and b.at is None and not _alike(left, right):
         left, right = _weights_of(left, remarks), _weights_of(right, remarks)
-    elif a.at is None and b.at is not None and _is_flat(right) and not _is_flat(left):
+    elif a.at is None and b.at is not None and _holds_more(left, right):
         left = _weights_of(left, remarks)  # the counterpart of weights that were named
-    elif b.at is None and a.at is not None and _is_flat(left) and not _is_flat(right):
+    elif b.at is None and a.at is not None and _holds_more(right, left):
         right = _weights_of(right, remarks)
     return (left, right), tuple(remarks)
 
@@ -127,12 +127,13 @@ def _alike(left: Checkpoint, right: Checkpoint) -> bool:
     only model under a name of its own, as two engines do (`module`, `model`): they have no part in common."""
     roots = [find_state_dicts(side) for side in (left, right)]
     one, other = ([root.path for root in side if root.is_model] for side in roots)
-    return _bare(roots[0]) == _bare(roots[1]) and not (len(one) == len(other) == 1 and one != other)
+    return _is_flat(roots[0]) == _is_flat(roots[1]) and not (len(one) == len(other) == 1 and one != other)
 
 
-def _is_flat(checkpoint: Checkpoint) -> bool:
-    return _bare(find_state_dicts(checkpoint))
+def _holds_more(checkpoint: Checkpoint, weights: Checkpoint) -> bool:
+    """True where one is a bare set of weights and the other is not."""
+    return _is_flat(find_state_dicts(weights)) and not _is_flat(find_state_dicts(checkpoint))
 
 
-def _bare(roots: list[StateDict]) -> bool:
+def _is_flat(roots: list[StateDict]) -> bool:
     return len(roots) == 1 and roots[0].path == ()
