@@ -31,7 +31,8 @@
     ├── NotFinite                   a loss or gradient is NaN or infinite    non-finite
     └── RunFailed                   a process of its own failed or was killed run-failed
 
-An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
+An error has three parts: what happened (it names the path and the thing), what it means, and what to type. Each is one
+line: characters that cannot be printed are escaped where they enter it. Only `why` may be several, as `TextLines`.
 Library users catch `CkptoolError`; `error.code` is stable across versions.
 """
 
@@ -50,7 +51,7 @@ class CkptoolError(Exception):
     """Something that ckptool could not do, told in three parts.
 
     `what` happened, with the path and the thing; `why`, what it means; `fix`, what to type or do next, as on the
-    command line. `exit_code` is what the command line ends with.
+    command line. `exit_code` is what the command line ends with. Names are given as they are, and escaped here.
     """
 
     code = "error"
@@ -63,10 +64,11 @@ class CkptoolError(Exception):
             cls.code = code
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        Exception.__init__(self, what, why, fix)  # an OSError would take them for its number and file
-        self.what = what
-        self.why = why
-        self.fix = fix
+        self.what = printable(what)
+        self.why = why if isinstance(why, TextLines) else printable(why)
+        self.fix = printable(fix)
+        # An OSError would take them for its number and file.
+        Exception.__init__(self, self.what, self.why, self.fix)
 
     def __str__(self) -> str:
         """The three parts for people who write Python: options are called as the arguments that they are there."""
@@ -78,7 +80,7 @@ class CkptoolError(Exception):
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
-        return self if place in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
+        return self if printable(place) in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
 
 
 class UsageError(CkptoolError, ValueError, code="usage"):
@@ -93,7 +95,7 @@ class MissingKey(UsageError, KeyError):
     @classmethod
     def among(cls, name: str, names: Callable[[], Sequence[str]], where: str) -> MissingKey:
         """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`."""
-        error = cls(f"there is no {printable(name)} {where}")
+        error = cls(f"there is no {name} {where}")
         del error.why, error.fix
         error._looked = name, names
         return error
@@ -106,8 +108,8 @@ class MissingKey(UsageError, KeyError):
         name, there = self._looked[0], self._looked[1]()
         below = [f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")]
         meant = below[:1] or get_close_matches(name, there[:2000], 1)
-        self.why = f"Available: {listed(there, 12)}." if there else "There is nothing below it."
-        self.fix = f"Did you mean {printable(meant[0])}?" if meant else ""
+        self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
+        self.fix = printable(f"Did you mean {meant[0]}?") if meant else ""
         return self.why if attribute == "why" else self.fix
 
 
@@ -283,9 +285,9 @@ def quoted(path: str) -> str:
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
 
-    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw.
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is.
     """
-    if text.isascii() and text.isprintable():
+    if text.isprintable():
         return text
     return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
 
@@ -297,6 +299,18 @@ def _escape(character: str) -> str:
     return short or (
         f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
     )
+
+
+class TextLines(str):
+    """Several lines, each escaped: the one text of an error that has line breaks."""
+
+    __slots__ = ()
+
+    def __new__(cls, *lines: str) -> TextLines:
+        return super().__new__(cls, "\n".join(map(printable, lines)))
+
+    def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self.split("\n"))
 
 
 # Options that are not called as their argument is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import pickle
 import shlex
 import struct
 import zipfile
@@ -16,12 +17,13 @@ import numpy
 import pytest
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import walk
 from ckptool.cli import COMMANDS, main
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, FileProblem, MissingKey, TextLines, printable
 from ckptool.formats import torch_zip
 from ckptool.output import replace_file
 
@@ -290,3 +292,54 @@ def test_no_text_of_an_object_has_a_control_character_of_a_file(kind: str, folde
             texts |= {f"note {note.code}": f"{note.message} {note!r}" for note in answer.notes}
         wrong += [f"{name}: {what}: {raw(text)}: {text[:300]!r}" for what, text in texts.items() if raw(text)]
     assert not wrong, "\n".join(wrong)
+
+
+def kinds(kind: type[CkptoolError] = CkptoolError) -> Iterator[type[CkptoolError]]:
+    """Every error that there is, those of single modules included."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from kinds(below)
+
+
+ORDINARY = "é 日本 a\\nb $'\\x1b' 'it' ×…→"  # a backslash is no escape yet, and a text that is escaped has some
+
+
+def sentences(error: Any, name: str) -> list[str]:
+    """The error's parts, after whatever an error goes through."""
+    moved = error.within(f"{name}/place")
+    again = type(error)(moved.what, moved.why, moved.fix)
+    assert (again.what, again.why, again.fix) == (moved.what, moved.why, moved.fix), "nothing is escaped twice"
+    assert type(moved) is type(error) and moved.within(f"{name}/place") is moved, "the place is known again"
+    sent = pickle.loads(pickle.dumps(moved))
+    assert (sent.what, sent.why, sent.fix, sent.args) == (moved.what, moved.why, moved.fix, moved.args)
+    return [error.what, error.why, error.fix, *error.args, moved.what, moved.why, moved.fix, *str(moved).split("\n")]
+
+
+@pytest.mark.parametrize("kind", sorted({*kinds()}, key=lambda kind: kind.__name__))
+def test_every_part_of_every_error_is_a_line_without_control_characters(kind: Any) -> None:
+    for odd in ODD:
+        name = f"{ORDINARY}{odd}error[io]: forged"
+        for part in ("what", "why", "fix"):
+            error = kind(**{"what": "a.pt", part: f"{name} is odd"})
+            assert getattr(error, part) == f"{ORDINARY}{printable(odd)}error[io]: forged is odd"
+            if isinstance(error, FileProblem):
+                error.about(2, name)
+                assert pickle.loads(pickle.dumps(error.within(name))).filename == name, "a path stays one"
+            assert all(text.isprintable() for text in sentences(error, name)), (part, odd)
+        error = kind("a.pt", TextLines("first", f"{name} is odd"), f"{name} is odd")
+        texts = sentences(error, name)
+        assert error.why.split("\n") == ["first", printable(f"{name} is odd")] and raw("".join(texts)) == []
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_advice_notes_and_names_looked_for_are_escaped(odd: str) -> None:
+    name = f"{ORDINARY}{odd}x"
+    advice = CkptoolError("a.pt", "", Advice(f"Look at {name}: ", command("inspect", name, only=name))).fix
+    assert isinstance(advice, Advice) and advice.isprintable() and advice == "".join(map(str, advice.parts))
+    assert [*advice.commands] == [("ckptool", "inspect", name, "--only", name)], "a command is typed as it was"
+    assert advice.filled(lambda each: each).isprintable() and pickle.loads(pickle.dumps(advice)).parts == advice.parts
+    error = MissingKey.among(f"{name}y", lambda: [name], f"in {name}")
+    assert all(text.isprintable() and printable(name) in text for text in (error.what, error.why, error.fix))
+    note = Note("odd", f"{name} is odd", ("ckptool", "show", name))
+    assert note.message == f"{printable(name)} is odd" and note.fix[-1] == name and Note("", note.message).message
+    assert Note("odd", note.message).message == note.message

@@ -18,7 +18,7 @@ from ckptool.bridge.tensors import CONSTANTS, REBUILD, layout_of, torch_dtype
 from ckptool.checkpoint.graph import FillLater, FromParts, Of, copy_list, copy_tuple
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type, scalar
-from ckptool.errors import Conflict, Corrupt, Unsupported, printable
+from ckptool.errors import Conflict, Corrupt, Unsupported
 from ckptool.pickles.known import value_word
 from ckptool.pickles.plain.text import summary
 from ckptool.pickles.plain.values import expand, python_value
@@ -56,7 +56,7 @@ def _set_items(node: Any, made: Any, items: Mapping[Any, Any], of: Of) -> None:
         except TypeError:
             raise Corrupt(f"a dictionary with a key of type {type(of(key)).__name__}, which is not hashable") from None
     if len(made) != count:
-        raise Conflict(f"a dictionary with keys that become equal when loaded ({printable(summary(node))})")
+        raise Conflict(f"a dictionary with keys that become equal when loaded ({summary(node)})")
 
 
 def set_of(_: Builder, node: Set) -> FromParts:

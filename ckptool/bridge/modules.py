@@ -95,9 +95,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, Expected]:
     """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
-    odd = [
-        f"{printable(name)} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN
-    ]
+    odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
         raise Unsupported(
             f"the model has tensors that are not plain: {listed(odd)}",
@@ -151,7 +149,7 @@ def target_of(made: Any, name: str) -> Target:
         kinds, state = {}, made
     else:
         raise UsageError(
-            f"{printable(name)} made {type(made).__name__}, not a torch.nn.Module",
+            f"{name} made {type(made).__name__}, not a torch.nn.Module",
             "A target is a module, or a state dict.",
             "For example: def build(): return MyModel()",
         )
@@ -349,7 +347,7 @@ def _is_stuck(slot: _Slot) -> bool:
 def _passing(model: nn.Module) -> Iterable[Note]:
     """A word on buffers that no checkpoint has and that have no values either."""
     names = [
-        printable(f"{prefix}.{name}" if prefix else name)
+        f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.device.type == "meta"
@@ -469,7 +467,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, moved: Carried, slots: Map
         optimizer.load_state_dict({"state": merged, "param_groups": mine["param_groups"]})
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise Conflict(
-            f"the optimizer rejects the state: {printable(str(error))[:200]}",
+            f"the optimizer rejects the state: {str(error)[:200]}",
             "It may not be the kind of optimizer that was saved. Nothing was changed.",
             "Go without it: omit optimizer",
         ) from error

@@ -11,7 +11,7 @@ import torch
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
 from ckptool.checkpoint.files import Source
-from ckptool.errors import FileChanged, LimitExceeded, Unsupported, UsageError, printable
+from ckptool.errors import FileChanged, LimitExceeded, Unsupported, UsageError
 
 untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
 
@@ -57,9 +57,7 @@ def _device(name: Any) -> torch.device:
     try:
         return torch.device(name.decode() if isinstance(name, bytes) else name)
     except (RuntimeError, UnicodeDecodeError):
-        raise UsageError(
-            f"{printable(str(name))!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
-        ) from None
+        raise UsageError(f"{str(name)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta.") from None
 
 
 @cache
@@ -82,8 +80,8 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
         raise Unsupported(
-            f"tensors are tagged {printable(location)}, which this machine or this torch does not have",
-            printable(str(error).splitlines()[0])[:300] if str(error) else "",
+            f"tensors are tagged {location}, which this machine or this torch does not have",
+            str(error).splitlines()[0][:300] if str(error) else "",
             "Put them elsewhere: map_location='cpu'; or change the file: ckptool remap FILE --to cpu -o OUT",
         ) from error
 
@@ -141,7 +139,7 @@ class Storages:
             with source.descriptor() as fd:
                 whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
         except RuntimeError as error:
-            why = printable(str(error).splitlines()[0])[:300]
+            why = str(error).splitlines()[0][:300]
             raise FileChanged(f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False") from error
         return cast(torch.UntypedStorage, whole)
 

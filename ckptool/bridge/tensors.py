@@ -15,7 +15,7 @@ from ckptool.checkpoint import NO_FLAGS, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import Of
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.errors import BadTensor, Corrupt, Unsupported, counted, printable
+from ckptool.errors import BadTensor, Corrupt, Unsupported, counted
 from ckptool.pickles.plain.values import expand
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
 
@@ -70,7 +70,7 @@ def layout_of(node: Any) -> torch.layout:
     name = expand(node) if isinstance(node, Object) else None
     found = getattr(torch, name.removeprefix("torch."), None) if type(name) is str and name in _LAYOUTS else None
     if not isinstance(found, torch.layout):
-        raise Unsupported(f"the tensor layout {printable(str(name))} is not known")
+        raise Unsupported(f"the tensor layout {name!s} is not known")
     return found
 
 

@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
 
 
@@ -48,7 +48,7 @@ def to_numpy(composite: Composite) -> Any:
     try:
         return to_torch(composite).numpy(force=True)
     except (TypeError, RuntimeError) as error:
-        why = printable(str(error).splitlines()[0])[:200]
+        why = str(error).splitlines()[0][:200]
         raise Unsupported(f"{composite!r} has no numpy array", why, "As a tensor of torch: entry.torch()") from None
 
 
@@ -102,10 +102,7 @@ class Builder:
         for path, node in walk(self.checkpoint.tree):
             if id(node) in wanted:
                 places.setdefault(id(node), address(path) or "the top")
-        names = [
-            f"{printable(name)}{' at ' + printable(places[id(node)]) if id(node) in places else ''}"
-            for node, name in self.unknown
-        ]
+        names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
         source = self.checkpoint.source
         return UnsafeObject(
             f"{source or 'the checkpoint'} holds {listed(names)}",
@@ -119,7 +116,7 @@ class Builder:
         tree, source = self.checkpoint.tree, self.checkpoint.source
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
-                return (f"Load a part without them: ckptool.load({f'{source}#{printable(address((key,)))}'!r}). ",)
+                return (f"Load a part without them: ckptool.load({f'{source}#{address((key,))}'!r}). ",)
         from ckptool.checkpoint.state_dicts import find_state_dicts
 
         if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
@@ -137,7 +134,7 @@ class Builder:
             return handler(self, node)
         except CkptoolError as error:
             place = next((address(path) for path, found in walk(self.checkpoint.tree) if found is node), "")
-            where = ": ".join(part for part in (str(self.checkpoint.source or ""), printable(place)) if part)
+            where = ": ".join(part for part in (str(self.checkpoint.source or ""), place) if part)
             raise (error.within(where) if where else error) from None
 
     def guarded(self, node: Any, make: Callable[[], Any]) -> Any:
@@ -145,14 +142,14 @@ class Builder:
         try:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
-            why = printable(str(error).splitlines()[0])[:300] if str(error) else ""
+            why = str(error).splitlines()[0][:300] if str(error) else ""
             if is_faking():
                 raise Unsupported(
-                    f"torch cannot create {printable(repr(node))} under FakeTensorMode",
+                    f"torch cannot create {node!r} under FakeTensorMode",
                     why,
                     "Load it outside that mode.",
                 ) from error
-            raise Corrupt(f"torch cannot create {printable(repr(node))}", why) from error
+            raise Corrupt(f"torch cannot create {node!r}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:
         """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""

@@ -14,7 +14,7 @@ import traceback
 from typing import Any
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, UsageError, UserCodeFailed, listed, printable
+from ckptool.errors import CkptoolError, TextLines, UsageError, UserCodeFailed, listed
 from ckptool.reports.targets import names_code
 
 
@@ -26,9 +26,7 @@ def import_user_code(name: str, what: str) -> Any:
     place, _, attribute = name.rpartition(":")
     module = _module(place, what)
     if not hasattr(module, attribute):
-        raise UsageError(
-            f"{what}: {printable(place)} has no {printable(attribute)}", f"It has: {listed(_public(module), 12)}."
-        )
+        raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(_public(module), 12)}.")
     return getattr(module, attribute)
 
 
@@ -53,9 +51,7 @@ def _module(place: str, what: str) -> Any:
         raise
     except ModuleNotFoundError as error:
         if error.name and place.split(".")[0] == error.name:
-            raise UsageError(
-                f"{what}: there is no module {printable(place)}", "It was given as your own code."
-            ) from error
+            raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
         raise _failed(what, place, error) from error
     except Exception as error:
         raise _failed(what, place, error) from error
@@ -77,11 +73,9 @@ def _from_file(place: str, what: str) -> Any:
         return known
     spec = importlib.util.spec_from_file_location(name, absolute(place))
     if os.path.exists(place) and not os.path.isfile(place):
-        raise UsageError(
-            f"{what}: {printable(place)} is not a file", "Code is read from a regular file.", "Name a file."
-        )
+        raise UsageError(f"{what}: {place} is not a file", "Code is read from a regular file.", "Name a file.")
     if spec is None or spec.loader is None or not os.path.isfile(place):
-        raise UsageError(f"{what}: there is no file {printable(place)}", "It was given as your own code.")
+        raise UsageError(f"{what}: there is no file {place}", "It was given as your own code.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # workers find its classes by this name
     sys.path.insert(0, folder)
@@ -136,7 +130,7 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
     if "DataLoader worker" in words:  # which puts its traceback before the message
         words = rest.rpartition("\n")[2].partition(": ")[2] or words
     return UserCodeFailed(
-        f"{what}: {printable(name)} raised {type(error).__name__}: {printable(words)[:200]}",
+        f"{what}: {name} raised {type(error).__name__}: {words[:200]}",
         _traceback(error),
         "The error is in your own code, not in ckptool."
         if names_code(name)
@@ -144,12 +138,12 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
     )
 
 
-def _traceback(error: BaseException) -> str:
+def _traceback(error: BaseException) -> TextLines:
     """The traceback from the first line of the user's code on."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None and _is_ours(place.tb_frame.f_code.co_filename):
         place = place.tb_next
-    return "".join(traceback.format_exception(type(error), error, place)).rstrip()
+    return TextLines(*"".join(traceback.format_exception(type(error), error, place)).rstrip().split("\n"))
 
 
 def _is_ours(file: str) -> bool:

@@ -388,11 +388,14 @@ Tensor = TensorEntry | Composite
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know. `fix`: the command that fixes it, as argv."""
+    """Something about a file that its user should know, escaped. `fix`: the command that fixes it, as argv."""
 
     code: str
     message: str
     fix: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
 
 
 class PartKind(str, Enum):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptool.checkpoint import Computed, Data, FileRange, Storage, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, aligned, scratch
-from ckptool.errors import Corrupt, printable
+from ckptool.errors import Corrupt
 
 if TYPE_CHECKING:
     import hashlib
@@ -118,7 +118,7 @@ class Crc:
     def check(self, after: str = "Nothing was written.", advice: str = "") -> None:
         """Raises `Corrupt` when all bytes have passed and the sum is not the expected one."""
         if self.expected is not None and self.value != self.expected:
-            what = mismatch(printable(self.name), self.expected, self.value)
+            what = mismatch(self.name, self.expected, self.value)
             raise Corrupt(what, f"Its bytes were damaged after the file was written. {after}".rstrip(), advice)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ckptool.errors import UsageError, quoted
+from ckptool.errors import UsageError, printable, quoted
 
 Words = tuple[str, ...]
 
@@ -192,14 +192,15 @@ def other_program(program: str, *files: str, into: str = "") -> Command:
 
 
 class Advice(str):
-    """The last part of an error: what to type. A text that knows which commands are in it."""
+    """The last part of an error, escaped: what to type. A text that knows which commands are in it."""
 
     __slots__ = ("parts",)
     parts: tuple[str | Command, ...]
 
     def __new__(cls, *parts: str | Command) -> Advice:
-        advice = super().__new__(cls, "".join(map(str, parts)))
-        advice.parts = parts
+        shown = tuple(printable(part) if isinstance(part, str) else part for part in parts)
+        advice = super().__new__(cls, "".join(map(str, shown)))
+        advice.parts = shown
         return advice
 
     @property

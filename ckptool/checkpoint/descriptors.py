@@ -13,7 +13,7 @@ from collections.abc import Callable
 from threading import RLock
 
 from ckptool.checkpoint.paths import file_problem
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 
 # File modes that are not a regular file's, as people call them.
 _KINDS = {
@@ -42,7 +42,7 @@ def open_descriptor(path: str) -> tuple[int, str, os.stat_result]:
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENXIO:
             raise UsageError(
-                f"{printable(path)} is a socket, not a regular file",
+                f"{path} is a socket, not a regular file",
                 "A socket has nothing to read at once.",
                 "Name a file.",
             ) from None

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,7 +141,7 @@ def dtype_of(given: object) -> DType:
     try:
         return by_name(name)
     except KeyError:
-        what = printable(repr(given))
+        what = repr(given)
         if given is float or given is int:
             name = given.__name__
             write = f"Write torch.{name}32 or torch.{name}64."

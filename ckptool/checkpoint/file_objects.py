@@ -10,7 +10,7 @@ import tempfile
 from typing import Any
 
 from ckptool.checkpoint.files import Source
-from ckptool.errors import FileProblem, Truncated, UsageError, printable
+from ckptool.errors import FileProblem, Truncated, UsageError
 
 _BINARY = "Open it for reading in binary: open(PATH, 'rb')"
 
@@ -26,9 +26,9 @@ def source_of(file: Any) -> Source:
     name = getattr(file, "name", None)
     shown = name if type(name) is str and name else f"<{type(file).__name__}>"
     if not callable(getattr(file, "read", None)):
-        raise UsageError(f"{printable(repr(file)[:80])} is neither a path nor an open file", "", "Name a file.")
+        raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
     if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
-        raise UsageError(f"{printable(shown)} is open as text", "A checkpoint is bytes.", _BINARY)
+        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
     try:
         fd = _shared(file)
         if fd is not None:
@@ -36,10 +36,10 @@ def source_of(file: Any) -> Source:
             return Source(shown, fd)
         return Source(shown, _copied(file, shown))
     except (OSError, ValueError) as error:
-        why = printable(str(error))[:200]
+        why = str(error)[:200]
         if isinstance(error, io.UnsupportedOperation) or not isinstance(error, OSError):
-            raise UsageError(f"{printable(shown)} cannot be read from", why, _BINARY) from None
-        raise FileProblem(f"cannot read {printable(shown)}", why) from error
+            raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
+        raise FileProblem(f"cannot read {shown}", why) from error
 
 
 def _shared(file: Any) -> int | None:
@@ -61,9 +61,9 @@ def _copied(file: Any, shown: str) -> int:
         try:
             shutil.copyfileobj(file, copy, 1 << 20)
         except TypeError:
-            raise UsageError(f"{printable(shown)} gives no bytes", "A checkpoint is bytes.", _BINARY) from None
+            raise UsageError(f"{shown} gives no bytes", "A checkpoint is bytes.", _BINARY) from None
         copy.flush()
         if not copy.tell() and file.seekable() and file.tell():
-            what = f"{printable(shown)} is at its end, so there is nothing to read"
+            what = f"{shown} is at its end, so there is nothing to read"
             raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
         return os.dup(copy.fileno())

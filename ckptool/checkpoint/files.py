@@ -197,7 +197,7 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
     if kind:
         os.close(fd)
         raise UsageError(
-            f"{printable(os.fspath(path))} is {kind}, not {what}",
+            f"{os.fspath(path)} is {kind}, not {what}",
             "Only a regular file is read here: anything else might never end.",
             "Name a file." if kind == "a folder" else "Write it to a file first, and name that.",
         )
@@ -213,7 +213,7 @@ def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
         raise file_problem(error, path, "read") from error
     if len(data) > most:
         raise LimitExceeded(
-            f"{printable(os.fspath(path))} is larger than {what} can be: it has more than {most:,} bytes",
+            f"{os.fspath(path)} is larger than {what} can be: it has more than {most:,} bytes",
             "It is probably not the file that you meant.",
         )
     return data
@@ -226,8 +226,8 @@ def read_json(path: str | os.PathLike[str], what: str, most: int) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         why = "It was cut off, or never fully written."
-        name = printable(os.fspath(path))
-        raise Corrupt(f"{name} is not JSON: {printable(str(error)[:100])}", why) from None
+        name = os.fspath(path)
+        raise Corrupt(f"{name} is not JSON: {str(error)[:100]}", why) from None
 
 
 def json_or_none(path: str | os.PathLike[str], most: int) -> Any:
@@ -244,7 +244,7 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
         return read_small(path, what, most).decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{printable(os.fspath(path))} is not a text file",
+            f"{os.fspath(path)} is not a text file",
             f"It should be {what}; byte {error.start:,} is not UTF-8.",
             Advice("See what it is: ", command("doctor", os.fspath(path))),
         ) from None
@@ -342,9 +342,7 @@ class Folder:
 
     def _check(self, name: str) -> None:
         if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
-            raise Corrupt(
-                f"{self} names a file outside its folder: {printable(name[:200])}", "Such names are never followed."
-            )
+            raise Corrupt(f"{self} names a file outside its folder: {name[:200]}", "Such names are never followed.")
 
     @property
     def files(self) -> dict[str, Source]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
-from ckptool.errors import Corrupt, LimitExceeded, MissingKey, counted, printable
+from ckptool.errors import Corrupt, LimitExceeded, MissingKey, counted
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
 
@@ -341,7 +341,7 @@ class ReadOnlyDict(dict[Any, Any]):
     __slots__ = ()
 
     def __missing__(self, key: Any) -> Any:
-        raise MissingKey.among(str(key), lambda: [printable(str(each)) for each in self], "in this dictionary")
+        raise MissingKey.among(str(key), lambda: list(map(str, self)), "in this dictionary")
 
     def __reduce_ex__(self, _: Any) -> Any:
         return dict, (), None, None, iter(self.items())

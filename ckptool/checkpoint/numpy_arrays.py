@@ -20,7 +20,7 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
 from ckptool.checkpoint.strided import swapped
-from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted, printable
+from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 
 _CODES: dict[str, DType] = {
     f"{'b' if kind.kind == 'bool' else kind.kind[0]}{kind.itemsize}": kind
@@ -337,7 +337,7 @@ def _array_type(node: Any, depth: int, seen: dict[int, ArrayType]) -> ArrayType:
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
     if not known or text[:1] == "O" or not _CODE.fullmatch(text):
         objects = known and text[:1] == "O"
-        kind = "Python objects" if objects else f"the unknown type {printable(str(text)[:40])!r}"
+        kind = "Python objects" if objects else f"the unknown type {str(text)[:40]!r}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
         raise Unsupported(f"a numpy array of {kind}", why)
     if not is_type(node):

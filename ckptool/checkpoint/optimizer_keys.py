@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import Corrupt, printable
+from ckptool.errors import Corrupt
 
 _GROUPS = "param_groups."
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be
@@ -79,7 +79,7 @@ def _add(state: dict[str, Any], key: str, value: Any, names: Mapping[str, Any]) 
     for part in (known, *below[:0:-1]):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise Corrupt(f"an optimizer's key {printable(key)[:200]} runs through another value", "It was damaged.")
+            raise Corrupt(f"an optimizer's key {key[:200]} runs through another value", "It was damaged.")
     node[last] = value
 
 

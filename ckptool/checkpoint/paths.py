@@ -17,7 +17,6 @@ from ckptool.errors import (
     IsAFolder,
     NoPermission,
     NotAFolder,
-    printable,
 )
 
 # By the number that the system gives.
@@ -61,7 +60,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
     fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
     return FileMissing(
-        f"{printable(name)} is {kind}, not a file",
+        f"{name} is {kind}, not a file",
         "ckptool works on local files.",
         "Write a file here, then copy it there." if writing else fix,
     ).about(errno.ENOENT, name)
@@ -73,7 +72,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         return error
     if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
         return elsewhere
-    name = printable(os.fspath(path))
+    name = os.fspath(path)
     if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
         return _broken_link(os.fspath(path), doing).about(errno.ENOENT, path)
     number = getattr(error, "errno", None)
@@ -89,14 +88,14 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         fix = (
             Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
             if there
-            else f"There is no folder {printable(folder)} either."
+            else f"There is no folder {folder} either."
         )
     return KINDS.get(number, FileProblem)(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 
 
 def _broken_link(path: str, doing: str) -> BrokenLink:
     return BrokenLink(
-        f"cannot {doing} {printable(path)}: it is a link to {printable(os.readlink(path))}, which is not there",
+        f"cannot {doing} {path}: it is a link to {os.readlink(path)}, which is not there",
         "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
         "machine.",
         Advice(
@@ -112,7 +111,7 @@ def _meant(folder: str, name: str | bytes) -> str:
     with suppress(OSError), os.scandir(folder) as entries:
         there = [entry.name for entry in islice(entries, MANY_NAMES)]
         close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
-        return f"; did you mean {printable(close[0])}?" if close else "."
+        return f"; did you mean {close[0]}?" if close else "."
     return "."
 
 
@@ -132,14 +131,12 @@ def absolute(path: str | os.PathLike[str]) -> str:
     the working directory was removed.
     """
     if "\0" in os.fspath(path):
-        raise FileProblem(
-            f"cannot use {printable(os.fspath(path))}: it has a NUL character", "No file can have such a name."
-        )
+        raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "No file can have such a name.")
     try:
         return os.path.abspath(path)
     except OSError as error:
         raise FileProblem(
-            f"cannot find {printable(os.fspath(path))}: the working directory is gone",
+            f"cannot find {os.fspath(path)}: the working directory is gone",
             "The folder that this was started in has been removed, or replaced by another of the same name.",
             'Enter it again: cd "$PWD"; or use absolute paths.',
         ) from error

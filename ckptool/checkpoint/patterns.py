@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NoReturn
 
-from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.errors import NoMatch, UsageError
 
 LIMIT = 3.0  # seconds of processor time for one key
 SHORT = 1_000  # characters of a key that an expression with a single repeat or choice cannot take long for
@@ -25,7 +25,7 @@ def matcher(pattern: str) -> Matcher:
         try:
             expression = re.compile(pattern[3:])
         except re.error as error:
-            raise UsageError(f"{printable(pattern)!r} is not a regular expression: {error}") from None
+            raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
         return lambda key: match_within_limit(expression.search, key, expression) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
@@ -46,7 +46,7 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
     found = [key for key in keys if matches(key)]
     if not found:
         raise NoMatch(
-            f"the pattern {printable(pattern)!r} matches no key",
+            f"the pattern {pattern!r} matches no key",
             "Patterns match whole keys; `*` also matches dots.",
             "See the keys: ckptool inspect FILE --all",
         )
@@ -67,9 +67,9 @@ def match_within_limit(match: Callable[[str], Match], key: str, pattern: re.Patt
         return match(key)
 
     def expired(number: int, frame: object) -> NoReturn:
-        shown = printable(key if len(key) <= 60 else f"{key[:60]}…")
+        shown = key if len(key) <= 60 else f"{key[:60]}…"
         raise UsageError(
-            f"the pattern {printable(pattern.pattern)!r} was still being tried on {shown!r} after {LIMIT:g} seconds",
+            f"the pattern {pattern.pattern!r} was still being tried on {shown!r} after {LIMIT:g} seconds",
             "Nested repeats, or many in a row, can match in exponentially many ways. Nothing was written.",
             "Write it with fewer of * and +: [^.]+ instead of .+, no + around a group that has one.",
         )

@@ -24,7 +24,7 @@ from ckptool.checkpoint.quantized_formats import (
     parsed,
     scheme_of,
 )
-from ckptool.errors import CkptoolError, counted, printable
+from ckptool.errors import CkptoolError, counted
 
 _MARKERS = tuple(each.marker for each in FORMATS)
 _TORCHAO = {"Float8Tensor": 2, "Int8Tensor": 2, "IntxUnpackedToInt8Tensor": 3}  # and their parts
@@ -80,19 +80,19 @@ def find_quantized(
     for name, format_, keys, own in _named(tree, metadata, found.problems, taken):
         problem = ""
         if twice := [key for key in keys.values() if taken.setdefault(key, name) != name]:
-            problem = f"{printable(twice[0])} belongs to two weights"
+            problem = f"{twice[0]} belongs to two weights"
         elif name in tree and name not in keys.values():
-            problem = f"{printable(name)} is there as well as {printable(keys['codes'])}"
+            problem = f"{name} is there as well as {keys['codes']}"
         elif scheme.method and scheme.method not in format_.methods:
-            problem = f"{printable(name)} is not quantized as {scheme.method} does it"
+            problem = f"{name} is not quantized as {scheme.method} does it"
         elif any(tree[key].nbytes > tree[key].storage.nbytes for key in keys.values()):
-            problem = f"{printable(name)} is made of views that repeat their values"
+            problem = f"{name} is made of views that repeat their values"
         else:
             parts = {role: tree[key] for role, key in keys.items()}
             try:
                 found.weights.append(format_.read(QuantizedWeight(name, parts, tuple(keys.values())), own or scheme))
             except CkptoolError as error:
-                problem = f"{printable(name)}: {error.what}"
+                problem = f"{name}: {error.what}"
         found.problems += [problem] if problem else []
     if found or scheme.method or _is_scaled(tree):
         _add_leftovers(tree, taken, found)
@@ -131,7 +131,7 @@ def _named(
         if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
             if format_.weak:
                 continue  # of something else, unless there are quantized weights
-            problems.append(f"{printable(key)} is there, {printable(missing[0])} is not")
+            problems.append(f"{key} is there, {missing[0]} is not")
             taken |= dict.fromkeys(keys.values(), "")
         else:
             yield base + format_.weight, format_, keys, None
@@ -150,8 +150,8 @@ def _named(
         if known and isinstance(sizes, list) and len(sizes) == len(tree[keys["codes"]].shape) == 2 and are_sizes(sizes):
             yield name, TORCHAO, keys, Scheme(blocks=frozenset({(sizes[0], sizes[1])}))
         else:
-            what = printable(str(kind)[:60])
-            problems.append(f"{printable(name)} is torchao's {what}, or parts of one, of a layout that is not known")
+            what = str(kind)[:60]
+            problems.append(f"{name} is torchao's {what}, or parts of one, of a layout that is not known")
             taken |= dict.fromkeys(keys.values(), "")
 
 
@@ -175,7 +175,7 @@ def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Qua
     modules = {name[: dot.start()] for name in names for dot in re.finditer("[.]", name[:1000])}
     for key, value in tree.items():
         if isinstance(value, Composite) and "quantized" in value.kind:
-            found.problems.append(f"{printable(str(key))} is a {value.kind} tensor")
+            found.problems.append(f"{key!s} is a {value.kind} tensor")
         if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
             continue
         begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
@@ -183,6 +183,6 @@ def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Qua
         if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
             found.left_out.append(key)
         elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
-            found.problems.append(f"{printable(key)} belongs to no weight that is there")
+            found.problems.append(f"{key} belongs to no weight that is there")
         elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
-            found.problems.append(f"{printable(key)} is of type {value.dtype}, and has no scale that is known")
+            found.problems.append(f"{key} is of type {value.dtype}, and has no scale that is known")

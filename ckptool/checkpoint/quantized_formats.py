@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.errors import Unsupported, listed, printable
+from ckptool.errors import Unsupported, listed
 
 MAX_WIDTH = 1 << 20  # elements of a row
 MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON
@@ -148,7 +148,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
         strange += [f"type={kind}"] if kind in ("int", "float") and _TYPES.get(form, kind) != kind else []
     if strange and not unknown:
-        unknown = f"the field {printable(strange[0])!r} of its quantization configuration is not known"
+        unknown = f"the field {strange[0]!r} of its quantization configuration is not known"
     nodes += weights
     nodes = [] if config.get("dynamic") else nodes  # GPTQModel: other facts by module
     bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
@@ -176,7 +176,7 @@ def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _text(value: Any) -> str:
-    return printable(value[:60]) if isinstance(value, str) else ""
+    return value[:60] if isinstance(value, str) else ""
 
 
 def are_sizes(values: Any) -> bool:

@@ -125,7 +125,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if whole := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
-        place = f"#{printable(whole[0].address)}" if whole[0].path else ""
+        place = f"#{whole[0].address}" if whole[0].path else ""
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
             "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
@@ -171,7 +171,7 @@ def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Stat
     if module := _whole_module(path, node):
         return [replace(module, base=base)]
     raise UsageError(
-        f"{printable(address(base + path)) or 'the whole file'} is not a dictionary of tensors",
+        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors",
         f"It is {_article(node)}.",
     )
 

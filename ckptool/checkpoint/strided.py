@@ -18,7 +18,7 @@ from ckptool.checkpoint.blocks import blocks, check_files, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import aligned, packed, resolve
 from ckptool.checkpoint.paths import file_problem
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted, printable
+from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted
 
 if TYPE_CHECKING:
     import numpy
@@ -411,7 +411,7 @@ def _chosen(part: str, size: int) -> range | None:
 
 def _bad_slice(entry: TensorEntry, text: str, why: str) -> UsageError:
     return UsageError(
-        f"the slice '{printable(text)}' does not fit the shape {list(entry.shape)}",
+        f"the slice '{text}' does not fit the shape {list(entry.shape)}",
         why,
         "Write one part for each dimension, as in '0:4,:', '3', '...,-1' or '::2'; steps are positive.",
     )

@@ -16,7 +16,7 @@ from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import module_state_dict
 from ckptool.checkpoint.registry import provides
-from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed, printable
+from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
@@ -163,12 +163,12 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
-            where = f"in {printable(address(path))}" if path else "at the top"
+            where = f"in {address(path)}" if path else "at the top"
             raise MissingKey.among(part, partial(_shown, names), where)
         if len(matches) > 1:
             raise Ambiguous(
-                f"{printable(part)} names {counted(len(matches), 'entry', 'entries')} of "
-                f"{printable(address(path)) or 'the top'}: "
+                f"{part} names {counted(len(matches), 'entry', 'entries')} of "
+                f"{address(path) or 'the top'}: "
                 f"{listed([repr(segment) for segment, _ in matches])}"
             )
         path, node = (*path, matches[0][0]), matches[0][1]
@@ -176,7 +176,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 
 
 def _shown(names: Iterable[Any]) -> list[str]:
-    return [printable(segment_text(name)) for name in names]
+    return [segment_text(name) for name in names]
 
 
 def _is_plain_name(node: Any, part: str) -> bool:
@@ -218,11 +218,11 @@ def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
             raise
         raise MissingKey(error.what, error.why, f"Did you mean {address((below[0], name))}?") from None
     if key and node is not tree[name]:
-        steps = "".join(f"[{printable(part)!r}]" for part in name.split("/"))
+        steps = "".join(f"[{part!r}]" for part in name.split("/"))
         raise Ambiguous(
-            f"{printable(name)} is a key and also the address of something else",
+            f"{name} is a key and also the address of something else",
             "",
-            f"The key: {printable(segment_text(name))!r}; the other, step by step: {steps}",
+            f"The key: {segment_text(name)!r}; the other, step by step: {steps}",
         )
     return node
 
@@ -233,7 +233,7 @@ def addressed(checkpoint: Checkpoint, tree: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, tensor in tensors(tree):
         if found.setdefault(address(path), tensor) is not tensor:
-            raise Ambiguous(f"{printable(address(path))} is the address of two tensors", "Their keys read the same.")
+            raise Ambiguous(f"{address(path)} is the address of two tensors", "Their keys read the same.")
     return found
 
 
@@ -271,9 +271,9 @@ def holders(tree: Any, path: Path) -> list[Any]:
         below = [part for name, part in children(found[-1]) if name == segment]
         if not below:
             raise UsageError(
-                f"{printable(address(path))} is the name of a tensor in the module's state dict",
+                f"{address(path)} is the name of a tensor in the module's state dict",
                 "In the file it is an attribute of an object inside it.",
-                f"Name what is there: ckptool show FILE#{printable(address(path[:depth]))}",
+                f"Name what is there: ckptool show FILE#{address(path[:depth])}",
             )
         found.append(below[0])
     return found[:-1]

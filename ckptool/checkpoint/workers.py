@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ckptool.errors import CkptoolError, RunFailed, UsageError, printable
+from ckptool.errors import CkptoolError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     import subprocess
@@ -168,7 +168,7 @@ class _Crew:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         assert worker.number is not None
         item = self.items[worker.number]
-        what = f"{printable(str(item[0] if isinstance(item, tuple) else item))}: the process that worked on it {how}"
+        what = f"{item[0] if isinstance(item, tuple) else item!s}: the process that worked on it {how}"
         why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
         self.results[worker.number] = (False, RunFailed(what, why, "Try it with fewer at a time: --jobs 1"))
         worker.connection.close()

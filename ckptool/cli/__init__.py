@@ -256,7 +256,7 @@ def _told_in_short(error: Exception) -> int:
     """Prints an error using only what is imported already: memory or open files have run out."""
     code, what = "bug", f"{type(error).__name__}: {printable(str(error))}"
     if isinstance(error, CkptoolError):
-        code, what = error.code, printable(error.what)
+        code, what = error.code, error.what
     elif isinstance(error, (OSError, ImportError)):
         code, what = "io", f"a system limit was reached: {printable(str(error))}"
     elif isinstance(error, MemoryError) or failed_silently(error):

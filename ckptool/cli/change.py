@@ -156,7 +156,7 @@ def _files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
         if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):
             raise UsageError(
-                f"'{printable(word)}' is neither a file nor a rule",
+                f"'{word}' is neither a file nor a rule",
                 "A rule is 'OLD => NEW', in quotes and with => between them.",
                 f"For example: ckptool {verb} model.pt 'a.* => b.*' -o OUT",
             )

@@ -96,13 +96,13 @@ def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
     for word in words:
         name, separator, file = word.partition("=")
         if not (name and separator and file):
-            raise UsageError(f"{printable(word)!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
+            raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
         plain = name.endswith(":")
         if plain:
             name, file = parse_assignment(word)
         if name in files or name in values:
             raise Conflict(
-                f"two members are called {printable(name)}",
+                f"two members are called {name}",
                 "One member would replace the other. Nothing was written.",
                 "Give one of them another name.",
             )
@@ -270,5 +270,5 @@ def _numbers(flag: str, text: str | None) -> list[float] | None:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(
-            f"{flag} {printable(text or '')!r} is not a list of numbers", "", f"For example: {flag} 0.5,0.3,0.2"
+            f"{flag} {text or ''!r} is not a list of numbers", "", f"For example: {flag} 0.5,0.3,0.2"
         ) from None

@@ -47,7 +47,7 @@ def pairs(
         old, _, new = split(text, "=")
         if not (old and new):
             raise UsageError(
-                f"{option} {printable(text)!r} is not of the form OLD=NEW",
+                f"{option} {text!r} is not of the form OLD=NEW",
                 "Both sides are needed.",
                 f"For example: {example}",
             )
@@ -60,7 +60,7 @@ def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            raise UsageError(f"{option} was given {printable(name)!r} twice", "Only one can apply.")
+            raise UsageError(f"{option} was given {name!r} twice", "Only one can apply.")
     return dict(pairs)
 
 
@@ -356,7 +356,7 @@ def _folders_above(path: str) -> set[str]:
 
 def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
-    told = error.within(printable(file))
+    told = error.within(file)
     done = "None of the files was written; to write the others: --skip-refused."
     if number:
         done = f"{number} of {count} files {form(number, 'was', 'were')} done before; the others were left as they are."
@@ -403,7 +403,7 @@ def _in_folder(verb: str, files: Sequence[str], target: OutputOptions) -> Iterat
         out = os.path.join(target.folder, _named(_name_of(split(file)[0]), target.container))
         if other := taken.get(out):
             raise Conflict(
-                f"{printable(other)} and {printable(file)} would both be written to {printable(out)}",
+                f"{other} and {file} would both be written to {out}",
                 "One would replace the other. Nothing was written.",
                 "Write them into different folders.",
             )

@@ -304,7 +304,7 @@ def in_words(error: Exception) -> CkptoolError:
         return _usage(error)
     if _has_run_out(error):
         return FileProblem(
-            f"a system limit was reached: {printable(str(error))}",
+            f"a system limit was reached: {error!s}",
             "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
             "Look at the limits: ulimit -a",
         )
@@ -337,7 +337,7 @@ def _has_run_out(error: Exception) -> bool:
 
 def unknown_command(name: str, known: Iterable[str]) -> UsageError:
     """The error for a word that is no command: what was meant, or what to do with a file."""
-    what = f"there is no command {printable(name)!r}"
+    what = f"there is no command {name!r}"
     if os.path.lexists(name):
         return UsageError(what, "It is a file.", f"Look inside: ckptool inspect {quoted(name)}")
     meant = nearest(name.lower().replace("_", "-"), known)
@@ -362,15 +362,13 @@ def _usage(error: Any) -> CkptoolError:
     usage = " ".join(context.get_usage().split()) if context else ""
     file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: {command} --help"
-    message = printable(" ".join(error.message.split())).rstrip(".")
+    message = " ".join(error.message.split()).rstrip(".")
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "NoSuchOption":
         option = error.option_name
         meant = nearest(option, [name for each in context.command.params for name in each.opts] if context else ())
-        return UsageError(
-            f"{command} has no option {printable(option)}", f"Did you mean {meant}?" if meant else usage, fix
-        )
+        return UsageError(f"{command} has no option {option}", f"Did you mean {meant}?" if meant else usage, fix)
     if kind == "MissingParameter" and parameter is not None:
         return UsageError(f"{command} needs {_called(parameter)}", usage, fix)
     if kind == "BadOptionUsage":
@@ -399,7 +397,7 @@ def _flag_of(parameter: Any) -> str:
 def _refused(error: Any, parameter: Any, usage: str, fix: str) -> UsageError:
     """The error for a value that an option does not take, with those that it takes."""
     value = _value_of(error)
-    given = f", not {printable(value)!r}" if value is not None else ""
+    given = f", not {value!r}" if value is not None else ""
     return UsageError(f"{_flag_of(parameter)} takes {_allowed(error.ctx, parameter)}{given}", usage, fix)
 
 

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed, printable
+from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _led_elsewhere(folder: Folder) -> Iterator[Note]:
     real = {name: os.path.realpath(os.path.join(here, name)) for name in folder.files}
     links = [name for name, path in real.items() if not path.startswith((here + os.sep, cache + os.sep))]
     if links:
-        shown = listed([f"{printable(name)} → {printable(real[name])}" for name in links], 3)
+        shown = listed([f"{name} → {real[name]}" for name in links], 3)
         what = counted(len(links), "file is a link that leads", "files are links that lead")
         yield Note("link-elsewhere", f"{what} out of the folder: {shown}")
 
@@ -251,7 +251,7 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
     meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
     if meant or suffix in NOT_WRITTEN or not torch:
         raise UsageError(
-            f"{printable(suffix)} is not the suffix of a container that ckptool writes",
+            f"{suffix} is not the suffix of a container that ckptool writes",
             f"Writable containers: {listed([container.name for container in WRITERS])}.",
             f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
         )
@@ -261,9 +261,9 @@ def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
     """Raises `UsageError` where a folder of shards would be called like a file in it."""
     name = os.fspath(path)
     if written.writes_folder and name.lower().endswith(".json"):
-        what = f"{printable(name)} is the name of an index, and shards are written as a folder"
+        what = f"{name} is the name of an index, and shards are written as a folder"
         why = "The index is one of the files in it."
-        raise UsageError(what, why, f"Name the folder: -o {printable(os.path.dirname(name) or 'DIR')}")
+        raise UsageError(what, why, f"Name the folder: -o {os.path.dirname(name) or 'DIR'}")
 
 
 def _close(word: str, other: str) -> bool:

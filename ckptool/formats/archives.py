@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Input, Readable, Source
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed, printable
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.record import LEADS_ELSEWHERE, Record
@@ -66,7 +66,7 @@ def read(source: Source) -> Checkpoint:
         _check(source, name, values.keys() | others)
         if _WEIGHTS.search(name):
             found = _checkpoint(source, name, part)
-            notes += [Note(note.code, f"{printable(name)}: {note.message}") for note in found.notes]
+            notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
             discarded += found.discarded
             values[name] = found.tree
         elif (text := _text(part)) is None:
@@ -75,7 +75,7 @@ def read(source: Source) -> Checkpoint:
             values[name] = _json(text) if name == "data" or name.endswith(".json") else text
             pickles += text.count('":serialized:"')
     if others:
-        shown = listed([printable(name) for name in others], 3)
+        shown = listed(others, 3)
         notes.append(Note(OTHERS, f"{counted(len(others), 'file is', 'files are')} no checkpoint: {shown}"))
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
@@ -86,14 +86,12 @@ def read(source: Source) -> Checkpoint:
 def _check(source: Source, name: str, before: set[str]) -> None:
     """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere."""
     if name in before:
-        raise Ambiguous(
-            f"{source} has two files called {printable(name)}", "Some readers take the first, some the last."
-        )
+        raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
     if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
-        what = f"{source}: the name {printable(name[:200])!r} leads out of the folder that it is unpacked to"
+        what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
         raise Corrupt(what, "No program writes such names; the archive is malicious.")
     if name.endswith(".distcp"):
-        what = f"{source} holds a folder of torch.distributed.checkpoint, {printable(name.rpartition('/')[0] or '.')}"
+        what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
         raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
 
 
@@ -108,8 +106,8 @@ def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
         if name.endswith(safetensors.SUFFIXES):
             return safetensors.read(part)
     except CkptoolError as error:
-        raise error.within(f"{source}: {printable(name)}") from None
-    what = f"{source}: {printable(name)} is not read inside of an archive"
+        raise error.within(f"{source}: {name}") from None
+    what = f"{source}: {name} is not read inside of an archive"
     raise Unsupported(what, "It is no file of torch.save or safetensors, or of an old kind.", _unpack(source))
 
 
@@ -142,7 +140,7 @@ def _nested(source: Source, values: dict[str, Any]) -> dict[Any, Any]:
         node = tree
         for depth, folder in enumerate(folders):
             if "/".join(folders[: depth + 1]) in values:
-                raise Ambiguous(f"{source}: {printable(folder)} is a file and a folder", "Readers take one of them.")
+                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
             node = node.setdefault(folder, {})
         node[last] = value
     return tree
@@ -192,7 +190,7 @@ def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
             size, at = torch_tar.read_attributes(source, header), header.end
             continue
         if header.kind not in "05":
-            what = f"{source}: {printable(header.name[:120])!r} in it is {torch_tar.KINDS.get(header.kind, 'no file')}"
+            what = f"{source}: {header.name[:120]!r} in it is {torch_tar.KINDS.get(header.kind, 'no file')}"
             raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
         length = header.size if size is None else size
         if header.kind == "0":

@@ -21,7 +21,7 @@ from ckptool.checkpoint import Computed, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_RANK = 32  # numpy's, before its version 2
@@ -96,9 +96,7 @@ class Joiner:
         key = (shape, dtype, *((block.offsets, block.entry.view, len(block.replicas)) for block in blocks))
         if key not in self._joined:
             alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape
-            self._joined[key] = (
-                blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {printable(name)}")
-            )
+            self._joined[key] = blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {name}")
         return self._joined[key]
 
     def flat(
@@ -125,11 +123,11 @@ class Joiner:
     def notes(self) -> list[Note]:
         notes = []
         if self.different:
-            shown = listed([f"{printable(name)} ({what})" for name, what in self.different.items()], 3)
+            shown = listed([f"{name} ({what})" for name, what in self.different.items()], 3)
             what = counted(len(self.different), "tensor differs", "tensors differ")
             notes.append(Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}"))
         if self.not_compared:
-            shown = listed([printable(name) for name in self.not_compared], 3)
+            shown = listed(self.not_compared, 3)
             what = counted(
                 len(self.not_compared), "value that several ranks saved was", "values that several ranks saved were"
             )
@@ -138,7 +136,7 @@ class Joiner:
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
-            f"{self.where}: {printable(name)} {list(shape)}: {what}",
+            f"{self.where}: {name} {list(shape)}: {what}",
             "Files are missing, damaged or from two checkpoints, or torch wrote them wrong: it does for uneven shards "
             "of FSDP2 with tensor parallelism, and when ranks overwrite each other's files.",
             "Copy all files of the folder again. If that does not help, torch.save each rank's state dict: rank files "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint.files import Folder
-from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text, listed, printable
+from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats.strict_json import parse_object
 
 NAME = "bundle.json"
@@ -82,14 +82,12 @@ def read(folder: Folder) -> BundleRecord:
     fields = parse_object(source.read(0, source.size), str(source))
     schema = fields.get("schema")
     if schema != SCHEMA:
-        raise Unsupported(
-            f"{source} is a record of the version {printable(str(schema))[:80]}", f"This version reads {SCHEMA}."
-        )
+        raise Unsupported(f"{source} is a record of the version {str(schema)[:80]}", f"This version reads {SCHEMA}.")
     try:
         return _record(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(
-            f"{source} is damaged: {printable(str(error))[:200] or type(error).__name__}",
+            f"{source} is damaged: {str(error)[:200] or type(error).__name__}",
             "It is not what ckptool unbundle writes.",
         ) from None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.errors import counted, listed, printable
+from ckptool.errors import counted, listed
 from ckptool.formats import safetensors
 from ckptool.formats.boxes import Chunk
 from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, missing_ranks
@@ -57,12 +57,12 @@ def read(source: Folder) -> Checkpoint:
         for tensor, entry in shard.tree.items():
             begin = sizes_of(offsets.get(tensor))
             if begin is None or len(begin) != len(entry.shape):
-                raise damaged(source, f"{printable(name)} does not say where its piece of {printable(tensor)} belongs")
+                raise damaged(source, f"{name} does not say where its piece of {tensor} belongs")
             pieces.setdefault(tensor, []).append(Chunk(entry, begin, f"rank {int(found['rank']) - 1}"))
     join = joined.joiner.tensor
     tree = {name: join(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()}
     # Of one rank alone nothing tells that others had parts of the same tensors.
-    divided = [printable(name) for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
+    divided = [name for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
         joined.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))

@@ -11,7 +11,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.numeric import has_numbers
-from ckptool.errors import Conflict, Corrupt, listed, printable
+from ckptool.errors import Conflict, Corrupt, listed
 from ckptool.formats.boxes import Joiner
 from ckptool.formats.parts import refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
@@ -77,7 +77,7 @@ def missing_ranks(there: Collection[int], world: int) -> list[int]:
 
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
-    shown = listed([printable(name) for name in names], 3)
+    shown = listed(list(names), 3)
     why = "What the ranks saved is only complete together."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
@@ -85,7 +85,7 @@ def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
 def mixed(where: object, one: str, other: str, what: str) -> Conflict:
     """The error for two files of one folder that are not of one checkpoint."""
     return Conflict(
-        f"{where}: {printable(one)} and {printable(other)} are of two checkpoints: {what}",
+        f"{where}: {one} and {other} are of two checkpoints: {what}",
         "Files of another step or another run lie in the folder; joined, they would be no model that ever was.",
         "Copy the folder again into an empty one, or take another checkpoint.",
     )

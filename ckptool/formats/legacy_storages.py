@@ -17,7 +17,6 @@ from ckptool.errors import (
     Unsupported,
     counted,
     listed,
-    printable,
 )
 from ckptool.pickles.strings import whole
 from ckptool.pickles.torch_objects import StorageView, storage_class
@@ -84,11 +83,9 @@ class LegacyStorages:
     def _root(self, cls: Global, key: str, location: str, numel: int) -> _LegacyStorage:
         known, dtype = storage_class(cls)
         if not known:
-            raise Unsupported(
-                f"the storage {printable(key)} has the unknown type {cls}", "The size of its elements is unknown."
-            )
+            raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
-            raise BadTensor(f"the storage {printable(key)} has {numel} elements", _NO_TENSOR)
+            raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
         if key in self.views:
             raise _entangled(key)
         size = numel * (dtype.itemsize if dtype else 1)
@@ -112,7 +109,7 @@ class LegacyStorages:
             raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
         if offset < 0 or size < 0 or offset + size > root.numel:
             raise BadTensor(
-                f"the view {printable(key)} is of the elements {offset:,} to {offset + size:,} "
+                f"the view {key} is of the elements {offset:,} to {offset + size:,} "
                 f"of a storage that has {root.numel:,}",
                 _NO_TENSOR,
             )
@@ -148,7 +145,7 @@ class LegacyStorages:
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         if len(set(keys)) != len(keys):
             twice = sorted({key for key in keys if keys.count(key) > 1}) if len(keys) < 1000 else ["some"]
-            raise Corrupt(f"the list of storages names {printable(twice[0][:80])} twice", _MENDED)
+            raise Corrupt(f"the list of storages names {twice[0][:80]} twice", _MENDED)
         if unknown := [key for key in keys if key not in self.roots]:
             raise Corrupt(f"the list of storages names {_named(unknown)}, which no tensor uses", _MENDED)
         if missing := self.roots.keys() - set(keys):
@@ -174,7 +171,7 @@ class LegacyStorages:
             self.order = orders[0]
         if not orders or (self.order and self.order not in orders) or (self.order == "big" and self.little_endian):
             raise Corrupt(
-                f"the storage {printable(key[:80])} should have {counted(root.numel, 'element')}; "
+                f"the storage {key[:80]} should have {counted(root.numel, 'element')}; "
                 f"the data says {int.from_bytes(header, self.order or 'little', signed=True):,}",
                 "Two programs wrote to the file, or it was damaged.",
             )
@@ -186,7 +183,7 @@ class LegacyStorages:
 
     @staticmethod
     def _cut(key: str, at: int, size: int, end: int) -> Truncated:
-        what = f"the storage {printable(key)} needs {size:,} bytes from byte {at:,}; {end - at:,} are there"
+        what = f"the storage {key} needs {size:,} bytes from byte {at:,}; {end - at:,} are there"
         return Truncated(what, "The file was cut off.", "Copy or download it again.")
 
 
@@ -196,7 +193,7 @@ _MENDED = "The file was damaged, or put together from two."
 
 
 def _named(keys: list[str]) -> str:
-    return listed([printable(key[:80]) for key in keys], 3)
+    return listed([key[:80] for key in keys], 3)
 
 
 def _unplaced(size: int) -> Computed:
@@ -228,12 +225,8 @@ def as_text(value: Any) -> Any:
 
 
 def _contradiction(key: str) -> Corrupt:
-    return Corrupt(
-        f"the storage {printable(key[:80])} is described in two ways", "Readers would disagree about which is right."
-    )
+    return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
 def _entangled(key: str) -> BadTensor:
-    return BadTensor(
-        f"the storage {printable(key[:80])} is a view, and has views", "torch writes views of whole storages."
-    )
+    return BadTensor(f"the storage {key[:80]} is a view, and has views", "torch writes views of whole storages.")

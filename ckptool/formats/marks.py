@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import Note, Storage, TensorEntry
 from ckptool.checkpoint.tree import Path, address, rebuild, walk
-from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.errors import Corrupt, counted, listed
 
 DEDUPLICATED = "ckptool.twins"  # in the metadata of safetensors: ties that are none, though their bytes are stored once
 DEDUPLICATED_RECORD = ".ckptool/twins"  # below the root of a zip
@@ -148,7 +148,7 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     parts = []
     for key, words in (("filled", "filled in from another file"), ("lost", "lost")):
         if count := facts[f"{key}_count"]:
-            names = listed([printable(name) for name in facts[key][:count]], 3)
+            names = listed(facts[key][:count], 3)
             parts.append(f"{counted(count, 'tensor was', 'tensors were')} {words}: {names}")
     lost = "; ".join(parts) or "what was lost is not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

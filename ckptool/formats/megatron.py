@@ -21,7 +21,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
 
 NAME = "megatron"
@@ -70,7 +70,7 @@ def latest(run: Folder) -> Folder:
     known = re.fullmatch("[0-9]{1,12}|release", text)
     name = text if text == "release" else f"iter_{int(text):07d}" if known else ""
     if not name:
-        what = f"{run}: its {TRACKER} says {printable(text)!r}"
+        what = f"{run}: its {TRACKER} says {text!r}"
         raise Corrupt(what, "Megatron writes a number or `release` there. Nothing else is followed.", fix)
     if name not in there:
         what = f"{run}: its {TRACKER} names {name}, which is not there"
@@ -93,7 +93,7 @@ def _iteration(folder: Folder) -> Checkpoint:
 
     backend = _backend(folder)
     if backend != "torch_dist":
-        what = f"{folder} was saved by Megatron-Core with its backend {printable(backend[:40])}"
+        what = f"{folder} was saved by Megatron-Core with its backend {backend[:40]}"
         why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
         raise Unsupported(
             what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
@@ -111,7 +111,7 @@ def _iteration(folder: Folder) -> Checkpoint:
     notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
     if collisions:
         what = counted(len(collisions), "entry is", "entries are")
-        shown = listed([printable(name) for name in collisions], 3)
+        shown = listed(collisions, 3)
         notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
     ranks = {match[1] for name in folder.names if (match := _RANK_FILE.fullmatch(name))}
     facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(folder, beside.tree.get("iteration"))

@@ -142,7 +142,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if part.is_complete and _is_joined(checkpoint, whole):
         own = ["the weights" if named(checkpoint.container).tensors_only else "what the ranks saved"] * layout.beside
-        note = Note(MEMBERS, f"{part.label} are whole: {listed([*own, *map(printable, layout.names)], 4)}")
+        note = Note(MEMBERS, f"{part.label} are whole: {listed([*own, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     return replace(checkpoint, part=part)
 
@@ -153,15 +153,13 @@ def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]
     for name, each in whole.items():
         if name in own:
             raise Corrupt(
-                f"{source} holds a member {printable(name)}, and its tensors have one of that name, too",
+                f"{source} holds a member {name}, and its tensors have one of that name, too",
                 "No program writes both.",
             )
         if each.source is not None:
             source.adopt(name, each.source)
     notes = [
-        replace(note, message=f"{printable(name)}: {note.message}", fix=())
-        for name, each in whole.items()
-        for note in each.notes
+        replace(note, message=f"{name}: {note.message}", fix=()) for name, each in whole.items() for note in each.notes
     ]
     return replace(
         checkpoint,

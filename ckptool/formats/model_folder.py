@@ -86,7 +86,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
             if found.library or like is None:
                 return found
     if like is not None:
-        what = f"{printable(like)} has no {CONFIG} or {ADAPTER} of a library that is known here"
+        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
         raise UsageError(what, "It should be a folder that the model's library loads.", "For example: --like DIR")
     return ModelFolder()
 

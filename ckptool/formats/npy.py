@@ -17,7 +17,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import resolved, subrange
-from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, printable
+from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_of_rest
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded
@@ -162,7 +162,7 @@ def _checked(fields: Any, at: int, raw: bytes) -> ArrayHeader:
         raise Corrupt("a numpy header whose keys are not descr, fortran_order and shape", _DAMAGED)
     shape, fortran = fields["shape"], fields["fortran_order"]
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > MAX_RANK:
-        raise BadTensor(f"a numpy array of shape {printable(repr(shape)[:60])}", _DAMAGED)
+        raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", _DAMAGED)
     if type(fortran) is not bool:
         raise Corrupt("a numpy header whose fortran_order is neither True nor False", _DAMAGED)
     return ArrayHeader(fields["descr"], fortran, shape, at, raw)
@@ -190,7 +190,7 @@ def _tokens(text: str) -> Iterator[Any]:
     while True:
         found = _TOKEN.match(text, at)
         if found is None:
-            raise Corrupt(f"a numpy header with {printable(text[at : at + 20])!r} in it", _DAMAGED)
+            raise Corrupt(f"a numpy header with {text[at : at + 20]!r} in it", _DAMAGED)
         at = found.end()
         quoted, number, word, mark = found.groups()
         if quoted is not None:
@@ -287,13 +287,11 @@ def _record_node(descr: list[Any], depth: int) -> Object:
     for field in descr:
         if type(field) is not tuple or len(field) != 2 or type(field[0]) is not str:
             raise Unsupported(
-                f"a numpy type with the field {printable(repr(field)[:60])}", "Only fields of plain values are read."
+                f"a numpy type with the field {repr(field)[:60]}", "Only fields of plain values are read."
             )
         name, kind = field[0], _type_node(field[1], depth + 1)
         if name and name in fields:
-            raise Ambiguous(
-                f"a numpy type with two fields {printable(name)}", "Readers disagree about which one counts."
-            )
+            raise Ambiguous(f"a numpy type with two fields {name}", "Readers disagree about which one counts.")
         if name:  # without a name, it is the room between two fields
             fields[name] = kind, at
         at += array_type(kind).itemsize
@@ -310,7 +308,7 @@ def _node(code: str, state: tuple[Any, ...]) -> Object:
 
 
 def _unknown(descr: Any) -> Unsupported:
-    what = f"a numpy array of the type {printable(repr(descr)[:60])}"
+    what = f"a numpy array of the type {repr(descr)[:60]}"
     return Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.")
 
 

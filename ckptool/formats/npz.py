@@ -13,7 +13,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, T
 from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed, printable
+from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
 from ckptool.formats.zip import directory, writer
@@ -50,7 +50,7 @@ def read(source: Source) -> Checkpoint:
     """
     archive = directory.read_archive(source, case_matters=True)
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
-        what = f"{source} holds numpy arrays beside {printable(pickles[0])}"
+        what = f"{source} holds numpy arrays beside {pickles[0]}"
         raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
     discarded: list[Any] = []
@@ -62,7 +62,7 @@ def read(source: Source) -> Checkpoint:
             continue
         key = name.removesuffix(ENDING)
         if key in tree or (key != name and key in archive.records):
-            what = f"{source} has the records {printable(key)} and {printable(name)}"
+            what = f"{source} has the records {key} and {name}"
             raise Ambiguous(what, "numpy gives both the same name.")
         if key == name and record.data.read(0, min(len(MAGIC), record.size)) != MAGIC:
             tree[key] = record.contents(MAX_OTHERS - others)
@@ -76,9 +76,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def _notes(tree: dict[str, Any]) -> list[Note]:
-    others = [
-        f"{printable(name)} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)
-    ]
+    others = [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]
     return (
         [
             Note(
@@ -119,7 +117,7 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
         what = "an .npz file holds a dictionary of arrays, nothing else"
         raise Unsupported(what, "", Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")))
     found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
-    wrong = [f"{printable(str(name))} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
+    wrong = [f"{name!s} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
     if wrong:
         raise Unsupported(
             f"an .npz file cannot hold {listed(wrong)}",

@@ -14,7 +14,7 @@ from ckptool.checkpoint.commands import OUT_PT, Advice, Command, command
 from ckptool.checkpoint.file_objects import source_of
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.tree import find
-from ckptool.errors import OnlyAPart, Truncated, UsageError, printable, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 from ckptool.formats.in_memory import checkpoint_in_memory
 
@@ -160,7 +160,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    what = f"{printable(found.whole)} is a folder, of which {found.label} are there and whole"
+    what = f"{found.whole} is a folder, of which {found.label} are there and whole"
     why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
     name = f"ame one of its files: {quoted(_member(checkpoint))}; or "
     join = ("Say how: ", Command(found.join), f" (docs/formats.md has rules to start from); or n{name}")
@@ -187,7 +187,7 @@ def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:
     if found is not None and found.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
         raise _of_members(opened.checkpoint, found, command("convert", opened.path, part=True, out=OUT_PT))
     if found is not None and found.index:
-        what = f"{opened.checkpoint.source} is {found.label} of {printable(os.path.join(found.whole, found.index))}"
+        what = f"{opened.checkpoint.source} is {found.label} of {os.path.join(found.whole, found.index)}"
         why = "Changed alone, it would no longer fit the index and the other shards. Nothing was written."
         raise OnlyAPart(what, why, f"Name the folder instead: {quoted(found.whole)}")
     return opened
@@ -214,5 +214,5 @@ def refuse_address(verb: str, file: CheckpointLike) -> None:
         return
     path, place = split(file)
     if place is not None and os.path.lexists(path):
-        what = f"{printable(os.fspath(file))} is a part of a file, and {verb} takes whole files"
-        raise UsageError(what, "", f"Name the file: {printable(path)}")
+        what = f"{os.fspath(file)} is a part of a file, and {verb} takes whole files"
+        raise UsageError(what, "", f"Name the file: {path}")

@@ -373,7 +373,7 @@ def refuse_renamed(checkpoint: Checkpoint) -> None:
     for pattern in (STATES, MODEL_STATES, LAYER, OF_WORLD, FSDP_RANKS):
         if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
             raise Conflict(
-                f"{source} was saved as {printable(saved)}",
+                f"{source} was saved as {saved}",
                 "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
                 "Copy all files of the folder again, each under its own name.",
             )
@@ -393,7 +393,7 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
     joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
     if part is None or part.kind is PartKind.SHARD or joined:
         return
-    empty = [printable(name) for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
+    empty = [name for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
         source, count = checkpoint.source or "the checkpoint", f"{len(empty):,} of the tensors"
         raise OnlyAPart(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Input, Source
-from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported, printable
+from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import decode
 from ckptool.pickles.skeleton import decode_lazily, left_in_file, reaches_a_call, skeleton
@@ -73,7 +73,7 @@ def _refuse_id(pid: Any) -> NoReturn:
         what = "it is the data.pkl of a torch zip, taken out of it"
         why = "The data of its tensors is in the other records of the archive."
         raise Unsupported(what, why, "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER")
-    shown = f" ({printable(pid[:40])})" if type(pid) is str else ""
+    shown = f" ({pid[:40]})" if type(pid) is str else ""
     what = f"it refers to something outside of the pickle, by a persistent id{shown}"
     why = "Only the program that wrote it knows what is meant."
     raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")

@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.checkpoint import Composite, Flags, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted, printable
+from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
 from ckptool.formats.boxes import Box, Chunk
 
 MAX_MESH = 1 << 20  # ranks
@@ -205,7 +205,7 @@ class RankFile:
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
             raise Unsupported(
-                f"{self.path}: the part of {printable(name)} that is here is a {printable(kind)}",
+                f"{self.path}: the part of {name} that is here is a {kind}",
                 "Only parts that are plain tensors are joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
@@ -234,21 +234,19 @@ class RankFile:
             kind, fields = _kind(each), _attributes(each)
             if kind.endswith("Partial"):
                 raise Unsupported(
-                    f"{self.path}: {printable(name)} is {kind.lstrip('_')}: each rank has a summand of it",
+                    f"{self.path}: {name} is {kind.lstrip('_')}: each rank has a summand of it",
                     "The reduction over the ranks was not done when it was saved, and is not done here.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
             if kind not in ("Shard", "_StridedShard", "Replicate"):
-                raise Unsupported(
-                    f"{self.path}: {printable(name)} has the placement {printable(kind)}", "It is unknown."
-                )
+                raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
             dim, split = fields.get("dim", each.args[0] if each.args else None), fields.get("split_factor", 1)
             if kind == "Replicate":
                 axes.append(None)
             elif type(dim) is int and type(split) is int and -dimensions <= dim < dimensions and split > 0:
                 axes.append((dim % dimensions, split))
             else:
-                raise self._corrupt(name, f"is divided along dimension {printable(repr(dim)[:40])} of {dimensions}")
+                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {dimensions}")
         if len(axes) != len(mesh.sizes):
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
             raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
@@ -263,20 +261,20 @@ class RankFile:
         own = fields.get("mesh")
         table = own if isinstance(own, TensorEntry) else fields.get("_rank_map", fields.get("_flatten_rank_map"))
         if (_size_of_mesh(fields) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
-            what = f"{self.path}: the mesh of {printable(name)} has more than {MAX_MESH:,} ranks"
+            what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
             raise LimitExceeded(what, "Larger ones are not read.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else _items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise self._corrupt(name, "has a mesh without a table of ranks")
         if max(ranks) >= self.world:
             raise Conflict(
-                f"{self.path}: {printable(name)} is divided over a mesh with a rank {max(ranks):,}, and there are the "
+                f"{self.path}: {name} is divided over a mesh with a rank {max(ranks):,}, and there are the "
                 f"files of {self.world:,}",
                 "Files of ranks are missing, or this one is of another run.",
                 "Copy the files of all ranks, of one run.",
             )
         if self.rank not in ranks or fields.get("_rank", self.rank) != self.rank:
-            raise self.differs(name, f"was saved by rank {printable(repr(fields.get('_rank'))[:20])} of its mesh")
+            raise self.differs(name, f"was saved by rank {repr(fields.get('_rank'))[:20]} of its mesh")
         ranks = self.tables.setdefault(ranks, ranks)
         place = ranks.index(self.rank)
         axes = _layout_of(own.shape, fields) if isinstance(own, TensorEntry) else _layout(fields.get("_layout"))
@@ -286,9 +284,7 @@ class RankFile:
         coordinate = tuple(_coordinate(place, *axis) for axis in axes)
         saved = fields.get("_coordinate_on_dim")
         if isinstance(saved, (list, tuple)) and tuple(saved) != coordinate:
-            raise self.differs(
-                name, f"is at {printable(repr(tuple(saved))[:60])} of its mesh, whose table says {coordinate}"
-            )
+            raise self.differs(name, f"is at {repr(tuple(saved))[:60]} of its mesh, whose table says {coordinate}")
         return Mesh(sizes, ranks, coordinate)
 
     def _of_sharded(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
@@ -312,15 +308,13 @@ class RankFile:
 
     def differs(self, name: str, what: str) -> Conflict:
         return Conflict(
-            f"{self.path}: {printable(name)} {what}",
+            f"{self.path}: {name} {what}",
             "The file was renamed, is of another run, or was changed.",
             "Copy the files of all ranks again, each under the name that it was saved under.",
         )
 
     def _corrupt(self, name: str, what: str) -> Corrupt:
-        return Corrupt(
-            f"{self.path}: {printable(name)} {what}", "No rank saves that: the file is damaged or malicious."
-        )
+        return Corrupt(f"{self.path}: {name} {what}", "No rank saves that: the file is damaged or malicious.")
 
 
 def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:

@@ -44,7 +44,6 @@ from ckptool.errors import (
     counted,
     is_text,
     listed,
-    printable,
 )
 from ckptool.formats import marks, tree_record
 from ckptool.formats.checksums import checksummed
@@ -100,7 +99,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         tree = unpacking.unpack(source.file, tree, metadata)
         metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
     elif ties:
-        names = listed([printable(name) for name in ties], 3)
+        names = listed(list(ties), 3)
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
@@ -140,9 +139,7 @@ class _Header:
         seen_metadata = False
         for name, fields in members(source.read(8, size), f"{source}: its header", METADATA, self._take):
             if name in self.entries or (name == METADATA and seen_metadata):
-                raise Ambiguous(
-                    f"{source}: its header names {printable(name)} twice", "Readers disagree about which one counts."
-                )
+                raise Ambiguous(f"{source}: its header names {name} twice", "Readers disagree about which one counts.")
             if name == METADATA:
                 self.metadata, seen_metadata = fields, True
             else:
@@ -188,8 +185,8 @@ class _Header:
             raise _bad_fields(source, name, fields)
         stride, count = _contiguous(shape)
         if count * dtype.itemsize != end - begin:
-            shown = f"of type {dtype} and shape [{printable(listed(shape, 8))[:200]}]"
-            raise BadTensor(f"{source}: {printable(name)} {shown} has {end - begin:,} bytes")
+            shown = f"of type {dtype} and shape [{listed(shape, 8)[:200]}]"
+            raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
         if len(fields) > 3:
             for key in fields.keys() - {"dtype", "shape", "data_offsets"}:
                 if key in self.unknown or len(self.unknown) < 100:
@@ -201,7 +198,7 @@ class _Header:
     def notes(self) -> tuple[Note, ...]:
         if not self.unknown:
             return ()
-        names = listed([printable(key)[:40] for key in sorted(self.unknown)], 3)
+        names = listed([key[:40] for key in sorted(self.unknown)], 3)
         message = (
             f"{counted(max(self.unknown.values()), 'tensor has', 'tensors have')} fields that the "
             f"format does not know, which are not kept: {names}"
@@ -212,10 +209,10 @@ class _Header:
 def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
     kind = fields.get("dtype") if isinstance(fields, dict) else None
     if isinstance(kind, str) and kind not in BY_SAFETENSORS:
-        what = f"{source}: {printable(name)} has the unknown dtype {printable(kind)[:40]}"
+        what = f"{source}: {name} has the unknown dtype {kind[:40]}"
         is_newer = re.fullmatch(r"[A-Z][A-Z0-9_]{0,15}", kind)
         return Unsupported(what, "A newer safetensors may have it.") if is_newer else BadTensor(what)
-    return Corrupt(f"{source}: the header's entry for {printable(name)} is damaged")
+    return Corrupt(f"{source}: the header's entry for {name} is damaged")
 
 
 def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
@@ -234,9 +231,7 @@ def _layout(*sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 def _pairs(source: Readable, name: str, shape: Any) -> Any:
     """The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly."""
     if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
-        raise BadTensor(
-            f"{source}: {printable(name)} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes"
-        )
+        raise BadTensor(f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes")
     return [*shape[:-1], shape[-1] // 2]
 
 
@@ -282,7 +277,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         if checkpoint.container == NAME or key in (tree_record.KEY, marks.RECOVERED)
     }
     if clash := sorted(set(metadata) & set(ties)):
-        what = f"the tied tensor {printable(clash[0])} has the name of an entry of the metadata"
+        what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
         raise Unsupported(what, "Both would be recorded in one place.")
     metadata.setdefault("format", "pt")
     metadata.update(ties)
@@ -344,7 +339,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
                 "; or keep everything: --all",
             ),
         )
-    wrong = [f"{printable(str(name))} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
+    wrong = [f"{name!s} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
     if wrong:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",

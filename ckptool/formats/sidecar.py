@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.errors import LimitExceeded, Unsupported, is_text, printable
+from ckptool.errors import LimitExceeded, Unsupported, is_text
 from ckptool.formats.strict_json import parse_object
 
 NAME = "ckptool.json"
@@ -34,7 +34,7 @@ def read(folder: Folder) -> dict[str, Any]:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_SIDECAR:,} are read.")
     facts = parse_object(source.read(0, source.size), str(source))
     if facts.get("schema") != SCHEMA:
-        what = f"{source} is of the version {printable(str(facts.get('schema')))[:60]}"
+        what = f"{source} is of the version {str(facts.get('schema'))[:60]}"
         raise Unsupported(what, f"This version reads {SCHEMA}.", "Move the file away to read the folder without it.")
     return facts
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, is_text, printable
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, is_text
 
 MAX_VALUE = 1 << 16  # characters of one member, where members are read one by one
 MAX_TEXTS = 1_000_000
@@ -31,9 +31,7 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     try:
         value = _decoder(what).decode(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Corrupt(
-            f"{what} is not valid JSON ({printable(str(error))[:100]})", "It was cut off, or changed by hand."
-        ) from None
+        raise Corrupt(f"{what} is not valid JSON ({str(error)[:100]})", "It was cut off, or changed by hand.") from None
     if not isinstance(value, dict):
         raise Corrupt(f"{what} is not a JSON object", "It was cut off, or changed by hand.")
     if b"\\u" in raw and not is_text(json.dumps(value, ensure_ascii=False)):
@@ -56,7 +54,7 @@ def members(raw: bytes, what: str, texts: str, take: Callable[[Pairs], bool]) ->
     try:
         cursor = _Cursor(raw.decode("utf-8"), what)
     except ValueError as error:
-        raise Corrupt(f"{what} is not valid JSON ({printable(str(error))[:100]})") from None
+        raise Corrupt(f"{what} is not valid JSON ({str(error)[:100]})") from None
     for name in cursor.names(take):
         yield name, cursor.texts() if name == texts else cursor.value()
     if cursor.at != len(cursor.text):
@@ -147,16 +145,14 @@ class _Cursor:
         found: dict[str, str] = {}
         for name in self.names():
             if name in found:
-                raise Ambiguous(
-                    f"{self.what} names {printable(name)} twice", "Readers disagree about which one counts."
-                )
+                raise Ambiguous(f"{self.what} names {name} twice", "Readers disagree about which one counts.")
             found[name] = self.string()
             if len(found) > MAX_TEXTS:
                 raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} texts")
         return found
 
     def wrong(self, why: str) -> Corrupt:
-        return Corrupt(f"{self.what} is not valid JSON at character {self.at:,} ({printable(why)[:100]})")
+        return Corrupt(f"{self.what} is not valid JSON at character {self.at:,} ({why[:100]})")
 
 
 def _no_constant(text: str) -> Any:
@@ -170,9 +166,7 @@ def _decoder(what: str) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise Ambiguous(
-                f"{what} names {printable(_repeated(pairs))} twice", "Readers disagree about which one counts."
-            )
+            raise Ambiguous(f"{what} names {_repeated(pairs)} twice", "Readers disagree about which one counts.")
         return found
 
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)

@@ -101,7 +101,7 @@ def read(source: Folder) -> Checkpoint:
         tables: dict[tuple[int, ...], tuple[int, ...]] = {}
         for rank, (path, kind) in sorted(files.items()):
             used.add(path.partition("/")[0])
-            ranks.append(RankFile(str(source), printable(path), rank, world, tables))
+            ranks.append(RankFile(str(source), path, rank, world, tables))
             values.append(_opened(joined, path, kind))
         walk = TreeJoiner(joined.joiner, _described(source, table, item))
         tree[item] = walk.join((item,), ranks, values)
@@ -111,7 +111,7 @@ def read(source: Folder) -> Checkpoint:
         joined.notes += walk.notes()
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no item that is known"
-        joined.notes.append(Note(OTHERS, f"{what}: {listed([printable(name) for name in unused], 3)}"))
+        joined.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
     if not table and any("rank" in found["mark"] for found in _files(source).values()):
@@ -152,7 +152,7 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         for rank, info in layout.items():
             path, kind = _place(info, f"{item}_{rank}.pt")
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
-                raise _damaged(folder, f"does not say where {printable(item)} is")
+                raise _damaged(folder, f"does not say where {item} is")
             items.setdefault(item, {})[rank] = path, kind
     placed = {path for files in items.values() for path, _ in files.values()}
     for name, found in _files(folder).items():
@@ -160,7 +160,7 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
             files = items.setdefault(found["item"] or "model", {})
             rank = int(found["rank"])
             if rank in files:
-                what = f"{folder} has two files of one rank: {printable(files[rank][0])} and {printable(name)}"
+                what = f"{folder} has two files of one rank: {files[rank][0]} and {name}"
                 raise Conflict(what, "Which of them is the checkpoint's is not known.", "Move one of them away.")
             files[rank] = name, _SUFFIXES[found["suffix"]]
     world = table.get("world_size")
@@ -195,10 +195,10 @@ def _opened(joined: JoinedFolder, path: str, kind: str) -> Any:
     while "/" in name:
         first, _, name = name.partition("/")
         if below.missing([first]):
-            raise _damaged(folder, f"names a file that is not there: {printable(path[:200])}")
+            raise _damaged(folder, f"names a file that is not there: {path[:200]}")
         below = Folder(os.path.join(below.path, first))
     if below.missing([name]):
-        raise _damaged(folder, f"names a file that is not there: {printable(path[:200])}")
+        raise _damaged(folder, f"names a file that is not there: {path[:200]}")
     folder.adopt(path, below.open(name))
     if kind in ("TorchSerialization", "SafetensorsSerialization"):
         return joined.open(name, below)
@@ -216,14 +216,14 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
     if paths is None:
         return None
     if not isinstance(paths, dict):
-        raise _damaged(folder, f"does not say how {printable(item)} is divided")
+        raise _damaged(folder, f"does not say how {item} is divided")
     by_rank: dict[tuple[str, int], Any] = {}
     for text, groups in paths.items():
         try:
             name = ".".join(map(str, json.loads(text)))
             each = {rank: group["sharding_metadata"] for group in groups for rank in group["ranks"]}
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _damaged(folder, f"does not say how the tensors of {printable(item)} are divided") from None
+            raise _damaged(folder, f"does not say how the tensors of {item} are divided") from None
         by_rank |= {(name, rank): sharding for rank, sharding in each.items()}
 
     def blocks_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
@@ -233,7 +233,7 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
         try:
             return _SHARDINGS[sharding["type"]](file, entry, sharding["data"])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise _damaged(folder, f"does not say how {printable('/'.join(map(str, path)))} is divided") from None
+            raise _damaged(folder, f"does not say how {'/'.join(map(str, path))} is divided") from None
 
     return blocks_of
 

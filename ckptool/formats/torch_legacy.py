@@ -29,7 +29,6 @@ from ckptool.errors import (
     NotACheckpoint,
     UnsafeObject,
     counted,
-    printable,
 )
 from ckptool.formats.legacy_storages import LegacyStorages
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
@@ -156,7 +155,7 @@ def _no_storage(_: Any) -> Any:
 
 def _check_magic(magic: Decoded, name: str) -> None:
     if run := next(uses(magic.aside()), None):
-        what = f"{name}: its magic number is computed, by {printable(run.name)}"
+        what = f"{name}: its magic number is computed, by {run.name}"
         why = "torch writes a number there; this file runs a program as soon as it is loaded."
         raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
     if magic.root != MAGIC or type(magic.root) is not int:
@@ -185,7 +184,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
 
 def shown(value: Any) -> str:
     """The beginning of a value that stands where another should, for a message."""
-    return printable(repr(value)[:80])
+    return repr(value)[:80]
 
 
 def _notes(little_endian: bool, left: int, tables: LegacyStorages) -> list[Note]:

@@ -23,7 +23,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.strided import subrange, swapped
-from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted, printable
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted
 from ckptool.formats.legacy_storages import as_text, module_source
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
@@ -122,7 +122,7 @@ class _Tables:
         if isinstance(pid, (str, bytes)):
             text = as_text(pid)
             if not text.removeprefix("-").isdigit() or len(text) > 20:
-                raise Corrupt(f"the persistent id {printable(text[:40])!r}", "torch writes numbers.")
+                raise Corrupt(f"the persistent id {text[:40]!r}", "torch writes numbers.")
             key = int(text)
         if type(key) is not int:
             raise Corrupt("a persistent id that is no number", "torch writes numbers, and modules' classes.")
@@ -413,7 +413,7 @@ def read_attributes(source: Source, header: TarHeader) -> int | None:
         if not separator or at + length > len(content) or content[at + length - 1 : at + length] != b"\n":
             raise Corrupt(f"{where} are no attributes", _CUT)
         if key.decode("latin-1") not in _HARMLESS:
-            raise Corrupt(f"{where} set {printable(key.decode('latin-1'))}", "torch writes no such attribute.")
+            raise Corrupt(f"{where} set {key.decode('latin-1')}", "torch writes no such attribute.")
         if key == b"size":
             if not value.isdigit() or len(value) > 19:
                 raise Corrupt(f"{where} give no number as the size", _CUT)
@@ -423,9 +423,9 @@ def read_attributes(source: Source, header: TarHeader) -> int | None:
 
 
 def _check_member(source: Source, header: TarHeader, members: dict[str, Data], wanted: tuple[str, ...]) -> None:
-    shown = f"{source}: {printable(header.name[:120])!r}"
+    shown = f"{source}: {header.name[:120]!r}"
     if header.kind != "0":
-        kind = KINDS.get(header.kind, f"of the kind {printable(header.kind)!r}")
+        kind = KINDS.get(header.kind, f"of the kind {header.kind!r}")
         raise Corrupt(f"{shown} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
     if header.name not in wanted:
         raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")

@@ -20,7 +20,7 @@ from ckptool.checkpoint.files import Input, Readable
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form, printable
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
@@ -97,7 +97,7 @@ def find_pickle(archive: Archive) -> Record:
         )
     if not pickles:
         if other := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
-            what = f"{archive.source} has no data.pkl, but {printable(other)}"
+            what = f"{archive.source} has no data.pkl, but {other}"
             raise Ambiguous(what, "torch takes it for one, other readers do not.")
         raise _other_zip(archive)
     root = pickles[0].name.removesuffix("data.pkl")
@@ -105,7 +105,7 @@ def find_pickle(archive: Archive) -> Record:
         raise _other_zip(archive)
     if outside := [name for name in archive.records if not name.startswith(root)]:
         raise Ambiguous(
-            f"{archive.source} has records outside its folder {printable(root)}: {printable(outside[0])}",
+            f"{archive.source} has records outside its folder {root}: {outside[0]}",
             "A checkpoint has one folder; torch refuses what has more, other readers do not.",
         )
     return pickles[0]
@@ -143,12 +143,12 @@ def small_records(archive: Archive, root: str) -> dict[str, str | None]:
         raise Ambiguous(what, "Some versions of torch read the one, some the other.")
     version = version or other
     if version is None:
-        raise Corrupt(f"{archive.source}: it has no record {printable(root)}version", "torch refuses such a file.")
+        raise Corrupt(f"{archive.source}: it has no record {root}version", "torch refuses such a file.")
     if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
-        raise Corrupt(f"{archive.source}: its version record says {printable(version[:40])!r}")
+        raise Corrupt(f"{archive.source}: its version record says {version[:40]!r}")
     order = archive.records.get(f"{root}byteorder")
     if order is not None and order.contents(MAX_SMALL) not in (b"little", b"big"):  # torch compares the bytes
-        said = printable(order.contents(MAX_SMALL).decode("utf-8", "replace"))
+        said = order.contents(MAX_SMALL).decode("utf-8", "replace")
         raise Corrupt(f"{archive.source}: its byteorder record says {said!r}", "torch refuses such a file.")
     return small
 
@@ -167,9 +167,9 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
     """The pickle in a record; raises `Ambiguous` for bytes after its end, and what `decode` raises."""
     source, name = record.archive.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
-    decoded = decode(data, storages.load, builders, name=f"{source}: {printable(name)}", file_bytes=source.size)
+    decoded = decode(data, storages.load, builders, name=f"{source}: {name}", file_bytes=source.size)
     if decoded.end != len(data):
-        what = f"{source}: {printable(name)} has {len(data) - decoded.end:,} bytes after its end"
+        what = f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end"
         raise Ambiguous(what, "Another pickle may be hidden there.")
     return decoded
 
@@ -178,7 +178,7 @@ def _alignment(source: Readable, text: str | None) -> int:
     if text is None:
         return ALIGNMENT
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 1 << 15:
-        raise Corrupt(f"{source}: its .storage_alignment record says {printable(text[:40])!r}")
+        raise Corrupt(f"{source}: its .storage_alignment record says {text[:40]!r}")
     return int(text)
 
 
@@ -221,17 +221,15 @@ class RecordStorages:
     def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
         if not known:
-            raise Unsupported(
-                f"the storage {printable(key)} has the unknown type {cls}", "The size of its elements is unknown."
-            )
+            raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         record = self.archive.records.get(self.prefix + key)
         if record is None:
-            name = printable((self.prefix + key)[:200])
-            what = f"the storage {printable(key[:200])} has no record {name} in the archive"
+            name = (self.prefix + key)[:200]
+            what = f"the storage {key[:200]} has no record {name} in the archive"
             raise Corrupt(what, "Its data is not in the file.")
         if numel < 0 or numel * _width(dtype) != record.size:
             there = f"its record {record} has {record.size:,} bytes"
-            what = f"the storage {printable(key)} should have {numel} elements; {there}"
+            what = f"the storage {key} should have {numel} elements; {there}"
             raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
         storage = self._known(key, location, dtype) if record.is_used else None
         if storage is None:
@@ -259,9 +257,7 @@ class RecordStorages:
 
     @staticmethod
     def _contradiction(key: str) -> Corrupt:
-        return Corrupt(
-            f"the storage {printable(key)} is described in two ways", "Readers would disagree about which is right."
-        )
+        return Corrupt(f"the storage {key} is described in two ways", "Readers would disagree about which is right.")
 
 
 def _width(dtype: DType | None) -> int:

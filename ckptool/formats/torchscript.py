@@ -22,7 +22,7 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form, printable
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form
 from ckptool.formats import torchscript_setstate as setstate
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import (
@@ -117,7 +117,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
         if declared is None or not declared.is_module or type(node.state) is not dict:
             return None  # a module that pickles itself in its own way stays an object, with the tensors in its state
         if not all(type(name) is str for name in node.state):
-            raise Corrupt(f"an attribute of {printable(node.name)} that has no name", "The file is probably malicious.")
+            raise Corrupt(f"an attribute of {node.name} that has no name", "The file is probably malicious.")
         owners[id(node.state)] = declared
         return node.state
 
@@ -143,9 +143,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
 
 def _add(names: dict[str, Any], name: str, value: Any) -> None:
     if name in names:
-        raise Corrupt(
-            f"two attributes called {printable(name)}", "Names of modules have no dots; the file is probably malicious."
-        )
+        raise Corrupt(f"two attributes called {name}", "Names of modules have no dots; the file is probably malicious.")
     names[name] = value
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Readable, Source
 from ckptool.checkpoint.paths import parted
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, printable, quoted
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, quoted
 
 # By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.
 _COMPRESSED = {
@@ -83,7 +83,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 
 
 def _no_checkpoint_in(folder: Folder) -> CkptoolError:
-    held = f"It holds {listed([printable(name) for name in folder.names], 4)}." if folder.names else "It is empty."
+    held = f"It holds {listed(folder.names, 4)}." if folder.names else "It is empty."
     sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
     ls, scan = other_program("ls", folder.path), command("scan", folder.path)
     fix = Advice("Name the file: ", ls, "; or see what is there: ", scan)
@@ -123,7 +123,7 @@ def _tar(source: Source) -> CkptoolError:
         return Unsupported(what, "Nothing in it is named like a checkpoint.", Advice("See what is in it: ", list_it))
     out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
     unpack = other_program("tar xOf", source.path, names[0], into=out)
-    held = f"It holds {listed([printable(name) for name in names], 4)}."
+    held = f"It holds {listed(names, 4)}."
     return Unsupported(what, held, Advice("Take it out: ", unpack))
 
 
@@ -175,7 +175,7 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
         )
     if "MAR-INF/MANIFEST.json" in names:
         inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors")))
-        held = listed(list(map(printable, inside))) if inside else "no .pt or .pth is named"
+        held = listed(inside) if inside else "no .pt or .pth is named"
         what = f"{source} is a TorchServe archive (.mar)"
         return Unsupported(what, f"The checkpoint is inside: {held}.", _unzipped(source))
     if "model.json" in last:
@@ -198,7 +198,7 @@ def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
     what = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
     what = f"{source} {what}, but not a PyTorch checkpoint"
     if inside := sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS):
-        return NotACheckpoint(what, f"It holds {listed(list(map(printable, inside)), 4)}.", _unzipped(source))
+        return NotACheckpoint(what, f"It holds {listed(inside, 4)}.", _unzipped(source))
     look = Advice("See what is in it: ", other_program("unzip -l", source.file.path))
     return NotACheckpoint(what, "A checkpoint has a data.pkl in its one folder.", look)
 
@@ -214,7 +214,7 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
     text = head.decode("utf-8-sig", "replace").lstrip()
     start = text[:64].lower()
     if start.startswith("version https://git-lfs"):
-        facts = printable(" ".join(text.split()[2:6]))
+        facts = " ".join(text.split()[2:6])
         what = f"{source} is a git-lfs pointer ({facts}), not the file itself"
         why = "The repository was cloned without its large files."
         return NotACheckpoint(what, why, Advice("Fetch them: ", other_program("git lfs pull")))
@@ -230,7 +230,7 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
 def _json_text(text: str, source: Source) -> CkptoolError:
     if said := re.match(r'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"]{1,120})', text):
         return NotACheckpoint(
-            f"{source} is a server's answer: {printable(said[1])}",
+            f"{source} is a server's answer: {said[1]}",
             "The download failed, and the server's answer was saved instead of the file.",
             "Download it again, logged in.",
         )
@@ -274,9 +274,7 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
             "Copy or download it again.",
         )
     if _is_text(head):
-        return NotACheckpoint(
-            f"{source} is a text file", f"It begins with: {printable(head[:40].decode('utf-8', 'replace'))}"
-        )
+        return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
     return NotACheckpoint(
         f"{source} is not a checkpoint that ckptool knows", f"It begins with the bytes {head[:8].hex(' ')}."
     )

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ckptool.errors import Conflict, UsageError, counted, printable
+from ckptool.errors import Conflict, UsageError, counted
 from ckptool.integrations import checkpoint_folders as folders
 from ckptool.output import make_folder
 from ckptool.training import rng
@@ -132,17 +132,17 @@ class AcceleratorCheckpoints:
             folders.remove_checkpoint(saved.path)
 
     def _load(self, path: str) -> None:
-        where, rank = printable(path), self.accelerator.process_index
+        rank = self.accelerator.process_index
         tree = loaded(os.path.join(path, _OURS))
         if len(tree["ranks"]) != self.accelerator.num_processes:
             raise Conflict(
-                f"{where} was saved by {counted(len(tree['ranks']), 'process', 'processes')}",
+                f"{path} was saved by {counted(len(tree['ranks']), 'process', 'processes')}",
                 f"Their random states and places in the data do not fit {self.accelerator.num_processes}.",
                 f"Start as many: accelerate launch --num_processes {len(tree['ranks'])}",
             )
-        self.objects.refuse_others(tree, where)
+        self.objects.refuse_others(tree, path)
         self.accelerator.load_state(path)
-        self.objects.restore(tree, where)
+        self.objects.restore(tree, path)
         own = to_cpu(tree["ranks"][rank], copied=True)
         self.step, self._random, self._before = tree["step"], own["rng"], own["before"]
         self.position.restore(tree["data_state"], own)

@@ -95,23 +95,21 @@ def check_folder(saved: SavedState) -> None:
     """Raises `Corrupt` unless every file of a checkpoint is what its sidecar says."""
     files = (saved.sidecar or {}).get("files")
     if not isinstance(files, dict):
-        raise Corrupt(f"{printable(saved.path)} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")
+        raise Corrupt(f"{saved.path} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")
     if (saved.sidecar or {}).get("step") != saved.step:
-        raise Corrupt(f"the sidecar of {printable(saved.path)} belongs to another step", "Folders were renamed.")
+        raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Folders were renamed.")
     for name, facts in files.items():
         path = os.path.join(saved.path, name)
         if os.path.isabs(name) or ".." in name.split(os.sep) or not isinstance(facts, dict):
-            raise Corrupt(
-                f"the sidecar of {printable(saved.path)} names {printable(name)}", "That is not a file of it."
-            )
+            raise Corrupt(f"the sidecar of {saved.path} names {name}", "That is not a file of it.")
         try:
             status = os.lstat(path)
         except (OSError, ValueError) as error:
-            raise Corrupt(f"{printable(path)} is missing", "The checkpoint was changed after it was saved.") from error
+            raise Corrupt(f"{path} is missing", "The checkpoint was changed after it was saved.") from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != facts.get("bytes"):
             raise Corrupt(
-                f"{printable(path)} has {status.st_size:,} bytes, not those of its sidecar",
+                f"{path} has {status.st_size:,} bytes, not those of its sidecar",
                 "It was truncated, or overwritten.",
             )
         if file_digest(path) != facts.get("sha256"):
-            raise Corrupt(f"{printable(path)} does not match its sha256", "Its bytes were damaged after it was saved.")
+            raise Corrupt(f"{path} does not match its sha256", "Its bytes were damaged after it was saved.")

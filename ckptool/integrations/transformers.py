@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError
 from ckptool.integrations import checkpoint_folders as folders
 from ckptool.output import make_folder
 from ckptool.training.lock import Lock
@@ -74,7 +74,7 @@ class DurableCheckpoints:
                     folders.check_folder(saved)
         elif self.args.should_save and folders.saved_folders(folder, _NAME):
             raise Conflict(
-                f"{printable(folder)} holds checkpoints already",
+                f"{folder} holds checkpoints already",
                 "A new run would overwrite some and mix with the others.",
                 "Resume: trainer.train(resume_from_checkpoint=True); or name another output_dir",
             )

@@ -17,7 +17,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.errors import Conflict, FileProblem, printable
+from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
 from ckptool.output.sink import Progress, Sink, segments_of
@@ -63,7 +63,7 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
     except OSError as second:
         reason = os.strerror(second.errno or 0)
         raise FileProblem(
-            f"the edit of {printable(path)} was interrupted, and could not be undone: {reason}",
+            f"the edit of {path} was interrupted, and could not be undone: {reason}",
             "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
             "behind it.",
             Advice("Look at it: ", command("inspect", path), ". The next in-place edit clears it."),
@@ -74,7 +74,7 @@ def refuse_links(path: str) -> None:
     """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
     if os.path.islink(path):
         raise Conflict(
-            f"{printable(path)} is a symbolic link, to {printable(os.path.realpath(path))}",
+            f"{path} is a symbolic link, to {os.path.realpath(path)}",
             "Changing the file in place would change it for everyone who links to it.",
             "Write a new file with -o, or name the file itself.",
         )
@@ -84,7 +84,7 @@ def refuse_links(path: str) -> None:
         raise file_problem(error, path, "change") from error
     if names > 1:
         raise Conflict(
-            f"{printable(path)} is one of {names} names (hard links) of the same file",
+            f"{path} is one of {names} names (hard links) of the same file",
             "Changing it in place would change all of them.",
             "Write a new file with -o.",
         )

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable
 
 from ckptool.checkpoint import Note
-from ckptool.errors import listed, printable
+from ckptool.errors import listed
 
 ACCESS_LIST = "system.posix_acl_access"
 _OF_THE_CONTENTS = {"security.ima", "security.evm"}  # signatures, which the new contents do not have
@@ -54,7 +54,7 @@ def _copy_extended(old: str, fd: int) -> list[str]:
             os.removexattr(fd, ACCESS_LIST)
         except OSError:
             lost.append(ACCESS_LIST)
-    return ["its access list" if name == ACCESS_LIST else f"the attribute {printable(name)}" for name in lost]
+    return ["its access list" if name == ACCESS_LIST else f"the attribute {name}" for name in lost]
 
 
 def _names(place: str | int) -> list[str]:
@@ -79,5 +79,5 @@ def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     found = list(dict.fromkeys(lost))
     if not found:
         return ()
-    message = f"{printable(target)} was replaced by a file that you own: {listed(found)} could not be kept"
+    message = f"{target} was replaced by a file that you own: {listed(found)} could not be kept"
     return (Note("attributes-lost", message),)

@@ -49,13 +49,13 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     except FileNotFoundError:
         if not os.path.isdir(folder):
             raise FileProblem(
-                f"cannot write {printable(path)}: there is no folder {printable(folder)}",
+                f"cannot write {path}: there is no folder {folder}",
                 "",
                 Advice("Make it first: ", other_program("mkdir -p", folder)),
             ) from None
         if not os.path.basename(path):
             raise FileProblem(
-                f"cannot write {printable(path)}: it names a folder, which is not there",
+                f"cannot write {path}: it names a folder, which is not there",
                 "A file was to be written there.",
                 "Name a file; or use -d for the folder, which is made.",
             ) from None
@@ -64,18 +64,18 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise file_problem(error, path, "write") from error
     if stat.S_ISDIR(status.st_mode):
         raise FileProblem(
-            f"cannot write {printable(path)}: it is a folder",
+            f"cannot write {path}: it is a folder",
             "A file was to be written there.",
             "Name a file in it; or use -d for the folder.",
         )
     if not stat.S_ISREG(status.st_mode):
         raise FileProblem(
-            f"cannot write {printable(path)}: it is not a regular file",
+            f"cannot write {path}: it is not a regular file",
             "A checkpoint is written in many places.",
         )
     if not overwrite:
         raise OutputExists(
-            f"{printable(path)} exists already",
+            f"{path} exists already",
             "It was left as it is.",
             "Overwrite it: -f, or choose another name.",
         )
@@ -158,7 +158,7 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
     """The error for a failed write, with what was not touched."""
     if isinstance(error, CkptoolError):
         return error
-    name = printable(os.fspath(target))
+    name = os.fspath(target)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         words = {errno.EDQUOT: "your quota is used up", errno.EFBIG: "the limit on file sizes was reached"}.get(
             error.errno, "the disk is full"
@@ -167,7 +167,7 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
             f"cannot write {name}: {words}", UNTOUCHED.format(name), "Make room, or write to another disk with -o."
         )
     problem = file_problem(error, target, "write")
-    problem.why = " ".join(part for part in (problem.why, UNTOUCHED.format(name)) if part)
+    problem.why = " ".join(part for part in (problem.why, printable(UNTOUCHED.format(name))) if part)
     return problem
 
 
@@ -176,8 +176,8 @@ def _check_space(needed: int, folder: str, target: str) -> None:
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # special file systems count no blocks at all
         raise DiskFull(
-            f"cannot write {printable(target)}: it needs {needed:,} bytes, {free:,} are free",
-            f"Nothing was written, and {printable(target)} is as it was.",
+            f"cannot write {target}: it needs {needed:,} bytes, {free:,} are free",
+            f"Nothing was written, and {target} is as it was.",
             "Make room, or write to another disk with -o.",
         )
 
@@ -315,7 +315,7 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
         os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
     except FileExistsError:
         raise OutputExists(
-            f"{printable(target)} was created by another process in the meantime",
+            f"{target} was created by another process in the meantime",
             "It was left as it is.",
             "Overwrite it: -f.",
         ) from None
@@ -336,7 +336,7 @@ def _sync_folder(target: str) -> tuple[Note, ...]:
         return (
             Note(
                 "not-synced",
-                f"{printable(target)} is complete and visible, but its durability is uncertain: its folder could "
+                f"{target} is complete and visible, but its durability is uncertain: its folder could "
                 "not be synced "
                 f"({os.strerror(error.errno or 0)}), so a power cut may undo the change of its name",
             ),

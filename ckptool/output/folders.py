@@ -21,7 +21,7 @@ from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed, printable
+from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
 from ckptool.output.durable import (
@@ -59,7 +59,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
             raise FileProblem(
-                f"cannot write {printable(path)}: it is a file",
+                f"cannot write {path}: it is a file",
                 "A folder of several files was to be written there.",
                 "Choose another name; or write one file: --to safetensors",
             )
@@ -76,7 +76,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
         raise OutputExists(
-            f"the folder {printable(path)} exists already, with {counted(len(held), 'file')} in it",
+            f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
             "It was left as it is.",
             "Replace it: -f, or choose another name.",
         )
@@ -105,8 +105,7 @@ def _foreign(folder: str, held: Iterable[str], replaceable: Collection[str]) -> 
 
 def _would_lose(path: str, foreign: list[str]) -> Conflict:
     return Conflict(
-        f"cannot replace the folder {printable(path)}: {listed([printable(name) for name in foreign])} would be "
-        "deleted with it",
+        f"cannot replace the folder {path}: {listed(foreign)} would be deleted with it",
         "Only files of the checkpoint in it may be deleted; it was left as it is.",
         "Write to a new folder; or remove those files first.",
     )
@@ -288,7 +287,7 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise
     if not overwrite:
         raise OutputExists(
-            f"{printable(target)} was created by another process in the meantime",
+            f"{target} was created by another process in the meantime",
             "It was left as it is.",
             "Replace it: -f.",
         )

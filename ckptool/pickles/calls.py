@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import address, matching
-from ckptool.errors import UnsafeObject, listed, printable
+from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 
 CUSTOM, UNKNOWN = "custom", "unknown"
@@ -240,11 +240,11 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
         if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
             count += 1
             if len(unknown) < _NAMED_UNKNOWN:
-                unknown.setdefault(f"{_VERBS[use.how]} {printable(use.name)}", place)
+                unknown.setdefault(f"{_VERBS[use.how]} {use.name}", place)
     if not count:
         return custom_notes(checkpoint)
     source = checkpoint.source or "the checkpoint"
-    names = [f"{what} at {printable(place) or 'the top'}" for what, place in unknown.items()]
+    names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     thrown_away = DISCARDED in unknown.values() and not as_it_is
@@ -289,7 +289,7 @@ def _entry(tree: Any, place: str) -> str:
 
 def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """The note on objects of people's own classes, wherever a file with some is looked at or written."""
-    custom = dict.fromkeys((use.how, printable(use.name)) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
+    custom = dict.fromkeys((use.how, use.name) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
     names = [name for how, name in custom if how == MADE]
     parts = (name.rpartition(".") for how, name in custom if how == CALLED)
     calls = [f"{method} of {of}" for of, _, method in parts]

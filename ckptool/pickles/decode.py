@@ -15,7 +15,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import Global
-from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed
 from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
@@ -157,7 +157,7 @@ def repeated_notes(keys: Sequence[Any]) -> list[Note]:
     """A note on keys that dictionaries were given twice, with different values."""
     if not keys:
         return []
-    named = listed([printable(str(key))[:80] for key in keys], 3)
+    named = listed([str(key)[:80] for key in keys], 3)
     what = f"{form(len(keys), 'the key', 'the keys')} {named} {form(len(keys), 'was', 'were')} given twice, with"
     return [Note(REPEATED_KEY, f"{what} different values: the last counts, as in every reader")]
 
@@ -166,7 +166,7 @@ def nested_name_notes(names: Sequence[Global]) -> list[Note]:
     """A note on names of nested classes in a pickle whose protocol cannot spell them."""
     if not names:
         return []
-    named = listed([printable(str(name)) for name in names], 1)
+    named = listed(names, 1)
     what = (
         f"{form(len(names), 'the name', 'the names')} {named} {form(len(names), 'has a dot', 'have dots')}, "
         "which pickles below protocol 4 cannot express: torch.load fails there"

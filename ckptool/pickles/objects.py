@@ -17,7 +17,7 @@ from ckptool.checkpoint.nodes import (
     check_collisions,
     is_hashable,
 )
-from ckptool.errors import CkptoolError, LimitExceeded, UnsafeObject, counted, printable
+from ckptool.errors import CkptoolError, LimitExceeded, UnsafeObject, counted
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
@@ -51,7 +51,7 @@ class ObjectMaker:
     def name(self, module: str, attribute: str, pos: int) -> Global:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
-            raise self.reader.corrupt(pos, f"the name {printable(module)[:200]}.{printable(attribute)[:200]}")
+            raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if len(module) + len(attribute) > MAX_NAME:
             self.reader.at = pos
             raise LimitExceeded(

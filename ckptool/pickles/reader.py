@@ -9,7 +9,7 @@ import re
 from math import isinf
 from typing import Any
 
-from ckptool.errors import Corrupt, LimitExceeded, Truncated, counted, printable
+from ckptool.errors import Corrupt, LimitExceeded, Truncated, counted
 from ckptool.pickles.strings import MAX_STRING, python2_text, python2_unescaped
 
 MAX_INTEGER_BITS = 4_096
@@ -139,7 +139,7 @@ class PickleReader:
         if len(line) > MAX_INTEGER_BITS // 4:
             raise self.corrupt(pos, f"an integer of {counted(len(line), 'digit')}")
         if _NUMBER.fullmatch(line) is None:
-            raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be")
+            raise self.corrupt(pos, f"{line[:40]!r} where a number should be")
         return int(line)
 
     def scalar(self, op: int, line: str, pos: int) -> Any:
@@ -150,6 +150,6 @@ class PickleReader:
             return self.number(line.removesuffix("L"), pos)
         if op == 0x46:  # FLOAT
             if _FLOAT.fullmatch(line) is None or (isinf(float(line)) and "inf" not in line.lower()):
-                raise self.corrupt(pos, f"{printable(line[:40])!r} where a number should be")
+                raise self.corrupt(pos, f"{line[:40]!r} where a number should be")
             return float(line)
         raise AssertionError(op)

@@ -32,7 +32,7 @@ from ckptool.checkpoint.graph import (
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.tree import address, walk
-from ckptool.errors import Unsupported, listed, printable
+from ckptool.errors import Unsupported, listed
 from ckptool.pickles.known import kind_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LiveReader:
     def _refusal(self, tree: Any) -> Unsupported:
         wanted = {id(node): name for node, name, _ in self.refused}
         places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
-        names = [f"{name} at {printable(places[key]) or 'the top'}" for key, name in wanted.items() if key in places]
+        names = [f"{name} at {places[key] or 'the top'}" for key, name in wanted.items() if key in places]
         fix = next(
             (fix for _, _, fix in self.refused if fix),
             "Save what it holds as plain values: vars(object), dict(object), str(object).",
@@ -162,7 +162,7 @@ class LiveReader:
         stand_in = Object(Global(kind.__module__, kind.__qualname__), ())
         if not fix and callable(getattr(value, "state_dict", None)):
             fix = "Save its .state_dict() instead."
-        self.refused.append((stand_in, printable(name), fix))
+        self.refused.append((stand_in, name, fix))
         return stand_in
 
 

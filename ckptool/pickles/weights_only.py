@@ -129,7 +129,7 @@ class _Plain:
                     new = str(key)
                 if new in made:
                     raise Conflict(
-                        f"two keys of a dictionary would both become {printable(str(new))!r}",
+                        f"two keys of a dictionary would both become {str(new)!r}",
                         "One of the two values would be lost. Nothing was written.",
                         Advice("Drop one of them first: ", command("edit", FILE, drop="ADDRESS", out=OUT)),
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptool.checkpoint.registry import provides
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import CkptoolError
 from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
@@ -14,12 +14,10 @@ from ckptool.render.style import PLAIN, Style
 def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     """The three parts of an error, a line each: what happened, what it means, what to type."""
     name = f"error[{error.code}]"
-    first, *lines = style.prose(f"{name}: {printable(error.what)}")
+    first, *lines = style.prose(f"{name}: {error.what}")
     lines = [style.red(name) + first.removeprefix(name), *lines]
-    lines += (
-        [part for line in error.why.split("\n") for part in style.prose(f"  {printable(line)}")] if error.why else []
-    )
-    lines += [f"  {style.cyan(printable(error.fix))}"] if error.fix else []
+    lines += [part for line in error.why.split("\n") for part in style.prose(f"  {line}")] if error.why else []
+    lines += [f"  {style.cyan(error.fix)}"] if error.fix else []
     return "\n".join(lines) + "\n"
 
 

@@ -174,7 +174,7 @@ def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
     """Notes with their codes, and the command that fixes each, ready to paste."""
     lines = []
     for note in notes:
-        first, *rest = style.prose(f"{note.code}: {printable(note.message)}")
+        first, *rest = style.prose(f"{note.code}: {note.message}")
         lines += [style.yellow(note.code) + first.removeprefix(note.code), *rest]
         if note.fix:
             lines.append(f"  {style.cyan(' '.join(map(quoted, note.fix)))}")

@@ -37,7 +37,7 @@ def warm_start_text(report: LoadReport, *, style: Style = PLAIN) -> str:
         shown = names if style.width is None else names[:_LINES]
         lines += [f"  {line}" for line in shown]
         lines += [style.dim(f"  … {counted(len(names) - len(shown), 'more line')}")] if len(shown) < len(names) else []
-    lines += [f"{style.dim(note.code)}: {printable(note.message)}" for note in report.normalised]
+    lines += [f"{style.dim(note.code)}: {note.message}" for note in report.normalised]
     lines += _suggestions(report, style)
     lines += _optimizer(report)
     lines += _end(report, style)
@@ -210,6 +210,6 @@ facts_of(OptimizerReport, "address known_by carried fresh left_out:name,why")
 def warm_start_html(report: LoadReport) -> str:
     """The report as a table for notebooks."""
     rows = [(escape(what), f"{count:,}", "<br>".join(map(escape, lines))) for what, count, lines in _rows(report)]
-    rest = [*(f"{note.code}: {printable(note.message)}" for note in report.normalised), *_suggestions(report, PLAIN)]
+    rest = [*(f"{note.code}: {note.message}" for note in report.normalised), *_suggestions(report, PLAIN)]
     rest += [*_optimizer(report), *_end(report, PLAIN)]
     return page_html(_head(report, PLAIN), "", rows, "\n".join(rest))

@@ -20,7 +20,7 @@ from ckptool.checkpoint.selection import Chosen, topmost
 from ckptool.checkpoint.state_dicts import bare, without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError
 from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain.text import summary
@@ -274,9 +274,9 @@ class _Comparer:
             if key in parts and "prefix" not in self.skipped:
                 key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
-                one, other = (printable(str(each)) for each in (segments.get(key, key), segment))
+                one, other = (str(each) for each in (segments.get(key, key), segment))
                 raise Conflict(
-                    f"without their prefixes {one!r} and {other!r} are both {printable(str(key))!r}",
+                    f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
                     "Which of the two to compare is not known.",
                     "Compare them under their own names: without --ignore prefix",
                 )

@@ -30,7 +30,7 @@ from ckptool.checkpoint.numeric import resolve
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, storages, tensors
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, printable
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
@@ -181,7 +181,7 @@ def _check_work(root: Any, found: Sequence[tuple[Path, Tensor]]) -> None:
         left -= tensor.nbytes
         if left < 0:
             raise LimitExceeded(
-                f"{printable(address(path))} shows {tensor.nbytes:,} bytes, far more than is stored",
+                f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored",
                 "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly.",
                 "Name another part: --at ADDRESS",
             )
@@ -247,7 +247,7 @@ def read_digests(content: bytes, name: str) -> Digests:
     if schema != SCHEMA:
         version = re.fullmatch(r"ckptool\.digests/(\d+)", schema) if isinstance(schema, str) else None
         if version is None:
-            raise _no_digests(name, f"Its schema is {printable(str(schema)[:60])}.")
+            raise _no_digests(name, f"Its schema is {str(schema)[:60]}.")
         raise Unsupported(
             f"{name} holds digests of version {version[1][:20]}",
             f"This version of ckptool reads {SCHEMA}.",
@@ -273,9 +273,9 @@ def _checked(rows: Any, name: str) -> Iterable[TensorDigest]:
             key, dtype, shape, digest = row
             sizes = None if shape is None else tuple(shape)
         except (ValueError, TypeError):
-            raise Corrupt(f"{name}: a line is damaged: {printable(str(row)[:80])}") from None
+            raise Corrupt(f"{name}: a line is damaged: {str(row)[:80]}") from None
         if type(dtype) is not str or type(digest) is not str or not re.fullmatch("[0-9a-f]{64}", digest):
-            raise Corrupt(f"{name}: a line is damaged: {printable(str(row)[:80])}")
+            raise Corrupt(f"{name}: a line is damaged: {str(row)[:80]}")
         yield TensorDigest(key, dtype, sizes, digest)
 
 

@@ -118,7 +118,7 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
         fixes, advice = (str(Chain(file).fill(error.fix.commands[0])),), error.fix.otherwise
     what = error.what if not error.why else f"{error.what}. {error.why}"
     said = _said_of(error, file)
-    return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, printable(advice)),))
+    return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, advice),))
 
 
 def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFile | None) -> Diagnosis:

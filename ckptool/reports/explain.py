@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptool.checkpoint.commands import Advice, Command, nearest
 from ckptool.checkpoint.registry import Report
-from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.errors import NoMatch, UsageError
 from ckptool.reports.doctor import UNKNOWN, Diagnosis, of_error_text
 from ckptool.reports.error_texts import MAX_TEXT
 
@@ -65,7 +65,7 @@ def explain(code: str = "") -> Explanation:
     name = found[1] if found else code.strip("[]: ").lower()
     if name not in codes:
         meant = nearest(name, codes)
-        raise NoMatch(f"there is no code {printable(code)!r}", f"Did you mean {meant}?" if meant else "", _ALL)
+        raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", _ALL)
     return Explanation((codes[name],))
 
 

@@ -273,12 +273,12 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
             unknown.setdefault((use.how, use.name), place)
     if unknown:
         would = [f"{verb} {listed(names)}" for how, verb in _WOULD if (names := _names(unknown, how))]
-        first = printable(next(iter(unknown.values()))) or "the top"
+        first = next(iter(unknown.values())) or "the top"
         yield Note(
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
         )
     if names := unjudged(checkpoint):
-        shown = listed([printable(name) for name in names], 4)
+        shown = listed(names, 4)
         what = counted(len(names), "file begins like a pickle", "files begin like pickles")
         yield Note("not-judged", f"{what} and could not be read, so nobody knows what loading would run: {shown}")
     yield from custom_notes(checkpoint)
@@ -313,7 +313,7 @@ def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iter
     """The model that an adapter is for, as PEFT's configuration beside it says."""
     if any(root.is_model and " adapter, " in root.detail for root in roots):
         trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
-        whose = f"of {printable(str(trained_on))[:200]}" if trained_on else "of a model"
+        whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
         yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
 
 
@@ -321,7 +321,7 @@ _WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))
 
 
 def _names(unknown: dict[tuple[str, str], str], how: str) -> list[str]:
-    return sorted(printable(name) for kind, name in unknown if kind == how)
+    return sorted(name for kind, name in unknown if kind == how)
 
 
 def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
@@ -336,8 +336,8 @@ def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
         }
         missing = [key for key in state if key not in known]
         if missing and groups:
-            which = listed([printable(str(key)[:100]) for key in missing])
-            where = printable(root.address) or "the file"
+            which = listed([str(key)[:100] for key in missing])
+            where = root.address or "the file"
             message = (
                 f"{where}: {len(missing):,} of {counted(len(state), 'state')} "
                 f"{form(len(missing), 'belongs', 'belong')} to no parameter: {which}"
@@ -347,7 +347,7 @@ def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
 
 def _array_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     found = array_state_dicts(checkpoint.tree)
-    places = listed([f"{root.detail} at {printable(root.address) or 'the top'}" for root in found], 3)
+    places = listed([f"{root.detail} at {root.address or 'the top'}" for root in found], 3)
     fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(found) == 1 else ()
     if found:
         yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
@@ -365,7 +365,7 @@ def _prefix_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
         partial = partial or 0 < having < len(names)  # the command is one for all roots
         wrapped = sum(kinds.values())
-        where = f"{wrapped:,} of {counted(len(names), 'key')} of {printable(root.address) or 'the file'}"
+        where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
         message = f"{where} {form(wrapped, 'carries', 'carry')} a wrapper's {listed(sorted(kinds))}"
         found.append(("prefix-module" if having else "prefix-compiled", message))
     fix = command("strip-module", FILE, partial=partial, out=OUT)
@@ -380,8 +380,8 @@ def _device_notes(rows: list[TensorRow]) -> Iterator[Note]:
             "cuda" if any(place.startswith("cuda") for place in elsewhere) else next(iter(elsewhere)).partition(":")[0]
         )
         (first, count), *more = sorted(elsewhere.items())
-        tagged = f"{count:,} {'tensor is' if count == 1 else 'tensors are'} tagged {printable(first)}"
-        facts = listed([tagged, *(f"{count:,} {printable(place)}" for place, count in more)])
+        tagged = f"{count:,} {'tensor is' if count == 1 else 'tensors are'} tagged {first}"
+        facts = listed([tagged, *(f"{count:,} {place}" for place, count in more)])
         fix = command("remap", FILE, to="cpu", out=OUT)
         yield Note(
             "cuda-location" if kind == "cuda" else "device-location",

@@ -11,7 +11,7 @@ from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict
-from ckptool.errors import Unsupported, UsageError, listed, printable
+from ckptool.errors import Unsupported, UsageError, listed
 from ckptool.formats.model_folder import quantization_config
 from ckptool.reports.warm_start import AS_IT_IS, LoadReport
 
@@ -20,7 +20,7 @@ def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: st
     """The quantized weights of a state dict of a checkpoint. block_size: `128x128`, of those that share a scale."""
     block = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", block_size.lower())
     if block_size and block is None:
-        what = f"--block-size {printable(block_size)!r} is not rows and columns"
+        what = f"--block-size {block_size!r} is not rows and columns"
         raise UsageError(what, "", "For example: --block-size 128x128")
     sizes = (int(block[1]), int(block[2])) if block else None
     return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata, sizes)

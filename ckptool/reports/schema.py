@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.checkpoint.commands import VERBS, Advice, Command, nearest
 from ckptool.checkpoint.registry import Report
-from ckptool.errors import NoMatch, printable
+from ckptool.errors import NoMatch
 
 Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -60,7 +60,7 @@ def schema(verb: str = "") -> SchemaReport:
     if not printed and word not in names:
         meant = nearest(word, {*VERBS, *names})
         why = f"Did you mean {meant}?" if meant else ""
-        raise NoMatch(f"there is no command or schema {printable(verb)!r}", why, _ALL)
+        raise NoMatch(f"there is no command or schema {verb!r}", why, _ALL)
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
     used: dict[str, Json] = {}
     for name in wanted:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.registry import Report
-from ckptool.errors import Corrupt, Unsupported, printable
+from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats.strict_json import parse_object
 from ckptool.reports.targets import BUFFER, PARAMETER, SPEC, Expected, Target, tie_groups
 
@@ -39,7 +39,7 @@ def spec_of(target: Target) -> dict[str, Any]:
 def _tensor_json(expected: Expected) -> dict[str, Any]:
     if expected.dtype is None or expected.shape is None:
         raise Unsupported(
-            f"{printable(expected.name)} has no dtype and shape to record",
+            f"{expected.name} has no dtype and shape to record",
             "Only torch knows this kind of tensor.",
         )
     facts = {"name": expected.name, "dtype": expected.dtype.name, "shape": list(expected.shape)}
@@ -57,26 +57,25 @@ def parse_spec(raw: bytes, name: str) -> Target:
 
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself.
     """
-    where = printable(name)
     try:
-        facts = parse_object(raw, where)
+        facts = parse_object(raw, name)
     except Corrupt as error:
         raise Corrupt(error.what, error.why, "Make it again: ckptool spec TARGET -o FILE") from None
     schema = facts.get("schema")
     if schema != SCHEMA + VERSION:
         raise Unsupported(
-            f"{where} is a spec of another version: {printable(str(schema))[:60]}",
+            f"{name} is a spec of another version: {str(schema)[:60]}",
             f"This ckptool reads {SCHEMA}{VERSION}.",
             "Make it again with this version: ckptool spec TARGET -o FILE",
         )
     tensors: dict[str, Expected] = {}
-    for number, fact in enumerate(_list(facts, "tensors", where)):
-        expected = _expected(fact, f"{where}: tensor {number}")
+    for number, fact in enumerate(_list(facts, "tensors", name)):
+        expected = _expected(fact, f"{name}: tensor {number}")
         if expected.name in tensors:
-            raise Corrupt(f"{where} has {printable(expected.name)!r} twice", "A state dict has each name once.")
+            raise Corrupt(f"{name} has {expected.name!r} twice", "A state dict has each name once.")
         tensors[expected.name] = expected
-    for names in _list(facts, "ties", where):
-        _tie(tensors, names, where)
+    for names in _list(facts, "ties", name):
+        _tie(tensors, names, name)
     return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
 
 
@@ -91,7 +90,7 @@ def _expected(fact: Any, where: str) -> Expected:
     if not isinstance(fact, dict) or type(fact.get("name")) is not str:
         raise Corrupt(f"{where} has no name", "It is not what ckptool spec writes.")
     shape, kind = fact.get("shape"), fact.get("kind")
-    where = f"{where} ({printable(fact['name'])[:80]})"
+    where = f"{where} ({fact['name'][:80]})"
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
         raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
     if kind not in (PARAMETER, BUFFER):
@@ -103,7 +102,7 @@ def _dtype(name: Any, where: str) -> DType:
     try:
         return by_name(name if type(name) is str else "")
     except KeyError:
-        raise Corrupt(f"{where} has the unknown dtype {printable(str(name))[:40]!r}") from None
+        raise Corrupt(f"{where} has the unknown dtype {str(name)[:40]!r}") from None
 
 
 def _tie(tensors: dict[str, Expected], names: Any, where: str) -> None:
@@ -123,7 +122,7 @@ def _tie(tensors: dict[str, Expected], names: Any, where: str) -> None:
             or name == names[0]
             or first.tied_to
         ):
-            raise Corrupt(f"{where}: {printable(name)} cannot be the same tensor as {printable(names[0])}")
+            raise Corrupt(f"{where}: {name} cannot be the same tensor as {names[0]}")
         tensors[name] = Expected(name, other.dtype, other.shape, other.kind, names[0])
 
 

@@ -28,7 +28,7 @@ from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
-from ckptool.errors import CkptoolError, Corrupt, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, listed
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
@@ -131,7 +131,7 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     problems = list(check_archive(archive, checkpoint.tree)) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return
-    first, names = problems[0], [printable(name) for problem in problems for name in problem.tensors]
+    first, names = problems[0], [name for problem in problems for name in problem.tensors]
     about = f", the data of {listed(names, 3)}" if names else ""
     raise Corrupt(
         f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",

@@ -181,8 +181,7 @@ def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanR
     done = "was loaded" if report.applied else "was not loaded"
     after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."
     error = PlanRefused(
-        f"{printable(report.source)} {done} into {printable(report.target)}{', but' if report.applied else ':'} "
-        f"{reasons[0].what}",
+        f"{report.source} {done} into {report.target}{', but' if report.applied else ':'} {reasons[0].what}",
         " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
         reasons[0].fix,
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptool.errors import Conflict, UsageError, counted, printable
+from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
 from ckptool.training.data import ignore_in_worker, signals_blocked
 from ckptool.training.seeds import seed_all
@@ -189,7 +189,7 @@ class Batches:
                 loader.load_state_dict(position.loader_state)
             except (AssertionError, KeyError, ValueError) as error:
                 raise Conflict(
-                    f"the loader does not load its saved state: {printable(str(error)) or type(error).__name__}",
+                    f"the loader does not load its saved state: {str(error) or type(error).__name__}",
                     "StatefulDataLoader resumes only with the number of workers that it was saved with.",
                     "Use the same num_workers",
                 ) from error

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from ckptool.errors import Conflict, counted, form, printable
+from ckptool.errors import Conflict, counted, form
 from ckptool.training.code_paths import portable, rooted
 
 Positive = Annotated[int, Field(gt=0)]
@@ -486,7 +486,7 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
-            f"{printable(folder)} cannot go on with a changed configuration: " + "; ".join(lines),
+            f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither. Nothing was changed.",
             "Start another run: --set run=OTHER"
             if fixed

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
-from ckptool.errors import CkptoolError, UsageError, counted, printable
+from ckptool.errors import CkptoolError, TextLines, UsageError, counted
 from ckptool.training import is_run
 from ckptool.training.code_paths import rooted
 from ckptool.training.config import Config, Place, descend, keys_of
@@ -26,7 +26,7 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
     """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` with the line of everything wrong."""
     if is_run(path):
         raise UsageError(
-            f"{printable(path)} is a run, not a configuration",
+            f"{path} is a run, not a configuration",
             "It was started before.",
             Advice("Resume it: ", command("resume", path)),
         )
@@ -36,10 +36,10 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
 
 def parsed(text: str, path: str, changes: Sequence[str] = (), folder: str | None = None) -> Config:
     """The configuration in a text; `path` is what to call it in errors, `folder` what its paths are relative to."""
-    values, lines = loaded(text, printable(path))
+    values, lines = loaded(text, path)
     if not isinstance(values, dict):
         raise UsageError(
-            f"{printable(path)} is not a configuration",
+            f"{path} is not a configuration",
             "It should be a list of KEY: VALUE lines.",
             "See one: ckptool train --init",
         )
@@ -66,8 +66,8 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
     except ValidationError as error:
         wrong = _sentences(error.errors(), values, path, lines or {})
         raise UsageError(
-            wrong[0] if len(wrong) == 1 else f"{printable(path)}: {counted(len(wrong), 'problem')}",
-            "\n".join([*(wrong if len(wrong) > 1 else ()), "Nothing was started."]),
+            wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
+            TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
             "All keys with what they mean: ckptool train --init",
         ) from None
 
@@ -82,7 +82,7 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
         if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
             continue  # one of several things that it could be; what is wrong with the right one is said below
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
-        made.append((line, f"{printable(path)}{f':{line}' if line else ''}: {_problem_words(place, here)}"))
+        made.append((line, f"{path}{f':{line}' if line else ''}: {_problem_words(place, here)}"))
     return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
 
 
@@ -100,15 +100,15 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
 
 def _problem_words(place: Place, problems: Sequence[Any]) -> str:
     """The problem at a place, in words; several problems are several things that it could be, and is not."""
-    key, first = printable(dotted(place)), problems[0]
+    key, first = dotted(place), problems[0]
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(str(place[-1]), _keys_at(place[:-1]), 1)
-        return f"unknown key {key}" + (f"; did you mean {printable(dotted((*place[:-1], close[0])))}?" if close else "")
+        return f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
     if first["type"] == "missing":
         return f"{key} is missing"
     words = ", or ".join(dict.fromkeys(map(_words, problems)))
     shown = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
-    given = f" (it is {printable(repr(first.get('input')))[:80]})" if shown else ""
+    given = f" (it is {repr(first.get('input'))[:80]})" if shown else ""
     return f"{key + ': ' if key else ''}{words}{given}"
 
 
@@ -158,14 +158,12 @@ def assignment(text: str) -> tuple[Place, Any]:
     """The place and value of `optim.main.lr=3e-4`. Raises `UsageError` where it is none."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip("."):
-        raise UsageError(
-            f"--set {printable(text)!r} is not of the form KEY=VALUE", "", "For example: --set train.steps=3000"
-        )
+        raise UsageError(f"--set {text!r} is not of the form KEY=VALUE", "", "For example: --set train.steps=3000")
     place = tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in key.strip().split("."))
     try:
         return place, loaded(value, "its value")[0]
     except UsageError as error:
-        raise UsageError(f"--set {printable(text)!r}: the value is not YAML", f"{error.what}.") from None
+        raise UsageError(f"--set {text!r}: the value is not YAML", f"{error.what}.") from None
 
 
 def _set(values: Any, place: Place, value: Any) -> None:
@@ -232,7 +230,7 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         problem = getattr(error, "problem", None) or str(error)
-        raise UsageError(f"{place}: not valid YAML: {printable(problem)}") from None
+        raise UsageError(f"{place}: not valid YAML: {problem}") from None
     except RecursionError:
         raise UsageError(f"{where}: values are nested too deep") from None
 
@@ -277,7 +275,7 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
         )
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise UsageError(
-            f"{printable(dotted(place))} is a number of {counted(value.bit_length(), 'bit')}",
+            f"{dotted(place)} is a number of {counted(value.bit_length(), 'bit')}",
             "No setting needs a number this large.",
         )
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -288,7 +286,7 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
         return {str(key): _plain(item, (*place, key), left) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*place, index), left) for index, item in enumerate(value)]
-    name = printable(dotted(place)) or "the configuration"
+    name = dotted(place) or "the configuration"
     raise UsageError(
         f"{name} is {_described(value)}, and a configuration holds plain values",
         "It is saved in run.yaml, from which the run is resumed.",
@@ -298,7 +296,7 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
 
 def _described(value: Any) -> str:
     kind = "the class" if isinstance(value, type) else "the function" if callable(value) else "an object of"
-    return f"{kind} {printable(getattr(value, '__qualname__', None) or type(value).__qualname__)}"
+    return f"{kind} {getattr(value, '__qualname__', None) or type(value).__qualname__}"
 
 
 def _instead(value: Any) -> str:
@@ -312,7 +310,7 @@ def _instead(value: Any) -> str:
         import __main__
 
         module = os.path.basename(getattr(__main__, "__file__", "file.py"))
-    return f"Name it by its place: '{printable(module)}:{name}'"
+    return f"Name it by its place: '{module}:{name}'"
 
 
 def dotted(place: Place) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import UsageError, counted
 from ckptool.training.datasets import BUILT_IN, Rows
 from ckptool.training.extensions import find_named, load_named
 from ckptool.training.seeds import CPU, derived, generator, order
@@ -77,7 +77,7 @@ class Samples:
         """The data set's facts for models that ask: sizes, classes."""
         found = getattr(self.dataset, "about", {})
         if not isinstance(found, dict):
-            name, kind = printable(self.settings.name), type(found).__name__
+            name, kind = self.settings.name, type(found).__name__
             raise UsageError(
                 f"data: the attribute about of {name} is {kind}, not a dictionary",
                 "It gives models their sizes by name: {'inputs': [4], 'classes': 3}.",
@@ -103,7 +103,7 @@ class Samples:
         shared = self.settings.workers or self.settings.val_fraction or trainer.world.size > 1
         if hasattr(self.dataset, "state_dict") and shared:
             raise UsageError(
-                f"data: {printable(self.settings.name)} has a state_dict, and would have several states",
+                f"data: {self.settings.name} has a state_dict, and would have several states",
                 "Each worker and each process has its own, and evaluation on a part of it changes it.",
                 "Take one process, data.workers=0 and data.val_fraction=0; or make it an IterableDataset.",
             )
@@ -144,12 +144,12 @@ class Samples:
         found: list[int] = call_user_code(_sampled, "data.sampler", name, name, dataset, self.seed, epoch)
         if wrong := [index for index in found if not 0 <= index < len(dataset)]:
             raise UsageError(
-                f"data.sampler: {printable(name)} gave {wrong[0]:,}, and there are {counted(len(dataset), 'sample')}",
+                f"data.sampler: {name} gave {wrong[0]:,}, and there are {counted(len(dataset), 'sample')}",
                 "It gives places in the data set that it is called with: the part that is trained on.",
             )
         if epoch and len(found) != self.epoch_count:
             raise UsageError(
-                f"data.sampler: {printable(name)} gave {counted(self.epoch_count, 'sample')} in epoch 0, "
+                f"data.sampler: {name} gave {counted(self.epoch_count, 'sample')} in epoch 0, "
                 f"and {len(found):,} in epoch {epoch}",
                 "The step of a run follows from its epoch, so all epochs have the same length.",
             )
@@ -208,7 +208,7 @@ class Streamed(Samples):
     def _divide(self) -> None:
         if self.settings.val_fraction or self.settings.sampler:
             raise UsageError(
-                f"data: {printable(self.settings.name)} is a stream, without samples by number",
+                f"data: {self.settings.name} is a stream, without samples by number",
                 "No part of it can be held out, and no sampler chooses from it.",
                 "Name a validation set: --set data.val.name=file.py:NAME; or none: --set data.val_fraction=0",
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptool.checkpoint.commands import nearest
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed
 from ckptool.reports.train import Evaluated
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
@@ -26,7 +26,7 @@ BEST, NEWEST = "best", "newest"
 def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
     """The metrics of a checkpoint of a run on its validation or test data, in one process."""
     if on not in ("val", "test"):
-        raise UsageError(f"there are no {printable(on)} data", "", f"--on {nearest(on, ('val', 'test')) or 'val'}")
+        raise UsageError(f"there are no {on} data", "", f"--on {nearest(on, ('val', 'test')) or 'val'}")
     number, config = read_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
@@ -35,7 +35,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     check(saved, config.save.verify)
     with name_culprits(), switches_given_back(), world_of(config) as world:
         trainer = build(config, world, fresh=False)
-        restored_weights(trainer, loaded(saved.path, in_parts), printable(saved.path))
+        restored_weights(trainer, loaded(saved.path, in_parts), saved.path)
         metrics = measured(trainer, on)
     if not metrics:
         raise UsageError(
@@ -57,7 +57,7 @@ def _chosen(
     wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
     if wanted not in found:
         raise UsageError(
-            f"{printable(folder)} has no checkpoint {printable(wanted)}",
+            f"{folder} has no checkpoint {wanted}",
             f"Available: {listed(list(found), 12)}." if found else "It has none.",
         )
     return f"the best {config.eval.metric}" if wanted == BEST else wanted if wanted == NEWEST else "", found[wanted]

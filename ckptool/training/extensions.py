@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code, import_user_code
-from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed, listed, printable
+from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 from ckptool.reports.targets import names_code
 
 
@@ -28,7 +28,7 @@ def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:
     if not names_code(name):
         close = difflib.get_close_matches(name, built_in, 1)
         raise UsageError(
-            f"{what}: there is no {printable(name)!r}",
+            f"{what}: there is no {name!r}",
             f"Built in are {listed(sorted(built_in), 20)}; your own is file.py:NAME or module:NAME.",
             f"Did you mean {close[0]}?" if close else "",
         )
@@ -44,7 +44,7 @@ def load_named(name: str, built_in: Mapping[str, Any], what: str, args: Mapping[
     try:
         inspect.signature(found).bind(*first, **args)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: {printable(name)} does not take these arguments: {error}", _takes(found)) from error
+        raise UsageError(f"{what}: {name} does not take these arguments: {error}", _takes(found)) from error
     return call_user_code(found, what, name, *first, **args)
 
 
@@ -75,7 +75,7 @@ def numbers(found: Any, what: str, name: str) -> dict[str, float]:
     """The numbers that the user's code gave, by name. Raises `UsageError` for anything else."""
     if not isinstance(found, Mapping):
         raise UsageError(
-            f"{what}: {printable(name)} gave {type(found).__name__}, not a dictionary of numbers",
+            f"{what}: {name} gave {type(found).__name__}, not a dictionary of numbers",
             "Each line of the metrics holds numbers by name.",
         )
     made = {}
@@ -83,9 +83,9 @@ def numbers(found: Any, what: str, name: str) -> dict[str, float]:
         try:
             made[str(key)] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            kind = f"{type(value).__name__} {printable(repr(value))[:60]}" if value is not None else "None"
+            kind = f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
             raise UsageError(
-                f"{what}: {printable(name)} gave {kind} for {printable(str(key))}, which is not a number",
+                f"{what}: {name} gave {kind} for {key!s}, which is not a number",
                 "Each line of the metrics holds numbers by name.",
                 "Give a number, a tensor of one number, or leave it out.",
             ) from None
@@ -117,13 +117,13 @@ def took_part(error: BaseException) -> bool:
 def _described(error: BaseException) -> CkptoolError | None:
     """The error in words; None for one that ckptool itself raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    what = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])[:200]}"
+    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     theirs = [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
     if theirs:
         place = frames[theirs[-1]]
         return UserCodeFailed(
-            f"{printable(place.filename)}:{place.lineno} raised {what}",
-            "".join(traceback.format_list(frames[theirs[0] :])).rstrip(),
+            f"{place.filename}:{place.lineno} raised {what}",
+            TextLines(*"".join(traceback.format_list(frames[theirs[0] :])).rstrip().split("\n")),
             "The error is in your code, not in ckptool's.",
         )
     last = frames[-1]
@@ -131,7 +131,7 @@ def _described(error: BaseException) -> CkptoolError | None:
         return None
     return RunFailed(
         f"training stopped: {what}",
-        f"It was raised in {last.name} ({printable(last.filename)}:{last.lineno}).",
+        f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
         "Check that the data, the model, the optimizer and their args fit each other.",
     )
 

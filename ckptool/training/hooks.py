@@ -17,7 +17,7 @@ import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.paths import file_problem
-from ckptool.errors import CkptoolError, MissingExtra, UsageError, printable
+from ckptool.errors import CkptoolError, MissingExtra, UsageError
 from ckptool.training import METRICS, TABLE
 from ckptool.training.config import Profile
 from ckptool.training.extensions import find_named, numbers
@@ -131,14 +131,14 @@ def _build_hook(name: str) -> Any:
         near = _meant(other, 0.75)
         if near and near not in there:
             raise UsageError(
-                f"hooks: {printable(name)} has a method {printable(other)}, which would never be called",
+                f"hooks: {name} has a method {other}, which would never be called",
                 f"The methods of a hook are {', '.join(METHODS)}.",
                 f"Did you mean {near}? If not, begin its name with an underscore.",
             )
     if not there:
         meant = next(filter(None, (_meant(other, 0.5) for other in others)), None)
         raise UsageError(
-            f"hooks: {printable(name)} returned {type(hook).__name__}, none of whose methods would be called",
+            f"hooks: {name} returned {type(hook).__name__}, none of whose methods would be called",
             f"The methods of a hook are {', '.join(METHODS)}.",
             f"Did you mean {meant}?" if meant else "",
         )

@@ -10,7 +10,7 @@ import time
 import weakref
 
 from ckptool.checkpoint.paths import file_problem
-from ckptool.errors import Conflict, FileProblem, printable
+from ckptool.errors import Conflict, FileProblem
 
 OTHER_RUN = "--set run=OTHER"  # how a run is given another folder
 PATIENCE = 2.0  # seconds: a killed process holds its lock until all of it is gone
@@ -46,7 +46,7 @@ class Lock:
         except OSError as error:
             os.close(self.fd)
             raise FileProblem(
-                f"cannot lock {printable(path)}: {error.strerror}", "Without a lock two trainers could mix their files."
+                f"cannot lock {path}: {error.strerror}", "Without a lock two trainers could mix their files."
             ) from error
         except BaseException:
             os.close(self.fd)
@@ -58,7 +58,7 @@ class Lock:
         held = os.pread(self.fd, 300, 0)
         if held and not _HOLDER.fullmatch(held):
             raise Conflict(
-                f"{printable(path)} is not the lock of a run",
+                f"{path} is not the lock of a run",
                 "A run would overwrite it. It was left as it is.",
                 f"Move it away, or give the run a folder of its own: {self._elsewhere}",
             )
@@ -77,9 +77,9 @@ class Lock:
                     break
                 time.sleep(0.05)
         holder = os.pread(self.fd, 200, 0).decode("utf-8", "replace").strip()
-        folder = printable(os.path.dirname(path))
+        folder = os.path.dirname(path)
         raise Conflict(
-            f"{folder} is being written by another process ({printable(holder) or 'unknown'})",
+            f"{folder} is being written by another process ({holder or 'unknown'})",
             "Two trainers on one run would mix their checkpoints.",
             f"Wait for it, stop it, or name another folder: {self._elsewhere}",
         )

@@ -17,7 +17,7 @@ import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted, printable
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted
 from ckptool.reports.train import Outcome
 from ckptool.training.config import Config
 from ckptool.training.data import Batch, seed_all
@@ -193,7 +193,7 @@ def _one_number(loss: Any, task: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(
-            f"task: the loss of {printable(task)} is of {kind}, not a tensor of one number",
+            f"task: the loss of {task} is of {kind}, not a tensor of one number",
             "Gradients are computed from it.",
             "Return the mean over the samples of the batch.",
         )
@@ -377,9 +377,9 @@ def _remember(trainer: Trainer) -> None:
         return  # nothing is held out
     if settings.metric not in metrics:
         raise UsageError(
-            f"eval.metric is {printable(settings.metric)}, which the task does not give",
-            f"It gives: {', '.join(map(printable, metrics))}." if metrics else "Nothing is held out to evaluate on.",
-            f"--set eval.metric={printable(next(iter(metrics)))}" if metrics else "--set stop.patience=null",
+            f"eval.metric is {settings.metric}, which the task does not give",
+            f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
+            f"--set eval.metric={next(iter(metrics))}" if metrics else "--set stop.patience=null",
         )
     if trainer.step % trainer.eval_every:
         return

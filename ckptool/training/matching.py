@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import nn
 
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed
 
 Patterns = str | Sequence[str]
 
@@ -61,9 +61,7 @@ def _chosen(patterns: Patterns, names: list[str], find: Callable[[str], set[str]
     for pattern in each:
         found = find(pattern.removeprefix("not:"))
         if not found:
-            raise UsageError(
-                problem.format(printable(pattern)), f"Available: {listed([printable(name) for name in names], 8)}."
-            )
+            raise UsageError(problem.format(pattern), f"Available: {listed(names, 8)}.")
         chosen = chosen - found if pattern.startswith("not:") else chosen | found
     return [name for name in names if name in chosen]
 

@@ -183,7 +183,7 @@ def build_model(
     known = {name: value for name, value in data.about.items() if name in takes and name not in settings.args}
     model = load_named(settings.name, BUILT_IN, "models", {**known, **settings.args})
     if not isinstance(model, nn.Module):
-        raise UsageError(f"models: {printable(settings.name)} returned {type(model).__name__}, not a torch.nn.Module")
+        raise UsageError(f"models: {settings.name} returned {type(model).__name__}, not a torch.nn.Module")
     initialise(model, settings.init)
     if fresh and settings.from_ is not None:
         skipped = start_from(model, settings.from_, settings.strict, name, settings.min_loaded)
@@ -286,7 +286,7 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(found, nn.Sequential):
         there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
         raise UsageError(
-            f"activation_checkpoint: {printable(name)!r} is not an nn.Sequential",
+            f"activation_checkpoint: {name!r} is not an nn.Sequential",
             f"Available: {listed(there, 8) or 'none'}.",
         )
     return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.reports.targets import names_code
 from ckptool.training.extensions import class_of, load_named
 from ckptool.training.matching import parameters_matching
@@ -44,7 +44,7 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     }
     takers = {p: [name for name, theirs in taken.items() if p in theirs] for p in parameters}
     left = [p for p, names in takers.items() if not names]
-    twice = [f"{printable(p)} ({', '.join(map(printable, names))})" for p, names in takers.items() if len(names) > 1]
+    twice = [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]
     if twice:
         raise UsageError(
             f"optim: parameters that several optimizers take: {listed(twice, 8)}",
@@ -54,7 +54,7 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     rest = next((name for name, each in settings.items() if not each.match), None)
     if rest is not None:
         taken[rest] = left
-    elif forgotten := [printable(p) for p in left if p not in never]:
+    elif forgotten := [p for p in left if p not in never]:
         raise UsageError(
             f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}",
             "They would not learn.",
@@ -99,12 +99,12 @@ def _own_optimizer(settings: Optim, groups: list[dict[str, Any]]) -> torch.optim
     made = load_named(settings.name, {}, "optim", {"lr": settings.lr, **settings.args}, given)
     if not isinstance(made, torch.optim.Optimizer):
         kind = type(made).__name__
-        raise UsageError(f"optim: {printable(settings.name)} returned {kind}, not a torch.optim.Optimizer")
+        raise UsageError(f"optim: {settings.name} returned {kind}, not a torch.optim.Optimizer")
     held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(names):
-        left = [printable(name) for key, name in names.items() if key not in held]
+        left = [name for key, name in names.items() if key not in held]
         raise UsageError(
-            f"optim: {printable(settings.name)} does not step the parameters that it was given",
+            f"optim: {settings.name} does not step the parameters that it was given",
             f"It left out {listed(left)}." if left else "It has others, too.",
             "Each of them is in one group of the optimizer.",
         )
@@ -127,7 +127,7 @@ def _check_options(kind: type, groups: Iterable[Group]) -> None:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 raise UsageError(
-                    f"optim.groups: {kind.__name__} has no option {printable(name)!r}",
+                    f"optim.groups: {kind.__name__} has no option {name!r}",
                     f"It has: {', '.join(known)}.",
                     f"Did you mean {close[0]}?" if close else "",
                 )
@@ -143,7 +143,7 @@ def _groups(model: nn.Module, parameters: Parameters, groups: Iterable[Group]) -
         if not chosen:
             raise UsageError(
                 f"optim.groups: {group.match!r} matches no parameter outside the earlier groups",
-                f"Available: {listed([printable(name) for name in parameters], 8)}.",
+                f"Available: {listed(list(parameters), 8)}.",
             )
         made.append({"params": list(chosen.items()), **(group.model_extra or {})})
     if left:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ckptool.errors import CkptoolError, RunFailed, UsageError, listed, printable
+from ckptool.errors import CkptoolError, RunFailed, UsageError, listed
 from ckptool.training.data import to_device
 from ckptool.training.matching import Patterns, modules_matching, outermost
 
@@ -88,7 +88,7 @@ class World:
             if not self.distributed:
                 raise
             failed = error
-        words = failed and printable(f"{type(failed).__name__}: {failed}".partition("\n")[0])
+        words = failed and f"{type(failed).__name__}: {failed}".partition("\n")[0]
         each = self.gather((found, words))
         if wrong := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(each) if words]:
             raise failed or RunFailed(wrong[0], "Its own message says why.")
@@ -153,7 +153,7 @@ def _number(name: str, default: str) -> int:
     text = os.environ.get(name, default)
     if not text.isdecimal():
         raise UsageError(
-            f"{name} is {printable(text)!r} in the environment, which is not a number",
+            f"{name} is {text!r} in the environment, which is not a number",
             "torchrun sets it for each process that it starts.",
             f"Without torchrun: unset {name}",
         )
@@ -177,8 +177,8 @@ def _meet(device: torch.device, launched: bool) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunFailed(
-            f"the processes of this run could not connect: {printable(str(error).partition(chr(10))[0])}",
-            f"They connect at {printable(address)}, as torchrun sets it. Nothing was trained."
+            f"the processes of this run could not connect: {str(error).partition(chr(10))[0]}",
+            f"They connect at {address}, as torchrun sets it. Nothing was trained."
             if launched
             else "Nothing was trained.",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
@@ -223,7 +223,7 @@ def compiled(model: nn.Module, how: bool | str) -> Any:
         return torch.compile(model)
     there = torch.compiler.list_backends(exclude_tags=())
     if how not in there:
-        raise UsageError(f"train.compile: there is no backend {printable(how)!r}", f"Available: {listed(there, 20)}.")
+        raise UsageError(f"train.compile: there is no backend {how!r}", f"Available: {listed(there, 20)}.")
     return torch.compile(model, backend=how)
 
 
@@ -247,7 +247,7 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
 
     if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
         raise UsageError(
-            f"strategy: fsdp cannot divide {listed([printable(name) for name in scalars], 3)}, which has no dimension",
+            f"strategy: fsdp cannot divide {listed(scalars, 3)}, which has no dimension",
             "FSDP2 divides parameters along their first dimension.",
             "Make it a tensor of one element: torch.ones(1); or --set strategy=ddp",
         )
@@ -312,9 +312,9 @@ def device_here(key: str, name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = printable(str(error).partition("\n")[0])
+        reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{key}: {printable(name)!r} is not a device of this machine: {reason}",
+            f"{key}: {name!r} is not a device of this machine: {reason}",
             "",
             "For example: cpu, cuda, cuda:1, mps, auto",
         ) from None
@@ -326,8 +326,8 @@ def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:
     for cut in cuts:
         if cut not in names or not cut:
             raise UsageError(
-                f"split.at: there is no module {printable(cut)!r}",
-                f"Available: {listed([printable(name) for name in names if name], 12)}.",
+                f"split.at: there is no module {cut!r}",
+                f"Available: {listed([name for name in names if name], 12)}.",
             )
     places = [names.index(cut) for cut in cuts]
     if places != sorted(set(places)):

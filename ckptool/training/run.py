@@ -109,7 +109,7 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
-                self._restore(loaded(newest.path, self.objects.in_parts), printable(newest.path))
+                self._restore(loaded(newest.path, self.objects.in_parts), newest.path)
                 self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
             self.objects.refuse_unowned_parameters()
             self._note_begin()
@@ -133,7 +133,7 @@ class Run:
             except CkptoolError as error:
                 failed = error
         if self.world.broadcast(failed is not None):
-            raise failed or UsageError(f"the first process could not open the run {printable(folder)}")
+            raise failed or UsageError(f"the first process could not open the run {folder}")
         return opened or run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
 
     def _note_begin(self) -> None:
@@ -167,7 +167,7 @@ class Run:
         return self.values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        refuse_not_plain(value, f"run[{printable(name)!r}]")
+        refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
     def __contains__(self, name: object) -> bool:
@@ -207,7 +207,7 @@ class Run:
         if not (self.world.is_first or self.objects.is_divided):
             return {}
         for name, value in self.values.items():  # again: a list may have been added to
-            refuse_not_plain(value, f"run[{printable(name)!r}]")
+            refuse_not_plain(value, f"run[{name!r}]")
         tree = {
             "epoch": self.position.epoch,
             "step": self.step,
@@ -387,9 +387,9 @@ class Run:
             )
         if averaged := self.objects.averaging_optimizer():
             raise UsageError(
-                f"{printable(averaged)} is in evaluation mode",
+                f"{averaged} is in evaluation mode",
                 "The weights are its averages now, from which training cannot continue.",
-                f"Call {printable(averaged)}.train() before run.save()",
+                f"Call {averaged}.train() before run.save()",
             )
         self._save({name: number(value, name) for name, value in metrics.items()})
 

@@ -113,7 +113,7 @@ class RunFolder:
         newest = self.store.newest_valid(verify, damaged)
         if newest is None and has_checkpoints(self.folder):
             raise Conflict(
-                f"{printable(self.folder)} holds checkpoints, and none of them belongs to this run",
+                f"{self.folder} holds checkpoints, and none of them belongs to this run",
                 "They belong to the run whose run.yaml was here before. They were left as they are.",
                 f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
             )
@@ -142,7 +142,7 @@ def create(folder: str, settings: dict[str, Any], retention: Retention, elsewher
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise FileProblem(
-            f"cannot make the run {printable(folder)}: it is a file",
+            f"cannot make the run {folder}: it is a file",
             "A run is a folder.",
             f"Name another: {elsewhere}",
         )
@@ -188,13 +188,11 @@ def recorded(folder: str) -> tuple[str, str]:
     if not os.path.isfile(path):
         if has_checkpoints(folder):
             raise _without_config(folder, OTHER_RUN)
-        raise UsageError(
-            f"{printable(folder)} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml"
-        )
+        raise UsageError(f"{folder} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     number = _run_of(text)
     if number is None:
-        raise Conflict(f"{printable(path)} does not say which run it is", "Its first line was changed.")
+        raise Conflict(f"{path} does not say which run it is", "Its first line was changed.")
     return number, text
 
 
@@ -204,7 +202,7 @@ def _refuse_run(folder: str, elsewhere: str) -> None:
         return
     if is_run(folder):
         raise Conflict(
-            f"{printable(folder)} is a run already",
+            f"{folder} is a run already",
             "It was left as it is.",
             Advice("Resume it: ", command("resume", folder), f"; or name another folder: {elsewhere}"),
         )
@@ -213,7 +211,7 @@ def _refuse_run(folder: str, elsewhere: str) -> None:
 
 def _without_config(folder: str, elsewhere: str) -> Conflict:
     return Conflict(
-        f"{printable(folder)} holds checkpoints, but no run.yaml of their run",
+        f"{folder} holds checkpoints, but no run.yaml of their run",
         "Without it, nobody knows how they were trained. They were left as they are.",
         f"Put run.yaml back, or name another folder: {elsewhere}",
     )
@@ -265,7 +263,7 @@ def _leftovers(folder: str, elsewhere: str) -> list[str]:
 def _not_ours(folder: str, names: Sequence[str], elsewhere: str) -> Conflict:
     them = "them" if len(names) > 1 else "it"
     return Conflict(
-        f"{printable(folder)} holds {listed([printable(name) for name in names])}, which this run did not write",
+        f"{folder} holds {listed(names)}, which this run did not write",
         f"It would overwrite {them}. Nothing was changed.",
         f"Give the run a folder of its own: {elsewhere}; or move {them} away",
     )

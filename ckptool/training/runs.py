@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ckptool.checkpoint.commands import Advice
-from ckptool.errors import CkptoolError, UsageError, printable
+from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import CONFIG, LOOP, configfile, run_folder
 from ckptool.training.config import Config
 from ckptool.training.run_folder import RunFolder, recorded
@@ -79,7 +79,7 @@ def _recorded(folder: str) -> tuple[str, Config, int]:
     path = os.path.join(folder, CONFIG)
     if script := _values(text).get(LOOP):
         raise UsageError(
-            f"{printable(folder)} is a run of ckptool.Run in {printable(str(script))}, not of `ckptool train`",
+            f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
             "Its model and its data are made by that script.",
             Advice("Run the script again: it resumes by itself."),
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint.commands import Advice, command
-from ckptool.errors import DiskFull, RunFailed, UsageError, printable
+from ckptool.errors import DiskFull, RunFailed, UsageError
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
@@ -234,7 +234,7 @@ def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any,
     )
     for name, value, right, rule in checks:
         if not right:
-            raise UsageError(f"ckptool.Run: {name} is {printable(repr(value))}", f"It should be {rule}.")
+            raise UsageError(f"ckptool.Run: {name} is {value!r}", f"It should be {rule}.")
 
 
 def number(value: Any, name: str) -> float:
@@ -242,6 +242,4 @@ def number(value: Any, name: str) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"{printable(name)} is {type(value).__name__}, which is not a number", "", "Give numbers"
-        ) from error
+        raise UsageError(f"{name} is {type(value).__name__}, which is not a number", "", "Give numbers") from error

@@ -107,7 +107,7 @@ def _own_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSch
         made = found
     if not isinstance(made, lr_scheduler.LRScheduler) or isinstance(made, lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
-            f"schedule: {printable(name)} {'returned' if makes else 'is'} {type(made).__name__}",
+            f"schedule: {name} {'returned' if makes else 'is'} {type(made).__name__}",
             "It should be a function of the step, or make a torch.optim.lr_scheduler.LRScheduler that follows steps.",
             "One that follows evaluation: --set optim.main.schedule.name=ReduceLROnPlateau",
         )

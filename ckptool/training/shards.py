@@ -18,7 +18,7 @@ import torch
 from ckptool import formats
 from ckptool.bridge import build, to_torch
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.errors import RunFailed, printable
+from ckptool.errors import RunFailed
 from ckptool.output import write_problem
 
 
@@ -106,7 +106,7 @@ def write(tree: Mapping[str, Any], folder: str, group: Any) -> None:
             if isinstance(problem, OSError):
                 raise write_problem(problem, os.path.dirname(folder)) from error
             words = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            raise RunFailed(f"process {rank} could not save: {printable(words)}") from error
+            raise RunFailed(f"process {rank} could not save: {words}") from error
         raise RunFailed("the processes could not save together") from error
 
 

@@ -80,7 +80,7 @@ def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> Co
         except CkptoolError as error:
             failed = error
     if world.broadcast(failed is not None):
-        raise failed or UsageError(f"the first process could not open the run {printable(config.run)}")
+        raise failed or UsageError(f"the first process could not open the run {config.run}")
     return run if world.is_first else reopen(config.run, config, write=False)
 
 
@@ -128,7 +128,7 @@ def _restore(trainer: Trainer, run: ConfiguredRun, say: Say) -> SavedState | Non
     )
     if newest is None:
         return None
-    restored(trainer, loaded(newest.path, in_parts), printable(newest.path))
+    restored(trainer, loaded(newest.path, in_parts), newest.path)
     _say_environment(newest, trainer, say)
     return newest
 

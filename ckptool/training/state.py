@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 from ckptool.bridge.modules import unwrapped
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
 from ckptool.training.optim import load_optimizer
 from ckptool.training.rng import is_generator
@@ -33,16 +33,16 @@ class Objects:
     def add(self, name: str, value: Any) -> None:
         """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
         if name in self.named or name in self.generators:
-            raise UsageError(f"there is an object {printable(name)!r} already", "", "Give it another name.")
+            raise UsageError(f"there is an object {name!r} already", "", "Give it another name.")
         if is_generator(value):
             self.generators[name] = value
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
         else:
             raise UsageError(
-                f"{printable(name)} is {_type_name(value)}, which has no state_dict() and load_state_dict()",
+                f"{name} is {_type_name(value)}, which has no state_dict() and load_state_dict()",
                 "Its state could be neither saved nor restored.",
-                f"Give it both methods; a plain value is saved by run[{printable(name)!r}] = value",
+                f"Give it both methods; a plain value is saved by run[{name!r}] = value",
             )
 
     @property
@@ -66,7 +66,7 @@ class Objects:
         """The states of all objects, by the keys that they are saved under."""
         states = {name: self._state_of(value) for name, value in self.named.items()}
         for name, state in states.items():
-            refuse_not_plain(state, f"the state of {printable(name)}")
+            refuse_not_plain(state, f"the state of {name}")
         return {"kinds": self._kinds(), **{name + SUFFIX: state for name, state in states.items()}}
 
     def _kinds(self) -> dict[str, str]:
@@ -107,13 +107,13 @@ class Objects:
         given = {*self.named, *self.generators}
         if lost := sorted(saved - given):
             raise Conflict(
-                f"{where} holds the state of {listed(list(map(printable, lost)))}, which this script does not give",
+                f"{where} holds the state of {listed(lost)}, which this script does not give",
                 "Without it this would be a different run.",
-                f"Give it under that name: ckptool.Run(…, {printable(lost[0])}=…)",
+                f"Give it under that name: ckptool.Run(…, {lost[0]}=…)",
             )
         if new := sorted(given - saved):
             raise Conflict(
-                f"{where} holds no state of {listed(list(map(printable, new)))}",
+                f"{where} holds no state of {listed(new)}",
                 "It would start from scratch in the middle of the run.",
                 "Start a new run with it, or leave it out of this one.",
             )
@@ -121,9 +121,9 @@ class Objects:
         if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if now.get(name, kind) != kind]:
             name, kind = changed[0]
             raise Conflict(
-                f"{where} holds the state of {printable(name)}, a {printable(kind)}; the script gives {now[name]}",
+                f"{where} holds the state of {name}, a {kind}; the script gives {now[name]}",
                 "It might load the state, and then train like neither of them.",
-                f"Give {printable(kind)}, or start a new run",
+                f"Give {kind}, or start a new run",
             )
 
     def restore(self, tree: Mapping[str, Any], where: str) -> None:
@@ -141,8 +141,8 @@ class Objects:
                 raise
             except Exception as error:
                 raise Conflict(
-                    f"{where}: the state of {printable(name)} does not fit: {printable(str(error))[:400]}",
-                    f"It was saved from a different {printable(name)}.",
+                    f"{where}: the state of {name} does not fit: {str(error)[:400]}",
+                    f"It was saved from a different {name}.",
                 ) from error
 
     def _load(self, name: str, value: Any, state: Any, where: str) -> None:
@@ -151,7 +151,7 @@ class Objects:
         elif isinstance(value, nn.Module):
             live = value.state_dict()
             state = state_like(state, live)
-            _refuse_rounding(state, live, f"{where}: {printable(name)}")
+            _refuse_rounding(state, live, f"{where}: {name}")
             value.load_state_dict(state)
         else:
             value.load_state_dict(state)
@@ -173,7 +173,7 @@ class Objects:
             trained = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
             if lost := [one for one in trained if id(one) not in held]:
                 raise UsageError(
-                    f"{printable(name)} trains {counted(len(lost), 'parameter')} of no module that was given",
+                    f"{name} trains {counted(len(lost), 'parameter')} of no module that was given",
                     "They would not be saved.",
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
@@ -213,7 +213,7 @@ def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: s
     for key, each, own in tensors:
         if isinstance(each, torch.Tensor) and isinstance(own, torch.Tensor) and each.dtype != own.dtype:
             raise Conflict(
-                f"{where} was saved with {printable(key)} as {each.dtype}; the script's is {own.dtype}",
+                f"{where} was saved with {key} as {each.dtype}; the script's is {own.dtype}",
                 "Loading would round its values.",
                 "Give the model in the dtype that it was trained in, or start a new run from its weights",
             )

@@ -26,7 +26,7 @@ from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
 from ckptool.output import (
     NewFolder,
     StreamingSha256,
@@ -169,7 +169,7 @@ class Store:
         """Gives a folder that is whole its sidecar and its name. files: as the processes know them that wrote them."""
         if different := sorted(set(files) ^ set(files_of(made.path))):
             raise FileProblem(
-                f"{printable(made.target)}: not all processes see {listed(different, 3)}",
+                f"{made.target}: not all processes see {listed(different, 3)}",
                 "They write into one folder, which all of their machines have to share.",
             )
         sidecar = self._sidecar(step, sum(known["bytes"] for known in files.values()))
@@ -212,9 +212,9 @@ class Store:
             return  # the error is raised when the folder is written to
         names = [name for name, match in found if match and after < int(match[1]) <= last]
         if foreign := sorted(name for name in names if not self._wrote(os.path.join(self.folder, name))):
-            files = listed([printable(name) for name in foreign], 3)
+            files = listed(foreign, 3)
             raise Conflict(
-                f"{printable(self.folder)} holds {files}, which this run did not write",
+                f"{self.folder} holds {files}, which this run did not write",
                 "A checkpoint of this run would overwrite it. Nothing was changed.",
                 f"Move such files away, or start the run in another folder: {self.elsewhere}",
             )
@@ -274,7 +274,7 @@ def newest_whole(folder: str, there: list[SavedState], check: Callable[..., Any]
             damaged(saved, error)
     if there:
         raise NoneValid(
-            f"{printable(folder)} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
+            f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
             "Nothing was deleted, and nothing was started from the beginning.",
             Advice("See what is wrong with them: ", command("scan", folder)),
         )
@@ -297,21 +297,17 @@ def check(saved: SavedState, verify: str) -> None:
     """Raises `Corrupt` unless a checkpoint is what its sidecar says."""
     sidecar = saved.sidecar
     if sidecar is None:
-        raise Corrupt(f"{printable(saved.path)} has no sidecar", "It was not committed, or the sidecar was lost.")
+        raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
     size = size_of(saved.path)
     if sidecar.get("step") != saved.step:
-        raise Corrupt(
-            f"the sidecar of {printable(saved.path)} belongs to another step", "Files were renamed, or mixed up."
-        )
+        raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Files were renamed, or mixed up.")
     if not (same := [known for known in _known(sidecar) if size == known.get("bytes")]):
         raise Corrupt(
-            f"{printable(saved.path)} has {size:,} bytes; its sidecar says {printable(str(sidecar.get('bytes')))}",
+            f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
             "It was truncated, or overwritten.",
         )
     if verify == "full" and digest_of_files(saved.path) not in [known.get("sha256") for known in same]:
-        raise Corrupt(
-            f"{printable(saved.path)} does not match its sha256", "Its bytes were damaged after it was written."
-        )
+        raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
 
 
 def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:

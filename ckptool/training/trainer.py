@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError
 from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
@@ -168,7 +168,7 @@ def _refuse_epochs(config: Config, data: Samples) -> None:
     per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
     if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
         raise UsageError(
-            f"data: {printable(config.data.name)} has no length, so the steps of an epoch cannot be counted",
+            f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted",
             "train.epochs, eval.every: epoch and schedules per: epoch need it.",
             "Give it __len__, or count in steps: --set train.steps=…",
         )
@@ -178,9 +178,9 @@ def _task(config: Config) -> Task:
     task = load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         raise UsageError(
-            f"task: {config.task} trains the model {printable(missing[0])!r}, but there is none by this name",
-            f"Available: {', '.join(map(printable, config.models))}.",
-            f"Call it so: models: {{{printable(missing[0])}: …}}",
+            f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name",
+            f"Available: {', '.join(config.models)}.",
+            f"Call it so: models: {{{missing[0]}: …}}",
         )
     return task
 
@@ -231,7 +231,7 @@ def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
     place = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
     of_data = trainer.data.state(trainer.step)
-    refuse_not_plain(of_data, f"the state of data {printable(trainer.config.data.name)}")
+    refuse_not_plain(of_data, f"the state of data {trainer.config.data.name}")
     tree["data_state"] = place | of_data
     tree["best"] = dict(trainer.best) if trainer.best else None
     if trainer.stale is not None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.errors import CkptoolError, UsageError, printable
+from ckptool.errors import CkptoolError, UsageError
 
 MAX_TEXT = 300  # characters
 MAX_NUMBER = 1 << 53
@@ -31,12 +31,12 @@ class Unbound(UsageError):
 
 def unbound(name: str, text: str, inner: str = "") -> Unbound:
     """The error for a name in an expression; for a variable that stands for one, with the name in that."""
-    within = f" in {printable(text)!r}" if text != name else ""
-    either = f", or what it is computed of: --set {printable(inner)}=NUMBER" if inner else ""
+    within = f" in {text!r}" if text != name else ""
+    either = f", or what it is computed of: --set {inner}=NUMBER" if inner else ""
     found = Unbound(
-        f"{printable(name)!r}{f', which is {printable(text)!r},' if inner else within} has no value",
+        f"{name!r}{f', which is {text!r},' if inner else within} has no value",
         "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
-        f"Give it: --set {printable(name)}=NUMBER{either}",
+        f"Give it: --set {name}=NUMBER{either}",
     )
     found.name = name
     return found
@@ -59,7 +59,7 @@ class Arithmetic:
 
 def parse_arithmetic(text: str, functions: tuple[str, ...] = ()) -> Arithmetic:
     """The expression in a text. Raises `UsageError` for anything else."""
-    shown = printable(text[:60])
+    shown = text[:60]
     try:
         tree = ast.parse(text.strip(), mode="eval").body if len(text) <= MAX_TEXT else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -145,7 +145,7 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
             return _bounded(result, text)
     left, right, exact = number(node.left), number(node.right), isinstance(node.op, ast.Div)
     if (exact or isinstance(node.op, (ast.FloorDiv, ast.Mod))) and (right == 0 or (exact and left % right)):
-        what = f"{left:,} cannot be divided by {right:,} in {printable(text)!r}"
+        what = f"{left:,} cannot be divided by {right:,} in {text!r}"
         raise UsageError(what, "The numbers do not fit each other, or not this checkpoint. Nothing was written.")
     return _bounded(left // right if exact else _OPERATORS[type(node.op)](left, right), text)
 
@@ -163,7 +163,7 @@ def _first(nodes: list[Any], text: str, lookup: Lookup, functions: Functions) ->
 
 def _bounded(value: int, text: str) -> int:
     if abs(value) > MAX_NUMBER:
-        raise UsageError(f"{printable(text)!r} is {value:.3g}", "No tensor has such a size.")
+        raise UsageError(f"{text!r} is {value:.3g}", "No tensor has such a size.")
     return value
 
 

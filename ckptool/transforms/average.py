@@ -20,7 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 from ckptool.reports.diff import diff
 from ckptool.transforms.casting import rounded
@@ -88,7 +88,7 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: M
             pattern = ""
         if not pattern:
             example = "For example: --weight 'layers.0.*=0.3,0.7'"
-            raise UsageError(f"--weight {printable(text)!r} is not of the form PATTERN=W,W", "", example)
+            raise UsageError(f"--weight {text!r} is not of the form PATTERN=W,W", "", example)
         found |= dict.fromkeys(selected(every, [pattern]), shares)
     return found
 
@@ -129,7 +129,7 @@ def average(
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
-            what = f"{printable(str(key))} is a tensor of another kind ({kind}), whose mean is not computed"
+            what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
             raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", _PLAIN)
         if not isinstance(value, TensorEntry):
             kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
@@ -146,7 +146,7 @@ def average(
                 method = METHODS[merge.method](merge, shares, first[value.view])
                 made[view], given[view] = _merged(entries, method, ahead), (key, shares)
             elif list(given[view][1]) != list(shares):
-                what = f"{printable(str(given[view][0]))} and {printable(str(key))} are one tensor in all files"
+                what = f"{given[view][0]!s} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
                 raise Conflict(what, why, "Give both the same: a --weight whose pattern matches both")
             if id(value) not in again:  # what is one object stays one
@@ -169,17 +169,17 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> list[str]:
-    found = [f"{printable(str(key))} is only in {name}" for key in node if key not in last]
-    found += [f"{printable(str(key))} is only in {other}" for key in last if key not in node]
+    found = [f"{key!s} is only in {name}" for key in node if key not in last]
+    found += [f"{key!s} is only in {other}" for key in last if key not in node]
     for key, value in last.items():
         before = node.get(key)
         if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
             if before.shape != value.shape:
-                found.append(f"{printable(str(key))} is {list(before.shape)} in {name}, {list(value.shape)} in {other}")
+                found.append(f"{key!s} is {list(before.shape)} in {name}, {list(value.shape)} in {other}")
             elif before.dtype is not value.dtype:
-                found.append(f"{printable(str(key))} is {before.dtype} in {name}, {value.dtype} in {other}")
+                found.append(f"{key!s} is {before.dtype} in {name}, {value.dtype} in {other}")
         elif key in node and type(before) is not type(value):
-            found.append(f"{printable(str(key))} is a tensor in only one of {name} and {other}")
+            found.append(f"{key!s} is a tensor in only one of {name} and {other}")
     return found
 
 

@@ -59,7 +59,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
     that have no product.
     """
     if form not in FORMS:
-        raise UsageError(f"unknown --form {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
+        raise UsageError(f"unknown --form {form!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:
@@ -88,7 +88,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
 def _put(tree: dict[Any, Any], key: Any, value: Any) -> None:
     if key in tree:
         raise Conflict(
-            f"{printable(str(key))} exists already, next to the parts that it is made from",
+            f"{key!s} exists already, next to the parts that it is made from",
             "One of the two would be lost.",
         )
     tree[key] = value
@@ -151,7 +151,7 @@ def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
     shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
         raise Conflict(
-            f"{printable(folding.weight)}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
+            f"{folding.weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
             "They are not the two halves of one weight.",
         )
     scale: list[Array] = []
@@ -171,7 +171,7 @@ def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
 def _pruned(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
     orig, mask = node[folding.parts["orig"]], node[folding.parts["mask"]]
     if orig.shape != mask.shape:
-        raise Conflict(f"{printable(folding.weight)}: the mask is of another shape, {list(mask.shape)}", "")
+        raise Conflict(f"{folding.weight}: the mask is of another shape, {list(mask.shape)}", "")
     return _product(orig, (orig, mask), _elements(mask))
 
 

@@ -18,7 +18,7 @@ from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
-from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
+from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.transforms.slim import equal, share_bytes
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
@@ -81,7 +81,7 @@ def _folded(name: Any) -> str:
 
 
 def _shown(name: Any) -> str:
-    return ascii(name)[:200] if type(name) is str and not name.isascii() else printable(repr(name))[:200]
+    return ascii(name)[:200] if type(name) is str and not name.isascii() else repr(name)[:200]
 
 
 # Putting together ----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
             f"Available: {listed([repr(key) for key in found])}.",
         )
     if not found:
-        there = listed([printable(str(key)) for key in members], 12)
+        there = listed(list(members), 12)
         raise UsageError(
             f"there is no member {_shown(name)}", f"Available: {there}." if members else "There are no members."
         )
@@ -250,7 +250,7 @@ def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
     for place in (*(place for group in ties for place in group), *(p for group in twins for s in group for p in s)):
         if len(meanings[place]) > 1:
             raise Ambiguous(
-                f"{printable(place)} leads to two tensors, one of which is shared with another member",
+                f"{place} leads to two tensors, one of which is shared with another member",
                 "What is shared could not be recorded.",
             )
     return without_deduplication(tree), Shared(tuple(ties), tuple(twins))
@@ -275,7 +275,7 @@ def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, i
         tied = _distinct(at, group)
         same = list(equal([(storage.location, storage) for storage in tied]))
         if len(tied) > 1 and [len(names) for names in same] != [len(tied)]:
-            names = [printable(place) for place in group if place in at]
+            names = [place for place in group if place in at]
             raise Conflict(
                 f"{listed(names)} were one tensor in the bundle, and differ now",
                 "Tied again, one of them would lose its values. Nothing was written.",
@@ -310,5 +310,5 @@ def refuse_unnamed(like: Any) -> None:
     if isinstance(like, OrderedDict) and like.attributes:
         raise Unsupported(
             "the bundle's dictionary has attributes of its own, which no file of a member can hold",
-            f"They are: {listed([printable(str(name)) for name in like.attributes])}.",
+            f"They are: {listed(list(like.attributes))}.",
         )

@@ -11,7 +11,7 @@ from ckptool.checkpoint.dtypes import DType, dtype_of
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError
 from ckptool.transforms.casting import CastTally, cast_storage
 
 
@@ -44,7 +44,7 @@ def parse_dtype(given: object) -> DType:
             raise
     if dtype is None or not dtype.is_float:
         raise UsageError(
-            f"{printable(text)!r} is not a floating-point dtype",
+            f"{text!r} is not a floating-point dtype",
             "Casts are between floating-point dtypes.",
             "Available: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …",
         )
@@ -107,7 +107,7 @@ def _refuse_shared(
     for entry in chosen.values():
         if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
             raise Conflict(
-                f"the storage of {printable(names[id(entry.storage)])} is seen as two types",
+                f"the storage of {names[id(entry.storage)]} is seen as two types",
                 "Its elements cannot be converted without knowing their dtype.",
             )
     for path, node in walk(tree):
@@ -116,7 +116,7 @@ def _refuse_shared(
             if clashes and (id(node), segment) not in slots:
                 name, other = names[id(clashes[0].storage)], address((*path, segment))
                 raise Conflict(
-                    f"{printable(name)} shares its storage with {printable(other)}, which is not cast",
+                    f"{name} shares its storage with {other}, which is not cast",
                     "Both would change, or no longer be tied.",
-                    f"Leave it out too: --exclude {printable(name.rpartition('/')[2])!r}",
+                    f"Leave it out too: --exclude {name.rpartition('/')[2]!r}",
                 )

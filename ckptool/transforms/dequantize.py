@@ -20,7 +20,7 @@ from ckptool.checkpoint.quantized import Quantized
 from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
-from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed, printable
+from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
@@ -110,7 +110,7 @@ class _Scaled:
             at = TensorValues(index).read(0, columns)
             if (at >= 0).all():  # -1: not in use, the columns are in their order
                 if at.max() >= groups:
-                    what = f"{printable(self.weight.name)}: its index of groups reaches {int(at.max())} of {groups}"
+                    what = f"{self.weight.name}: its index of groups reaches {int(at.max())} of {groups}"
                     raise Corrupt(what)
                 return table[:, at]
         return numpy.repeat(table, self.weight.block[-1], axis=1)[:, :columns]
@@ -191,7 +191,7 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     for row in range(0, rows, step):
         found = points(row, min(row + step, rows))
         low, high = min(low, int(found.min())), max(high, int(found.max()))
-    name, symmetric, forms = printable(weight.name), weight.facts["symmetric"], weight.facts["forms"]
+    name, symmetric, forms = weight.name, weight.facts["symmetric"], weight.facts["forms"]
     if symmetric is not False and low == high and low in (middle - 1, middle):
         return middle - low
     if not symmetric and "gptq_v2" in forms:

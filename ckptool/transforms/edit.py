@@ -14,7 +14,7 @@ from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
-from ckptool.errors import Conflict, NoMatch, UsageError, counted, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors
 
 
@@ -71,7 +71,7 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
                     gone.append((*path, key))
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise NoMatch(
-            f"nothing matches {printable(idle[0])!r}",
+            f"nothing matches {idle[0]!r}",
             "Patterns match whole addresses, or keys of model weights.",
             "See what is there: ckptool inspect FILE --all",
         )
@@ -106,13 +106,11 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             return place, json.loads(value, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{printable(value)!r} is not JSON: {printable(str(error))}",
+            f"{value!r} is not JSON: {error!s}",
             "A string needs quotes inside the shell's, and an object has each name once.",
-            f"""For example: '{printable(place)}:="text"'""",
+            f"""For example: '{place}:="text"'""",
         ) from None
-    raise UsageError(
-        f"{printable(text)!r} is not of the form PATH:=JSON", "Both sides are needed.", "For example: --set epoch:=3"
-    )
+    raise UsageError(f"{text!r} is not of the form PATH:=JSON", "Both sides are needed.", "For example: --set epoch:=3")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
     """Raises `UsageError` where a plain value would take the place of tensors."""
     if count := len(lost_tensors(old, None)):
         single = isinstance(old, (TensorEntry, Composite))
-        shown, held = printable(place), "is a tensor" if single else f"holds {counted(count, 'tensor')}"
+        shown, held = place, "is a tensor" if single else f"holds {counted(count, 'tensor')}"
         raise UsageError(
             f"{shown} {held}, and would become a plain value",
             "Values would be lost. Nothing was written.",
@@ -156,9 +154,7 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
     if isinstance(parent, Object) and isinstance(parent.state, dict):
         parent = parent.state
     if not isinstance(parent, (dict, list)):
-        raise UsageError(
-            f"{printable(above) or 'the top'} cannot have entries set", f"It is of type {type(parent).__name__}."
-        )
+        raise UsageError(f"{above or 'the top'} cannot have entries set", f"It is of type {type(parent).__name__}.")
     try:
         path, _ = find(parent, last)
     except UsageError:
@@ -185,7 +181,7 @@ def read_array(path: str) -> Array:
         raise file_problem(error, path, "read") from error
     except (ValueError, EOFError, MemoryError) as error:
         raise UsageError(
-            f"{printable(path)} is not a numpy array: {printable(str(error))}",
+            f"{path} is not a numpy array: {error!s}",
             "A .npy file with one array of numbers was expected.",
         ) from None
     return array
@@ -194,7 +190,7 @@ def read_array(path: str) -> Array:
 def _with_array(tree: Any, place: str, array: Any) -> Any:
     _, entry = find(tree, place)
     if not isinstance(entry, TensorEntry):
-        raise UsageError(f"{printable(place)} is not a tensor with plain values", f"It is {entry!r}.")
+        raise UsageError(f"{place} is not a tensor with plain values", f"It is {entry!r}.")
     raw = _bytes_for(entry, array, place)
     others = [
         address(p)
@@ -204,13 +200,11 @@ def _with_array(tree: Any, place: str, array: Any) -> Any:
     whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
     if others and not whole:
         raise Conflict(
-            f"{printable(place)} shares its storage with {printable(others[0])}, and covers only a part of it",
+            f"{place} shares its storage with {others[0]}, and covers only a part of it",
             "Writing it would change the other in parts.",
         )
     if entry.flags.conj or entry.flags.neg:
-        raise Conflict(
-            f"{printable(place)} is a conjugated or negated view", "Its stored values are not the ones it shows."
-        )
+        raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
     if whole:  # every name that is tied to it sees the new values, as it would in torch
         return map_storages(
             tree, lambda storage: Storage(InlineBytes(raw), storage.location) if storage is entry.storage else storage
@@ -223,7 +217,7 @@ def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
     """The array's bytes in row-major little-endian order, where its shape and type are the tensor's."""
     if tuple(array.shape) != entry.shape:
         raise Conflict(
-            f"{printable(place)} has the shape {list(entry.shape)}, the array {list(array.shape)}",
+            f"{place} has the shape {list(entry.shape)}, the array {list(array.shape)}",
             "Replacing values does not change shapes.",
         )
     width = array.dtype.itemsize
@@ -240,7 +234,7 @@ def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
     )
     if not same and not (as_bits and (entry.dtype.ml or entry.dtype.numpy is None)):
         raise Conflict(
-            f"{printable(place)} is of type {entry.dtype}, the array {array.dtype}",
+            f"{place} is of type {entry.dtype}, the array {array.dtype}",
             "Values are not converted on the way.",
             f"Convert it: array.astype({entry.dtype.numpy or entry.dtype.name!r})",
         )

@@ -94,7 +94,7 @@ def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
     written = [value for key, value in node.items() if type(key) is str and key in keys and type(value) is TensorEntry]
     for key, value in node.items():
         if isinstance(value, Composite) and key in keys:
-            yield f"{printable(key)} ({value.kind})"
+            yield f"{key} ({value.kind})"
             continue
         if (
             isinstance(value, (TensorEntry, Composite))
@@ -103,7 +103,7 @@ def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
         ):
             continue
         if count := len(lost_tensors(value, written)):
-            yield f"{printable(str(key))} (a {_word(value)} with {counted(count, 'tensor')})"
+            yield f"{key!s} (a {_word(value)} with {counted(count, 'tensor')})"
 
 
 def _word(value: Any) -> str:
@@ -118,7 +118,7 @@ def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
         raise Unsupported(
             f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} "
             "outside of its "
-            f"parameters and buffers: {listed([printable(place) for place in found], 3)}",
+            f"parameters and buffers: {listed(found, 3)}",
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
         )
@@ -129,7 +129,7 @@ def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[
     names: dict[int, list[str]] = {}
     for key in exported.checkpoint.tree:
         if isinstance(entry := node[key], TensorEntry):
-            names.setdefault(id(entry.storage), []).append(printable(key))
+            names.setdefault(id(entry.storage), []).append(key)
     tied = [" = ".join(group) for group in names.values() if len(group) > 1]
     message = f"{container} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
     return [Note("ties-copied", message)] if tied else []
@@ -155,8 +155,7 @@ def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:
     for key, entry in tensors.items():
         if entry.nbytes > entry.storage.nbytes:
             raise Conflict(
-                f"{printable(key)} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} "
-                "stored",
+                f"{key} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
                 f"{container} has no strides, so every repeated value would be written out.",
                 "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
             )
@@ -174,7 +173,7 @@ def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     ]
     notes = []
     if shared and not copy_ties:
-        names = listed([printable(name) for name in shared], 4)
+        names = listed(shared, 4)
         notes.append(
             Note(
                 "sharing-lost",
@@ -186,8 +185,7 @@ def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
         notes.append(
             Note(
                 "resolved-views",
-                "conjugated or negated views are written as their values: "
-                f"{listed([printable(k) for k in resolved], 4)}",
+                f"conjugated or negated views are written as their values: {listed(resolved, 4)}",
             )
         )
     return notes
@@ -222,7 +220,7 @@ def lost_tensors(before: Any, after: Any) -> Lost:
         if any(view not in kept and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
             found.append((path, _kind(node)))
         elif _is_left_as_a_call(node, kept):
-            found.append((path, printable(node.name)))
+            found.append((path, node.name))
             covered.add(path)
         else:
             whole[id(node)] = node
@@ -269,7 +267,7 @@ def transient(tree: Any) -> Iterator[tuple[Path, Any]]:
 def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> None:
     """Raises `Unsupported` where tensors would be lost, naming them."""
     if found:
-        names = [f"{printable(address((*checkpoint.base, *path))) or 'the top'} ({kind})" for path, kind in found]
+        names = [f"{address((*checkpoint.base, *path)) or 'the top'} ({kind})" for path, kind in found]
         source = checkpoint.source or "the checkpoint"
         raise Unsupported(
             f"{counted(len(found), 'tensor')} of {source} would be lost: {listed(names, 6)}",
@@ -320,7 +318,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
     total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
     lines = [f"{printable(name)} ({_sum(each)})" if each else printable(name) for name, each in sizes.items()]
     if not chosen and sum(wanted) > total:
-        odd = listed([f"{printable(name)} ({_sum(sizes[name])})" for name in unexpected], 3)
+        odd = listed([f"{name} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(
             f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left behind, more than the {total:,} "
             f"bytes that would be written: {odd}",

@@ -34,7 +34,6 @@ from ckptool.errors import (
     UsageError,
     counted,
     listed,
-    printable,
     quoted,
 )
 from ckptool.formats import megatron
@@ -88,7 +87,7 @@ def open_joined(
     name, place = split(file)
     found = joined(name, rules, numbers)
     if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
-        what = f"{printable(name)} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
+        what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = Advice("See what it is: ", command("inspect", name))
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
     whole = found if found is not None else _whole(name, rules, part)
@@ -101,7 +100,7 @@ def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
         return open_whole(name, part=part).checkpoint
     found = open_to_change(name).checkpoint
     if found.part is not None:
-        what = f"{printable(name)} is only a part of a checkpoint: {found.part.label}"
+        what = f"{name} is only a part of a checkpoint: {found.part.label}"
         folder = quoted(os.path.dirname(name) or ".")
         raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
     return found
@@ -213,8 +212,8 @@ def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
         else:
             model.setdefault(name, value)
     ruled = {name: next((rule for rule in rules.join if rule.matches(name)), None) for name in pieces}
-    if lacking := [printable(name) for name, rule in ruled.items() if rule is None]:
-        what = f"{printable(rules.path)} has no rule for {counted(len(lacking), 'tensor')}: {listed(lacking, 4)}"
+    if lacking := [name for name, rule in ruled.items() if rule is None]:
+        what = f"{rules.path} has no rule for {counted(len(lacking), 'tensor')}: {listed(lacking, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
     if not rules.optional and (idle := [rule for rule in rules.join if rule not in ruled.values()]):
         raise NoMatch(f"{idle[0]} matches no tensor that no rule before it does", "Patterns match whole names.")
@@ -228,7 +227,7 @@ def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
         model[name] = fitting.first(joiner) if rule.kind == "first" else fitting.join(joiner)
         if name in joiner.different and rule.kind != "first":
             raise Conflict(
-                f"{joiner.where}: {printable(name)}: {joiner.different[name]}",
+                f"{joiner.where}: {name}: {joiner.different[name]}",
                 f"By {rule}, they should be the same.",
                 "If each has its own part, name the way in which it is divided; if one will do: first.",
             )
@@ -320,7 +319,7 @@ class _Fitting:
         widths = {piece.tensor: sum(piece.entry.shape[-1:]) for piece in self.pieces}
         if self.like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
             given = f"is {list(shape)} in {counted(self.world, 'file')}"
-            raise self._unfit(f"{given}, and {printable(self.rule.like)} is {list(self.like)}: a file may be missing")
+            raise self._unfit(f"{given}, and {self.rule.like} is {list(self.like)}: a file may be missing")
         return int(self.like != shape[-1:])
 
     def _checked(self, axis: int, lengths: list[int]) -> int:
@@ -356,7 +355,7 @@ class _Fitting:
                 raise self._unfit(f"is {list(piece.entry.shape)} in {piece.owner}, another shape than elsewhere")
 
     def _unfit(self, what: str) -> UsageError:
-        return UsageError(f"{self.where}: {printable(self.name)} {what}", f"That does not fit {self.rule}.", JOIN_LOOK)
+        return UsageError(f"{self.where}: {self.name} {what}", f"That does not fit {self.rule}.", JOIN_LOOK)
 
 
 # Stacked layers ------------------------------------------------------------------------------------------------------
@@ -373,11 +372,11 @@ def unstacked(checkpoint: Checkpoint, prefixes: Iterable[str], *, optional: bool
         counts: dict[int, str] = {}
         tree = _unstack(tree, re.compile(re.escape(prefix) + r"\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL), prefix, counts)
         if not counts and not optional:
-            what = f"no tensor of stacked layers has a name that begins with {printable(prefix)}."
+            what = f"no tensor of stacked layers has a name that begins with {prefix}."
             raise NoMatch(what, "unstack takes the name up to the number of the layer.")
         if len(counts) > 1:
             (one, first), (other, second) = sorted(counts.items())[:2]
-            what = f"{printable(first)} has {counted(one, 'layer')}, {printable(second)} has {other:,}"
+            what = f"{first} has {counted(one, 'layer')}, {second} has {other:,}"
             raise UsageError(what, "The tensors below a prefix have one axis of layers in front.", JOIN_LOOK)
     return replace(checkpoint, tree=tree)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic
 from ckptool.transforms.rules import MAX_RULES, yaml_node
 
@@ -69,7 +69,7 @@ class JoinRule:
         return replace(self, numbers=numbers, named={})
 
     def __str__(self) -> str:
-        return f"the rule {printable(self.pattern)!r}: {self.kind} ({self.place})"
+        return f"the rule {self.pattern!r}: {self.kind} ({self.place})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ class JoinRules:
 
 def read_join_rules(path: str) -> JoinRules:
     """The rules of a YAML file. Raises `UsageError` that points at the line, `FileProblem` for an unreadable file."""
-    found = _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{printable(path)}, line 1")
+    found = _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{path}, line 1")
     if "rules" in [key for key, _, _ in found]:
-        what = f"{printable(path)} has rules that change tensors, and convert only joins ranks"
+        what = f"{path} has rules that change tensors, and convert only joins ranks"
         raise UsageError(what, "", "Join and change in one step: ckptool translate FOLDER --rules FILE -o OUT")
     for key, _, place in found:
         if key not in JOIN_SECTIONS:
-            raise UsageError(f"{place}: {printable(key)!r} is none of {listed(JOIN_SECTIONS)}", "", JOIN_LOOK)
+            raise UsageError(f"{place}: {key!r} is none of {listed(JOIN_SECTIONS)}", "", JOIN_LOOK)
     return join_sections({key: node for key, node, _ in found}, path)
 
 
@@ -102,7 +102,7 @@ def join_sections(sections: Mapping[str, Any], path: str) -> JoinRules:
     """The rules in the sections `join`, `layers` and `unstack` of a file."""
     parts: dict[str, Any] = {}
     for key, node in sections.items():
-        place = f"{printable(path)}, line {node.start_mark.line + 1}"
+        place = f"{path}, line {node.start_mark.line + 1}"
         parts[key] = tuple(_rule(*each) for each in _pairs(node, place)) if key == "join" else _texts(node, place)
     return JoinRules(path, **parts)
 
@@ -116,7 +116,7 @@ def _pairs(node: Any, place: str) -> list[tuple[str, Any, str]]:
     seen: set[str] = set()
     for key, _, where in found:
         if key in seen:
-            raise UsageError(f"{where}: {printable(key)!r} stands there twice", "Only one can count.", JOIN_LOOK)
+            raise UsageError(f"{where}: {key!r} stands there twice", "Only one can count.", JOIN_LOOK)
         seen.add(key)
     return found
 
@@ -148,9 +148,7 @@ def _rule(pattern: str, node: Any, place: str) -> JoinRule:
     else:
         kind = _text(node, place)
     if kind not in KINDS:
-        raise UsageError(
-            f"{place}: {printable(kind)!r} is no way of joining", f"There are {listed(list(KINDS))}.", JOIN_LOOK
-        )
+        raise UsageError(f"{place}: {kind!r} is no way of joining", f"There are {listed(list(KINDS))}.", JOIN_LOOK)
     needed = KINDS[kind]
     texts = {} if given is None else {needed[0] if len(needed) == 1 else "": given}
     if getattr(given, "id", "") == "mapping":

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from ckptool.checkpoint.patterns import SHORT, match_within_limit
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import UsageError, counted
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
 MAX_WAYS = 128  # that are tried where arithmetic on the left side has several unknown numbers
@@ -82,7 +82,7 @@ def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str
     number = piece.value(lambda name: int(texts[name]) if name in texts else lookup(name))
     if number < 0:
         key = piece.text if len(texts) != 1 else piece.text.replace(next(iter(texts)), next(iter(texts.values())))
-        raise UsageError(f"{printable(key)} is below zero", "Layers are not numbered like that. Nothing was written.")
+        raise UsageError(f"{key} is below zero", "Layers are not numbered like that. Nothing was written.")
     widths = [len(text) for text in texts.values() if text.startswith("0")]
     return str(number).zfill(widths[0] if len(texts) == 1 and widths else 0)
 
@@ -139,7 +139,7 @@ def _arithmetic(inner: str) -> Arithmetic:
     try:
         return parse_arithmetic(inner)
     except UsageError:
-        what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{printable(inner[:40])}}}; a brace is \\{{"
+        what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
         raise UsageError(what) from None
 
 
@@ -188,7 +188,7 @@ class KeyPattern:
         results = [int(match[f"e{number}"]) for number in range(len(self.name.expressions))]
         ways = list(_solutions(self.name.expressions, results, groups, lookup, ranges))
         if len(ways) > 1:
-            what = f"{printable(key)} is {printable(self.name.text)} in {counted(len(ways), 'way')}"
+            what = f"{key} is {self.name.text} in {counted(len(ways), 'way')}"
             raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
         return ways[0] if ways else None
 
@@ -205,7 +205,7 @@ def _solutions(
     unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
     free = [name for name in unknown if name not in ranges]
     if (ways := prod(ranges[name] for name in unknown if name in ranges)) > MAX_WAYS:
-        what = f"{counted(ways, 'way')} to solve {printable(expressions[0].text)}"
+        what = f"{counted(ways, 'way')} to solve {expressions[0].text}"
         raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
     for values in product(*(range(ranges[name]) for name in unknown if name in ranges)):
         bound = dict(zip((name for name in unknown if name in ranges), values, strict=True))

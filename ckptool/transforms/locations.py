@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage
 from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
-from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.errors import NoMatch, UsageError
 
 # The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write
 # it.
@@ -41,7 +41,7 @@ def parse_device(given: object) -> str:
     match = _DEVICE.fullmatch(text.strip().lower())
     if match is None or (match[1] in _UNNUMBERED and match[2] not in (None, "0")):
         raise UsageError(
-            f"{printable(text)!r} is not a device",
+            f"{text!r} is not a device",
             "A device is cpu, mps, or a name with a number, such as cuda:0.",
             "For example: --to cpu",
         )
@@ -60,7 +60,7 @@ def remap(checkpoint: Checkpoint, to: object = None, moves: Mapping[Any, Any] | 
     present.update(call.made.args[2] for call in calls)
     known = {_normal(location): location for location in present}
     if missing := [old for old in table if old not in known]:
-        there = ", ".join(sorted(map(printable, present))) or "none"
+        there = ", ".join(sorted(present)) or "none"
         raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {there}.")
 
     def moved(location: str) -> str:

@@ -22,7 +22,7 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.strided import resolved
-from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration
 from ckptool.transforms.arithmetic import Arithmetic
 from ckptool.transforms.translate.operations import Operation, parse_operation
@@ -77,7 +77,7 @@ class MemoryTree:
     def refuse_unknown(self, name: str) -> None:
         """Raises `Unsupported` where names in memory are not known."""
         if self.unknown:
-            shown = listed([printable(each) for each in self.unknown])
+            shown = listed(self.unknown)
             what = f"{name}: what transformers makes of {shown} in memory is not known here"
             fix = "Load it with transformers, save its state_dict() with torch.save, and name that file"
             raise Unsupported(what, "PEFT reads names in memory, which its files do not have.", fix)
@@ -109,7 +109,7 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
     if len(found.tree) < len(names):
         counts = Counter(names.values())
         twice = [key for key, new in names.items() if counts[new] > 1]
-        what = f"{name}: {listed([printable(str(key)) for key in twice])} have one name in memory"
+        what = f"{name}: {listed(twice)} have one name in memory"
         raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
     for step, made, old in groups.values():
         operations = tuple(replace(parse_operation(each), parts=len(made)) for each in step.operations.split(" | "))
@@ -135,7 +135,7 @@ def _applied(group: _Group, file: Mapping[Any, Any], name: str) -> list[TensorEn
         for op in group.operations:
             parts = [op(each, _number) for each in (parts if op.name == "stack" else [[e for p in parts for e in p]])]
     except UsageError as error:
-        what = f"{name}: {printable(group.new[0])} cannot be made of {listed([printable(k) for k in group.old[0]], 2)}"
+        what = f"{name}: {group.new[0]} cannot be made of {listed(group.old[0], 2)}"
         raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
     return [each for part in parts for each in part]
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ckptool.checkpoint.numeric import Array, scratch
-from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.errors import UsageError, counted, listed
 
 PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
@@ -279,7 +279,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     given: `base`, `density`, `scale`, `t`, `seed`, `definition` and `ema`, None where the user gave none.
     """
     if method not in METHODS:
-        raise UsageError(f"unknown --method {printable(method)!r}", f"Available: {', '.join(METHODS)}.")
+        raise UsageError(f"unknown --method {method!r}", f"Available: {', '.join(METHODS)}.")
     takes = METHODS[method].takes
     defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0, "definition": DEFINITIONS[0]}
     known = defaults | {name: value for name, value in given.items() if value is not None}
@@ -292,7 +292,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
         (files < 2 - ("base" in takes), "average needs at least two files", "With --base, one."),
         (
             definition not in DEFINITIONS,
-            f"unknown --definition {printable(definition)!r}",
+            f"unknown --definition {definition!r}",
             f"Known: {' '.join(DEFINITIONS)}.",
         ),
         (not math.isfinite(scale), f"--lambda {scale} is not a finite number", ""),

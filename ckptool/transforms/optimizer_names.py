@@ -47,7 +47,7 @@ def with_optimizers(
     a number stands for, `Unsupported` for an optimizer whose state is not of single parameters.
     """
     if form not in FORMS:
-        raise UsageError(f"unknown {OPTION} {printable(form)!r}", f"Available: {', '.join(FORMS)}.")
+        raise UsageError(f"unknown {OPTION} {form!r}", f"Available: {', '.join(FORMS)}.")
     tree = nested(part.tree)
     found = list(optimizers(tree))
     if not found:
@@ -110,11 +110,9 @@ def _with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any
 def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[str, Any]:
     numbers = {slot: number for number, slot in enumerate(slots)}
     if len(numbers) != len(slots):
-        raise Conflict(
-            f"{printable(place) or 'the optimizer'} has a parameter in two groups", "No optimizer writes that."
-        )
+        raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
     if strange := [slot for slot in optimizer["state"] if slot not in numbers]:
-        what = f"{printable(place)} has state for {listed([printable(str(slot)) for slot in strange], 3)}"
+        what = f"{place} has state for {listed(strange, 3)}"
         raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
     numbered = _with_slots(optimizer, numbers)
     for group, before in zip(numbered["param_groups"], optimizer["param_groups"], strict=True):
@@ -161,7 +159,7 @@ def slot_names_in(
     if wrong is not None and not found:
         raise wrong
     raise Conflict(
-        f"the parameters of {printable(place) or 'the optimizer'} are numbered, and "
+        f"the parameters of {place or 'the optimizer'} are numbered, and "
         + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
         "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
         f"{advice[:1].upper()}{advice[1:]}",
@@ -178,5 +176,5 @@ def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
 def _refuse_joint(optimizer: dict[str, Any], place: str) -> None:
     """Raises `Unsupported` for LBFGS, which keeps the history of all parameters, as one vector, with the first."""
     if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
-        what = f"{printable(place) or 'the optimizer'} is LBFGS, whose state is not of single parameters"
+        what = f"{place or 'the optimizer'} is LBFGS, whose state is not of single parameters"
         raise Unsupported(what, "Its vectors run over all parameters at once.", f"Keep its numbers: without {OPTION}")

@@ -19,7 +19,7 @@ from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address
-from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.reports.targets import PARAMETER, Target, kind_by_name
 from ckptool.reports.warm_start import OptimizerReport
 from ckptool.transforms.warm_start_plan import Assignment
@@ -85,7 +85,7 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
     for name in parameters:
         number = found.group_of.get(name, 0 if len(found.groups) == 1 else -1)
         if number < 0:
-            unknown.append(printable(name))
+            unknown.append(name)
         else:
             members[number].append(name)
     if unknown:
@@ -114,8 +114,7 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         )
     if len(found) > 1:
         raise UsageError(
-            f"{where} has {counted(len(found), 'optimizer')}: "
-            f"{listed([printable(address(path)) for path, _ in found])}",
+            f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}",
             "Which one belongs to these weights is not known.",
             "Keep only one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
         )
@@ -128,9 +127,9 @@ def check_groups(place: str, optimizer: Mapping[str, Any]) -> None:
     """Raises `Conflict` for groups that are not of parameters, by number or name."""
     for group in optimizer["param_groups"]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
-            raise Conflict(f"{printable(place)} has a group without parameters", "No optimizer writes that.")
+            raise Conflict(f"{place} has a group without parameters", "No optimizer writes that.")
         if not all(type(slot) in (int, str) for slot in group["params"]):
-            raise Conflict(f"{printable(place)} has a slot that is neither a number nor a name")
+            raise Conflict(f"{place} has a slot that is neither a number nor a name")
 
 
 def _first_names(root: StateDict) -> dict[str, str]:
@@ -183,9 +182,7 @@ def slot_names(
     groups = optimizer["param_groups"]
     slots = [slot for group in groups for slot in group["params"]]
     if len(set(slots)) != len(slots):
-        raise Conflict(
-            f"{printable(place) or 'the optimizer'} has a parameter in two groups", "No optimizer writes that."
-        )
+        raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
     said = said_names(groups, slots)
     if said is not None:
         bare = {without_wrappers(name): name for name in parameters}
@@ -202,7 +199,7 @@ def slot_names(
         return in_order, BY_ORDER
     count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(parameters), 'parameter')}"
     raise Conflict(
-        f"it cannot be known which slots of {printable(place) or 'the optimizer'} belong to which parameters ({count})",
+        f"it cannot be known which slots of {place or 'the optimizer'} belong to which parameters ({count})",
         "They are numbered, not named, and neither their count nor their shapes identify them. "
         + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
         + "Nothing was changed.",

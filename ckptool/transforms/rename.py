@@ -23,7 +23,7 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
 )
 from ckptool.checkpoint.tree import rebuild
-from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.rules import WHOLE_KEY, Rule, refuse_idle
 
 Rename = Callable[[str], str]
@@ -67,7 +67,7 @@ def strip(
     for number, prefix in enumerate(prefixes):
         if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in root.names()):
             raise NoMatch(
-                f"no key begins with {printable(prefix)!r}",
+                f"no key begins with {prefix!r}",
                 "No key has the prefix that you named.",
                 "See the keys: ckptool inspect FILE --all",
             )
@@ -91,12 +91,12 @@ def _modules_within(prefix: str) -> list[str]:
 
 def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: bool) -> None:
     """A prefix that was named is looked for at the very front; `module.` also behind wrappers that will go with it."""
-    without = [printable(name) for name in names if not (name if named else unwrapped_front(name)).startswith(prefix)]
+    without = [name for name in names if not (name if named else unwrapped_front(name)).startswith(prefix)]
     if 0 < len(without) < len(names):
-        where = printable(root.address) or "the file"
+        where = root.address or "the file"
         raise Conflict(
             f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with "
-            f"{printable(prefix)!r}; without it: {listed(without, 3)}",
+            f"{prefix!r}; without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
             "Remove it where it is: --partial",
         )
@@ -155,7 +155,7 @@ def apply(
 
 def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
     counts = Counter(names.values())
-    where = printable(root.address) or "the file"
+    where = root.address or "the file"
     if clashes := [new for new, count in counts.items() if count > 1]:
         texts = [_clash([old for old in names if names[old] == new], new) for new in clashes[:3]]
         raise Conflict(
@@ -164,13 +164,13 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
             "See the keys: ckptool inspect FILE --all",
         )
     if emptied := [old for old, new in names.items() if not new and old]:
-        raise Conflict(f"the key {printable(emptied[0])!r} of {where} would become empty", "Nothing was written.")
+        raise Conflict(f"the key {emptied[0]!r} of {where} would become empty", "Nothing was written.")
 
 
 def _clash(olds: list[str], new: str) -> str:
-    names = [printable(old) for old in olds]
+    names = list(olds)
     both = " and ".join(names) if len(names) == 2 else listed(names, 3)
-    return f"{both} would {'both' if len(names) == 2 else 'all'} be {printable(new)!r}"
+    return f"{both} would {'both' if len(names) == 2 else 'all'} be {new!r}"
 
 
 def _renamed_root(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, Array
-from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted, printable
+from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.transforms.casting import compact
@@ -70,14 +70,14 @@ def parse_resize(text: str) -> Resize:
     """The way that a text like `bicubic(cls=1)`, `rows(mean)` or `channels(sum)` means. Raises `UsageError`."""
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if found is None or found[1] not in _WAYS:
-        raise UsageError(f"unknown way to resize: {printable(text)!r}", f"Available: {', '.join(_WAYS)}.", _EXAMPLE)
+        raise UsageError(f"unknown way to resize: {text!r}", f"Available: {', '.join(_WAYS)}.", _EXAMPLE)
     kind, modes = _WAYS[found[1]]
     given: dict[str, Any] = {"mode": modes[0]}
     seen: set[str] = set()
     for word in filter(None, map(str.strip, (found[2] or "").split(","))):
         key, _, value = (part.strip() for part in word.partition("="))
         if (kind_of := "mode" if word in modes or key == "copy" else key) in seen:
-            raise UsageError(f"{printable(text)!r} gives the {printable(kind_of)} twice", "", _EXAMPLE)
+            raise UsageError(f"{text!r} gives the {kind_of} twice", "", _EXAMPLE)
         seen.add(kind_of)
         if word in modes:
             given["mode"] = word
@@ -91,7 +91,7 @@ def parse_resize(text: str) -> Resize:
             given |= {"mode": "copy", "row": _number(value)}
         else:
             known = [*modes, "antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [*modes]
-            what = f"{printable(found[1])} does not take {printable(word)!r}"
+            what = f"{found[1]} does not take {word!r}"
             raise UsageError(what, f"It takes {', '.join(known + ['copy=ROW'] * (kind == ROWS))}.", _EXAMPLE)
     return Resize(text.strip(), kind, **given)
 
@@ -108,7 +108,7 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
     """
     if not entry.dtype.is_float:
         raise Unsupported(
-            f"{printable(name)} is {entry!r}, and cannot be resized",
+            f"{name} is {entry!r}, and cannot be resized",
             "Only floating-point numbers have means and values in between. Nothing was written.",
             "Leave it out: --exclude NAME",
         )
@@ -130,8 +130,8 @@ class _Work:
     name: str
 
     def refuse(self, why: str, fix: str = "") -> NoReturn:
-        what = f"{printable(self.name)} {list(self.entry.shape)} cannot become {list(self.shape)} by {self.how.text}"
-        raise UsageError(printable(what), f"{why} Nothing was written.", fix)
+        what = f"{self.name} {list(self.entry.shape)} cannot become {list(self.shape)} by {self.how.text}"
+        raise UsageError(what, f"{why} Nothing was written.", fix)
 
     def grid(self) -> TensorEntry:
         """Tokens as an image; with other dimensions than those of tokens, each that differs."""
@@ -196,8 +196,8 @@ class _Work:
 
     def _limit(self, size: int) -> None:
         if size > MAX_SIDE:
-            what = f"{printable(self.name)}: {self.how.text} from or to {size:,}"
-            raise LimitExceeded(printable(what), f"At most {MAX_SIDE:,} are computed. Nothing was written.")
+            what = f"{self.name}: {self.how.text} from or to {size:,}"
+            raise LimitExceeded(what, f"At most {MAX_SIDE:,} are computed. Nothing was written.")
 
     def _computed(self, shape: Sequence[int], values: Numbers) -> TensorEntry:
         return computed_tensor(self.entry.dtype, shape, values, [self.entry], self.entry.location)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.errors import NoMatch, UsageError, printable
+from ckptool.errors import NoMatch, UsageError
 from ckptool.transforms.key_names import KeyName, parse_name
 
 MAX_RULES = 16 << 20  # bytes of a file of them
@@ -38,7 +38,7 @@ class Rule:
         try:
             return self.expand(match)
         except UsageError as error:
-            raise error.within(printable(key)) from None
+            raise error.within(key) from None
 
 
 class WrittenRule(Protocol):
@@ -56,7 +56,7 @@ def refuse_idle(idle: Iterable[WrittenRule], matches: str, why: str) -> None:
     for rule in idle:
         place = f" ({rule.place})" if rule.place else ""
         raise NoMatch(
-            f"the rule {printable(rule.text)!r}{place} matches {matches}",
+            f"the rule {rule.text!r}{place} matches {matches}",
             why,
             "See the keys: ckptool inspect FILE --all",
         )
@@ -85,7 +85,7 @@ def sides(text: str, place: str = "") -> tuple[str, str]:
     if len(found) != 2 or not found[0] or not found[1]:
         cut = not place and text.rstrip().endswith("=")
         raise UsageError(
-            f"{f'{place}: ' if place else ''}{printable(text)!r} is not a rule",
+            f"{f'{place}: ' if place else ''}{text!r} is not a rule",
             "A rule is OLD => NEW, both for the whole key."
             + " In a shell it needs quotes: without them > sends the output into a file." * cut,
             "For example: 'blocks.{n}.* => layers.{n}.*'",
@@ -97,7 +97,7 @@ def invalid(text: str, place: str, error: Exception) -> UsageError:
     """The error for a rule that cannot work, at its place."""
     reason = error.what if isinstance(error, UsageError) else str(error)
     why = error.why if isinstance(error, UsageError) and error.why else "Every variable on the right must be bound."
-    what = f"{f'{place}: ' if place else ''}the rule {printable(text)!r} is invalid: {reason}"
+    what = f"{f'{place}: ' if place else ''}the rule {text!r} is invalid: {reason}"
     return UsageError(what, why, getattr(error, "fix", ""))
 
 
@@ -155,11 +155,11 @@ def read_rules(path: str) -> list[Rule]:
         pairs = [(scalar_text(item), item) for item in node.value]
     else:
         raise UsageError(
-            f"{printable(path)}, line 1: no rules",
+            f"{path}, line 1: no rules",
             "A rules file is a list of 'OLD => NEW' or a mapping of OLD to NEW.",
             RULES_LOOK,
         )
-    return [parse_rule(text, f"{printable(path)}, line {item.start_mark.line + 1}") for text, item in pairs]
+    return [parse_rule(text, f"{path}, line {item.start_mark.line + 1}") for text, item in pairs]
 
 
 def yaml_node(path: str, most: int, look: str) -> Any:
@@ -183,20 +183,18 @@ def yaml_node(path: str, most: int, look: str) -> Any:
         return yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
         line, problem = _place_in(text, error)
-        raise UsageError(
-            f"{printable(path)}, line {line}: {problem}", "The rules file is not valid YAML.", look
-        ) from None
+        raise UsageError(f"{path}, line {line}: {problem}", "The rules file is not valid YAML.", look) from None
     except RecursionError:
-        raise UsageError(f"{printable(path)} is nested too deep", "Rules are not nested like this.", look) from None
+        raise UsageError(f"{path} is nested too deep", "Rules are not nested like this.", look) from None
 
 
 def _place_in(text: str, error: Any) -> tuple[int, str]:
     """The line of a YAML error and the problem; for an invalid character, PyYAML gives the offset only."""
     if (mark := getattr(error, "problem_mark", None)) is not None:
-        return mark.line + 1, printable(str(error.problem))
+        return mark.line + 1, str(error.problem)
     if isinstance(at := getattr(error, "position", None), int):
-        return text.count("\n", 0, at) + 1, f"the character {printable(text[at : at + 1])!r} cannot be in YAML"
-    return 1, printable(str(error))
+        return text.count("\n", 0, at) + 1, f"the character {text[at : at + 1]!r} cannot be in YAML"
+    return 1, str(error)
 
 
 def scalar_text(node: Any) -> str:

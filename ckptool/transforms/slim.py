@@ -13,7 +13,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.strided import row_major, subrange
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
 # on their own.
@@ -74,7 +74,7 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     found = [path for path, _ in optimizers(tree)]
     if () in found:
         raise UsageError(
-            f"{printable(address(base)) or 'the whole file'} is the state of an optimizer",
+            f"{address(base) or 'the whole file'} is the state of an optimizer",
             "Without it nothing would be left.",
             "Drop only what views leave behind: --keep-optimizer",
         )

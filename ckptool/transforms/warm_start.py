@@ -9,7 +9,7 @@ from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, Tens
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import map_storages
-from ckptool.errors import Conflict, listed, printable
+from ckptool.errors import Conflict, listed
 from ckptool.reports.targets import Expected, Target
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
 from ckptool.transforms.warm_start_plan import Assignment
@@ -32,8 +32,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     partly = [name for name, choice in chosen.items() if choice.part is not None and _needs_base(target, name, choice)]
     if target.values is None and (own or partly):
         raise Conflict(
-            f"{printable(target.name)} has no values, and these names are not all in the checkpoint: "
-            f"{listed([printable(name) for name in (own + partly)])}",
+            f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own + partly)}",
             "A spec says names, shapes and types. Nothing was written.",
             "Name a target that has values: --against CHECKPOINT or --against file.py:factory",
         )
@@ -89,7 +88,7 @@ def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> T
         return part
     if not isinstance(base, TensorEntry):
         raise Conflict(
-            f"{printable(expected.name)} is no plain tensor in the target, so nothing can be laid over it",
+            f"{expected.name} is no plain tensor in the target, so nothing can be laid over it",
             "Nothing was written.",
             "Keep the target's: --on-mismatch skip",
         )

@@ -95,7 +95,7 @@ def _way(text: str) -> tuple[str, Resize]:
     """The two sides of `PATTERN=HOW`."""
     found = re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)
     if found is None:
-        what = f"--resize {printable(text)!r} is not of the form PATTERN=HOW"
+        what = f"--resize {text!r} is not of the form PATTERN=HOW"
         raise UsageError(what, "", "For example: --resize 'pos_embed=bicubic(cls=1)'")
     return found[1], parse_resize(found[2])
 
@@ -158,9 +158,7 @@ def plan_warm_start(
     `UsageError` for an unknown `on_mismatch`.
     """
     if options.on_mismatch not in ON_MISMATCH:
-        raise UsageError(
-            f"unknown --on-mismatch {printable(options.on_mismatch)!r}", f"Available: {', '.join(ON_MISMATCH)}."
-        )
+        raise UsageError(f"unknown --on-mismatch {options.on_mismatch!r}", f"Available: {', '.join(ON_MISMATCH)}.")
     members = root.node.items()
     tensors = {k: v for k, v in members if type(k) is str and isinstance(v, (TensorEntry, Composite))}
     draft = _Draft(target, tensors, *_renamed(tensors, options.rules))
@@ -186,7 +184,7 @@ def plan_warm_start(
 def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
     texts = [remark] if remark else []
     if root.path and not remark:
-        texts.append(f"took {printable(root.address)}, the only weights of the checkpoint")
+        texts.append(f"took {root.address}, the only weights of the checkpoint")
     if root.module is not None or root.detail:
         texts.append(f"they are those of a {root.detail}")
     return [Note("root", text) for text in (*texts, *(f"of the target: {text}" for text in target.remarks))]
@@ -209,7 +207,7 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[st
     idle = (rule for number, rule in enumerate(rules) if number not in used)
     refuse_idle(idle, TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())
-    if clash := [f"{printable(key)} → {printable(new)}" for key, new in names.items() if counts[new] > 1]:
+    if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
         raise Conflict(
             f"{counted(len(clash), 'key')} would collide: {listed(clash)}",
             "One of each would be lost. Nothing was changed.",
@@ -231,9 +229,9 @@ def _pair(draft: _Draft) -> None:
     for goal, keys in found.items():
         if len(keys) > 1:
             raise Conflict(
-                f"{' and '.join(map(printable, keys))} would both be {printable(goal)!r}",
+                f"{' and '.join(keys)} would both be {goal!r}",
                 "Without the prefixes of wrappers they are the same name. Nothing was changed.",
-                f"Leave one out: --exclude {printable(keys[1])!r}",
+                f"Leave one out: --exclude {keys[1]!r}",
             )
         draft.pairs[goal] = keys[0]
     for word, side, names in (
@@ -242,7 +240,7 @@ def _pair(draft: _Draft) -> None:
     ):
         prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(names))))
         for prefix, count in prefixes.items():
-            text = f"{printable(prefix)} taken off {counted(count, word)} of the {side}"
+            text = f"{prefix} taken off {counted(count, word)} of the {side}"
             draft.notes.append(Note("prefix", text))
 
 
@@ -260,10 +258,10 @@ def _accept_like_torch(draft: _Draft, metadata: Any) -> None:
     for key in found.dropped:
         del draft.tensors[key], draft.names[key]
     if found.pairs:
-        shown = listed([f"{printable(key)} → {printable(name)}" for name, key in found.pairs.items()], 2)
+        shown = listed([f"{key} → {name}" for name, key in found.pairs.items()], 2)
         draft.notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
     if found.supplied:
-        shown = listed([printable(name) for name in found.supplied], 2)
+        shown = listed(found.supplied, 2)
         draft.notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
 
 
@@ -289,7 +287,7 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
     about = _misfit(tensor, expected, (draft.target.values or {}).get(name))
     if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
         tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
-        draft.notes.append(Note("zero-dim", f"{printable(key)} [1] taken as []"))
+        draft.notes.append(Note("zero-dim", f"{key} [1] taken as []"))
     way = draft.ways.get(name)
     if not about and way is not None and (way.old or way.new):
         about = "shape"  # 14x20 to 20x14 has as many tokens
@@ -367,7 +365,7 @@ def _tie(draft: _Draft) -> None:
                     f"{printable(first)} and {printable(other)} are one tensor in the target, and "
                     f"{printable(draft.pairs[first])} and {printable(draft.pairs[other])} are two with different values"
                 )
-                draft.refused.append(Refusal("ties-differ", what, f"Leave one out: --exclude {printable(other)!r}"))
+                draft.refused.append(Refusal("ties-differ", what, f"Leave one out: --exclude {other!r}"))
         others = set(names) - {first}
         draft.chosen.update((name, draft.chosen[first]) for name in names if name != first)
         draft.tied += [(name, first) for name in names if name != first and name not in draft.excluded]

@@ -47,7 +47,7 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
     elif config is not None:
         fields = read_json(config, "a configuration", MAX_CONFIG)
         if not isinstance(fields, dict):
-            raise Corrupt(f"{printable(os.fspath(config))} is no JSON object", "A configuration is one.")
+            raise Corrupt(f"{os.fspath(config)} is no JSON object", "A configuration is one.")
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
 
 
@@ -87,7 +87,7 @@ def _saved(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequ
         return save(replace(output, container=container.name), original, changed, inputs=inputs)
     container = output.format(SHARDED)
     if container.name != SHARDED:
-        what = f"{printable(output.path or '')} would be a file, and an adapter of PEFT is a folder"
+        what = f"{output.path or ''} would be a file, and an adapter of PEFT is a folder"
         raise UsageError(what, f"Its scales are in {ADAPTER}.", "For example: -o adapter/")
     config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
     beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Storage
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
-from ckptool.errors import Conflict, UsageError, printable
+from ckptool.errors import Conflict, UsageError
 from ckptool.formats.model_folder import ModelFolder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.reports.save import SaveResult, Written
@@ -63,8 +63,7 @@ class FileChange:
             if tied and any(id(storage) not in after[path] for storage in tied if after.get(path)):
                 name, other = address((*self.part.base, *path)), self._place_outside(tied)
                 raise Conflict(
-                    f"{printable(name)} shares its storage with {printable(other)}, which is not in "
-                    f"{printable(address(self.part.base))}",
+                    f"{name} shares its storage with {other}, which is not in {address(self.part.base)}",
                     "Both would change, or no longer be tied. Nothing was written.",
                     "Change the whole file, without the address; or write the part alone: --extract",
                 )
@@ -122,7 +121,7 @@ def _refuse_loop(tree: Any, part: Checkpoint) -> None:
     around = {id(holder) for holder in holders(tree, part.base)}
     if any(id(node) in around for node in visit(part.tree)):
         raise UsageError(
-            f"{printable(address(part.base))} contains itself",
+            f"{address(part.base)} contains itself",
             "It cannot be changed on its own.",
             "Change the whole file, without the address.",
         )

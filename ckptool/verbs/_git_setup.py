@@ -57,9 +57,9 @@ def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | N
     try:
         done = subprocess.run(["git", *words], input=given, capture_output=True, cwd=at, check=False)
     except OSError as error:
-        raise FileProblem("git could not be started", printable(str(error)), "Install git.") from error
+        raise FileProblem("git could not be started", str(error), "Install git.") from error
     if done.returncode not in ok:
-        said = printable(os.fsdecode(done.stderr).strip().partition("\n")[0])
+        said = os.fsdecode(done.stderr).strip().partition("\n")[0]
         raise RunFailed(f"git {words[0]} ended with code {done.returncode}: {said}")
     return None if done.returncode else os.fsdecode(done.stdout)
 
@@ -97,7 +97,7 @@ def git_setup(*, everywhere: bool = False, remove: bool = False, dry_run: bool =
         commands.append(("git", "update-ref", "-d", CACHE))
     if not everywhere and not remove and os.path.islink(path):
         why = "git does not follow a link of that name, and would see none of our lines."
-        raise Conflict(f"{printable(path)} is a link", why, "For all your repositories: ckptool git-setup --global")
+        raise Conflict(f"{path} is a link", why, "For all your repositories: ckptool git-setup --global")
     before = _content(path)
     after = _without_block(before, path) if remove else _with_block(before, path)
     if not dry_run:
@@ -160,7 +160,7 @@ def _without_block(content: bytes | None, path: str) -> bytes | None:
     if content is None or found is None:
         if _BEGIN in (content or b""):
             raise Conflict(
-                f"the end marker of ckptool's lines in {printable(path)} is missing",
+                f"the end marker of ckptool's lines in {path} is missing",
                 "Lines that are not its own are never changed.",
                 f"Delete them by hand, and the line: {_BEGIN.decode()}",
             )
@@ -184,7 +184,7 @@ def _overridden(dry_run: bool) -> Iterator[Note]:
     others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
     if others and not dry_run:
         count = counted(len(others), "checkpoint has", "checkpoints have")
-        which = listed([printable(name) for name in others], 3)
+        which = listed(others, 3)
         yield Note("other-driver", f"{count} another diff driver, set by other attributes: {which}")
 
 
@@ -294,7 +294,7 @@ def _other_lines(source: Source, error: CkptoolError) -> list[str]:
         with suppress(UnicodeDecodeError):
             if b"\0" not in content:
                 return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
-    said = printable(error.what).replace(printable(source.path), "this file")
+    said = error.what.replace(printable(source.path), "this file")
     return [f"{error.code}: {said}", f"{source.size:,} bytes  {digest_of(source.path)[:DIGITS]}"]
 
 

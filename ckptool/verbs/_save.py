@@ -24,7 +24,6 @@ from ckptool.errors import (
     VerifyFailed,
     counted,
     listed,
-    printable,
 )
 from ckptool.formats import Format, members, sidecar, tree_record
 from ckptool.formats.in_memory import LIVE, Memory, in_objects
@@ -138,7 +137,7 @@ def _refuse_suffix(verb: str, text: str) -> None:
     if "/" not in text and not formats.has_suffix(text):
         option = _OPTIONS.get(verb)
         raise UsageError(
-            f"{verb} would write a file called {printable(text)!r}",
+            f"{verb} would write a file called {text!r}",
             "That is where the output is named, and this is the suffix of no container.",
             (f"An option is given by its name: {option}={text!r}; " if option else "")
             + f"to write it all the same: container={formats.DEFAULT!r}",
@@ -228,7 +227,7 @@ def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: 
     """Raises `Conflict` where one of the inputs would be replaced, unless that is wanted."""
     if any(given.is_at(target) for given in inputs) and not output.overwrite:
         raise Conflict(
-            f"{printable(target)} is the input itself",
+            f"{target} is the input itself",
             "It was left as it is.",
             f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it with a new one: -f",
         )
@@ -414,7 +413,7 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
             problem = names
         if problem:
             raise VerifyFailed(
-                f"{printable(path)} did not read back as it was written: {problem}",
+                f"{path} did not read back as it was written: {problem}",
                 "The disk or the memory may be failing. The output was not kept.",
             )
         if checksums:
@@ -430,7 +429,7 @@ def unreadable_names(checkpoint: Checkpoint) -> str:
 
 def _first(found: Diff) -> str:
     for change in found.changed:
-        return f"{printable(change.address)} differs in {', '.join(change.aspects)}"
+        return f"{change.address} differs in {', '.join(change.aspects)}"
     return (
         f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
         f"{len(found.only_right):,} are new, the order or ties differ"
@@ -472,5 +471,5 @@ def written(
 
 def _members_left(original: Checkpoint) -> list[Note]:
     """The note on an optimizer's file beside the weights, which is not in the output."""
-    names = [printable(name) for name in members.beside(original)]
+    names = list(members.beside(original))
     return [Note(MEMBERS, f"left behind, since only weights are written: {listed(names, 6)}")] if names else []

@@ -93,16 +93,14 @@ def bundle(
 
 def _nothing_to_do(file: CheckpointLike | None) -> UsageError:
     return UsageError(
-        "bundle was given no members"
-        if file is None
-        else f"bundle was given nothing to do with {printable(shown(file))}",
+        "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}",
         "It puts several files into one.",
         "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
     )
 
 
 def _left_inside(dropped: Sequence[str]) -> list[Note]:
-    message = f"the bytes of {listed([printable(name) for name in dropped], 3)} stay inside the file, used by nothing"
+    message = f"the bytes of {listed(dropped, 3)} stay inside the file, used by nothing"
     return [Note("unused-record", message, command("convert", FILE, out=OUT))] if dropped else []
 
 
@@ -146,10 +144,8 @@ class _Members:
         self.origins[name] = origin
         self.notes += marks.recovered_notes(part.metadata)
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
-            said = listed([printable(key) for key in left], 3)
-            self.notes.append(
-                Note("metadata-left", f"{printable(origin)} has metadata strings that are left behind: {said}")
-            )
+            said = listed(left, 3)
+            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left behind: {said}"))
         self.checkpoint = replace(
             self.checkpoint,
             tree={**self.members, name: part.tree},
@@ -209,9 +205,9 @@ def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
     path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
     if at is not None:
         raise UsageError(
-            f"{printable(shown(file))} is a part of a file",
+            f"{shown(file)} is a part of a file",
             "A bundle is changed as a whole.",
-            f"Take the part as a member: ckptool bundle NAME={printable(shown(file))} -o OUT",
+            f"Take the part as a member: ckptool bundle NAME={shown(file)} -o OUT",
         )
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)

@@ -60,7 +60,7 @@ def cast(
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
         raise NoMatch(
-            f"{printable(roots[0].address) or 'the whole file'} has no floating tensors under names of its own",
+            f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own",
             "Only those are cast. Nothing was written.",
         )
     plan = cast_roots(part, roots, target, several(only), several(exclude))

@@ -186,7 +186,7 @@ def _refuse_usage(ties: str, no_output: bool, against_nothing: bool) -> None:
         what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
         raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
     if ties not in TIES:
-        raise UsageError(f"unknown --ties {printable(ties)!r}", f"Available: {', '.join(TIES)}.")
+        raise UsageError(f"unknown --ties {ties!r}", f"Available: {', '.join(TIES)}.")
     if no_output:
         raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
 
@@ -199,7 +199,7 @@ def _only(name: str, output: Output, option: str) -> str:
     container, wanted = output.format(name), named(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         raise UsageError(
-            f"{option} writes a folder ({name}), but {printable(output.path or '')} would be {container.name}",
+            f"{option} writes a folder ({name}), but {output.path or ''} would be {container.name}",
             "Nothing else is divided into files.",
             f"For example: {_EXAMPLES[name]}",
         )
@@ -217,7 +217,7 @@ def _name_notes(tree: Any, original: Checkpoint, beside: ModelFolder, output: Ou
         return ()
     path = (output.path or "").rstrip("/")
     fix = command("strip-module", path, prefix=found if lightning else "", out=f"{path}-bare/")
-    return (Note("prefix-module", f"{beside.library} does not find names that begin with {printable(found)}", fix),)
+    return (Note("prefix-module", f"{beside.library} does not find names that begin with {found}", fix),)
 
 
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]

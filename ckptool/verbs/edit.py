@@ -64,7 +64,7 @@ def _array(place: str, given: Any) -> Any:
         return given  # numpy's own
     entry = checkpoint_of(given).tree
     if not isinstance(entry, TensorEntry):
-        what = f"the values for {printable(place)} are of type {type(given).__name__}, and no array"
+        what = f"the values for {place} are of type {type(given).__name__}, and no array"
         raise UsageError(what, "", "Give an array of the tensor's type: numpy.asarray(VALUES, 'float32')")
     return entry.numpy()
 

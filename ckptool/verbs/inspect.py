@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import unchanged
-from ckptool.errors import counted, form, listed, printable
+from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.fixes import runnable
 from ckptool.reports.inspect import Inspection, Listing, listing, matching_only
@@ -69,6 +69,6 @@ def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:
         Note(
             "non-finite",
             f"{len(bad):,} of {counted(len(found.tensors), 'tensor')} {form(len(bad), 'holds', 'hold')} "
-            f"NaN or Inf: {listed([printable(place) for place in bad], 3)}",
+            f"NaN or Inf: {listed(bad, 3)}",
         )
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
-from ckptool.errors import CkptoolError, Corrupt, UsageError, printable
+from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
 from ckptool.reports.train import GOOD, RunCheckpoint, RunReport
 from ckptool.training import CONFIG, HISTORY, is_run
@@ -55,7 +55,7 @@ def folder_of(run: PathLike) -> str:
     name = os.fspath(run)
     if not is_run(name):
         raise UsageError(
-            f"{printable(name)} is not a run: it lacks run.yaml or checkpoints",
+            f"{name} is not a run: it lacks run.yaml or checkpoints",
             "",
             Advice("Look: ", command("scan", name)),
         )
@@ -72,7 +72,7 @@ def _config(path: str) -> tuple[str, dict[str, Any]]:
     except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Corrupt(f"{printable(path)} is not the configuration of a run", "It was changed, or damaged.")
+        raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
     return text.partition("\n")[0].removeprefix("# ckptool run ").strip(), found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptool.checkpoint.commands import FILE, OUT, Command, command
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed
 from ckptool.transforms.translate.layouts import LayoutList, layout_between, read_layout, shipped
 
 
@@ -16,7 +16,7 @@ def layouts(name: str | None = None) -> LayoutList:
     Raises `UsageError` for a name that none has.
     """
     if name is not None and name not in shipped():
-        what = f"{printable(name)!r} is not a layout that ships"
+        what = f"{name!r} is not a layout that ships"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return LayoutList(tuple(read_layout(path) for each, path in shipped().items() if name in (None, each)))
 

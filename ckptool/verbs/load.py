@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint.graph import no_collection
-from ckptool.errors import Corrupt, UsageError, listed, printable
+from ckptool.errors import Corrupt, UsageError, listed
 from ckptool.formats.opening import CheckpointLike, open_whole
 
 
@@ -37,7 +37,7 @@ def load(
     arguments that cannot be followed, and what reading raises.
     """
     if pickle_module is not None and getattr(pickle_module, "__name__", "") != "pickle":
-        what = f"pickle_module={printable(getattr(pickle_module, '__name__', repr(pickle_module)))[:80]} is not used"
+        what = f"pickle_module={getattr(pickle_module, '__name__', repr(pickle_module))[:80]} is not used"
         raise UsageError(what, "ckptool reads pickles itself, and runs nothing of them.", "Leave it out.")
     text = _python_2_text(**pickle_load_args)
     from ckptool import bridge
@@ -57,7 +57,7 @@ def _python_2_text(
     try:
         "-".encode(encoding, errors)
     except LookupError as error:  # for `bytes` as well, which torch takes: what is UTF-8 is text here
-        why = printable(str(error))
+        why = str(error)
         fix = "Leave it out, and strings that are not UTF-8 are bytes; or name a codec: encoding='latin1'"
         raise UsageError(f"encoding={encoding!r} is not supported", why, fix) from None
 
@@ -65,7 +65,7 @@ def _python_2_text(
         try:
             return raw.decode(encoding, errors)
         except (UnicodeError, LookupError) as error:
-            what, why = f"a string of Python 2 is not {printable(encoding)}", printable(str(error))[:200]
+            what, why = f"a string of Python 2 is not {encoding}", str(error)[:200]
             raise Corrupt(what, why, "Say what it is: encoding='latin1'") from None
 
     return text

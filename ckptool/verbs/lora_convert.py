@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
@@ -36,7 +36,7 @@ def lora_convert(
     """
     output = output_of_adapter("lora convert", out, options, adapter)
     if to not in SCHEMES:
-        raise UsageError(f"unknown naming scheme {printable(to)!r}", f"Available: {', '.join(SCHEMES)}.")
+        raise UsageError(f"unknown naming scheme {to!r}", f"Available: {', '.join(SCHEMES)}.")
     checkpoint, found = open_adapter(adapter, config)
     given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]

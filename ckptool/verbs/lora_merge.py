@@ -60,7 +60,7 @@ def lora_merge(
         again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
         fix = Advice("If this is the changed base: ", again)
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
-    merged = _merged(root.node, found, checkpoint, printable(opened.name), scale)
+    merged = _merged(root.node, found, checkpoint, opened.name, scale)
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
     left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
     saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])

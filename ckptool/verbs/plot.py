@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import NoMatch, listed, printable
+from ckptool.errors import NoMatch, listed
 from ckptool.formats.opening import PathLike, refuse_address
 from ckptool.reports.plot import CurveBuilder, RunHistory
 from ckptool.training import HISTORY, METRICS
@@ -98,10 +98,8 @@ class _Curves:
         rows = [self._matches(name) for name in self.wanted]
         for number, pattern in enumerate(self.only):
             if not any(row[number] for row in rows):
-                why = (
-                    f"It logged {listed(list(map(printable, self.wanted)), 20)}." if rows else "It has logged nothing."
-                )
-                raise NoMatch(f"the run has no curve {printable(pattern)!r}", why, "Draw all of them: omit --only")
+                why = f"It logged {listed(list(self.wanted), 20)}." if rows else "It has logged nothing."
+                raise NoMatch(f"the run has no curve {pattern!r}", why, "Draw all of them: omit --only")
 
 
 def _is_step(value: Any) -> bool:

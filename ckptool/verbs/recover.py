@@ -11,7 +11,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError
 from ckptool.formats.damaged import Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
@@ -107,7 +107,7 @@ def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
         )
     if source.is_at(out):
         raise Conflict(
-            f"{printable(os.fspath(out))} is the damaged file itself",
+            f"{os.fspath(out)} is the damaged file itself",
             "More may yet be recovered from it; it was left as it is.",
             "Choose another name: -o OUT",
         )

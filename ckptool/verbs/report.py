@@ -12,7 +12,7 @@ from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, printable
+from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
@@ -125,7 +125,7 @@ def _newest(about: RunReport) -> str:
     for one in about.checkpoints:
         if one.step == about.resumes:
             return one.path
-    what = f"{printable(about.path)} has no checkpoint that is whole"
+    what = f"{about.path} has no checkpoint that is whole"
     raise UsageError(what, "A run is shown with its newest one.", Advice("Look: ", command("inspect", about.path)))
 
 
@@ -173,10 +173,10 @@ def _check_output(out: PathLike, inputs: Iterable[object], overwrite: bool) -> N
         path = split(given)[0] if isinstance(given, (str, os.PathLike)) else ""
         for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
             if place and os.path.exists(place) and os.path.exists(name) and os.path.samefile(place, name):
-                what = f"{printable(name)} is an input of the report"
+                what = f"{name} is an input of the report"
                 raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
     if overwrite and os.path.isfile(name) and not _is_page(name):  # a shard of an index, a rank beside another, …
-        what = f"{printable(name)} is not a page"
+        what = f"{name} is not a page"
         raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
     check_target(out, overwrite=overwrite)
 

@@ -12,7 +12,7 @@ from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.workers import Progress, Task, in_turn
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, printable
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted
 from ckptool.formats import deepspeed, megatron, members, sharded, torch_checkpointing
 from ckptool.formats.files_beside import is_pickled
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
@@ -79,7 +79,7 @@ def _row_or_bug(full: bool, path: str, progress: Progress | None = None) -> Scan
     except CkptoolError:
         raise
     except Exception as error:
-        what = f"ckptool could not judge it ({type(error).__name__}: {printable(str(error))})"
+        what = f"ckptool could not judge it ({type(error).__name__}: {error!s})"
         raise Corrupt(what, "That is a bug in ckptool; nothing is known of the file.") from error
 
 
@@ -123,7 +123,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             continue
         count += len(inside)
         if count > MAX_FILES:
-            raise UsageError(f"{printable(folder)} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+            raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         own, claimed = _checkpoints_of(here, is_top=here == folder)
         yield from ((path, True) for path in own)
         below: list[str] = []

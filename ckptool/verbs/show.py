@@ -10,7 +10,7 @@ from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.strided import slice_view, to_numpy
 from ckptool.checkpoint.tree import address, find
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.reports.show import Shown
 
@@ -32,7 +32,7 @@ def show(file: CheckpointLike, *, at: str | None = None, slice: str | None = Non
     if not isinstance(node, TensorEntry):
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
-            raise UsageError(f"{printable(address(path)) or 'the whole file'} cannot be sliced: it is {kind}")
+            raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
         return Shown(opened.name, address(path), node, None, None, False)
     view = slice_view(node, slice) if slice is not None else node
     edges = not all and view.numel > WHOLE

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import refused_place
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import LimitExceeded, UsageError, printable
+from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, in_memory, open_whole, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import Spec, is_spec, parse_spec
@@ -59,15 +59,15 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         return _of_code(name, at)
     if not os.path.lexists(path) and "::" not in name and ":" in name:
         raise UsageError(
-            f"{printable(name)} is neither a file nor a name of your own code",
+            f"{name} is neither a file nor a name of your own code",
             "Your own code is file.py:factory or pkg.module:factory.",
             "For example: --against model.py:build",
         )
     if path.endswith(".py") and os.path.isfile(path):
         raise UsageError(
-            f"{printable(path)} is a Python file; name what in it builds the model",
+            f"{path} is a Python file; name what in it builds the model",
             "It is a function without arguments, a class, or a module.",
-            f"For example: {printable(path)}:build_model",
+            f"For example: {path}:build_model",
         )
     read = _spec_in(path) if os.path.isfile(path) else None
     if read is not None:
@@ -98,7 +98,7 @@ def _spec_in(path: str) -> bytes | None:
 
 def _of_code(name: str, at: str | None) -> Target:
     if at is not None:
-        raise UsageError("--at names a part of a checkpoint", f"{printable(name)} is code, and builds one model.")
+        raise UsageError("--at names a part of a checkpoint", f"{name} is code, and builds one model.")
     from ckptool.verbs._live import target_of_code
 
     return replace(target_of_code(name), name=name)

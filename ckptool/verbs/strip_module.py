@@ -63,5 +63,5 @@ def _old_names(change: FileChange, renamed: Renamed) -> Iterator[Note]:
         lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
         names = [name for each in (*lists, optimizer["state"]) if isinstance(each, (list, dict)) for name in each]
         if told := list(dict.fromkeys(name for name in names if type(name) is str and name in old)):
-            message = f"{printable(address(path))} is outside what was changed, and has the old names: "
-            yield Note("old-names", message + listed([printable(name) for name in told], 3))
+            message = f"{address(path)} is outside what was changed, and has the old names: "
+            yield Note("old-names", message + listed(told, 3))

@@ -55,7 +55,7 @@ def translate(
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
     if rest not in REST:
-        raise UsageError(f"unknown --rest {printable(rest)!r}", f"Available: {', '.join(REST)}.")
+        raise UsageError(f"unknown --rest {rest!r}", f"Available: {', '.join(REST)}.")
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
         rules_file = texts.pop()  # as the option of the command is called

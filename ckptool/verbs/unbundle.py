@@ -14,7 +14,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import CkptoolError, Conflict, UsageError, counted, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_folder, replace_folder
@@ -92,7 +92,7 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
     check_names(names)
     if odd := [name for name in tree if type(name) not in (str, int)]:
         raise Conflict(
-            f"the bundle has an entry under {printable(repr(odd[0]))[:80]}, which is neither a string nor a number",
+            f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
             f"{bundle_json.NAME} cannot express that.",
             Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
         )

@@ -281,7 +281,7 @@ def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
         if note.code in _SAID:
             yield note
     if checkpoint.untied:
-        shown = listed([printable(name) for name in checkpoint.untied], 3)
+        shown = listed(checkpoint.untied, 3)
         yield Note("not-provable", f"nothing shows whether all files are of one step: no step is recorded in {shown}")
 
 

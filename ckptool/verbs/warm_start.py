@@ -13,7 +13,7 @@ from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
-from ckptool.errors import UsageError, printable
+from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
@@ -159,7 +159,7 @@ def _refuse_target(target: Target, output: Output) -> None:
     source = target.checkpoint.source if target.checkpoint is not None else None
     if source is not None and source.is_at(output.path or "") and not output.overwrite:
         raise UsageError(
-            f"{printable(output.path or '')} is the target itself",
+            f"{output.path or ''} is the target itself",
             "It was left as it is.",
             "Replace it: -f, or name another file.",
         )

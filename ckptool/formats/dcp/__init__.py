@@ -26,7 +26,6 @@ from ckptool.errors import (
     Unsupported,
     counted,
     listed,
-    printable,
 )
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.dcp import beside_table
@@ -130,7 +129,7 @@ def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
                 continue
             label = name if len(value.chunks) == 1 else f"{name}@{','.join(map(str, box[0]))}"
             if label in tree:
-                raise tables.damaged(f"has two values called {printable(label)}")
+                raise tables.damaged(f"has two values called {label}")
             tree[label] = (
                 payloads.object(name, place) if value.dtype is None else payloads.chunk(name, place, box, value.dtype)
             )
@@ -176,7 +175,7 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
         begin, sizes = box
         entry, owner = payloads.chunk(name, place, box, value.dtype), _owner(place)
         if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, value.dtype):
-            meant = f"the chunk of {printable(name)} at {list(begin)} should be {value.dtype}{list(sizes)}"
+            meant = f"the chunk of {name} at {list(begin)} should be {value.dtype}{list(sizes)}"
             what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
         chunks.append(Chunk(entry, begin, owner))
@@ -205,7 +204,7 @@ def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
 
 def _owner(place: Place) -> str:
     found = _RANK.match(place.file)
-    return f"rank {int(found[1])} ({printable(place.file)})" if found else printable(place.file)
+    return f"rank {int(found[1])} ({place.file})" if found else place.file
 
 
 def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) -> Any:
@@ -235,12 +234,12 @@ def _paths(tables: Tables, values: dict[str, Any]) -> tuple[dict[str, Path], lis
         if path is None:
             continue
         if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
-            raise tables.damaged(f"has no path for {printable(name)}")
+            raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
-            what = f"{tables.folder}: {printable(name)[:80]} is nested {len(path):,} deep"
+            what = f"{tables.folder}: {name[:80]} is nested {len(path):,} deep"
             raise LimitExceeded(what, "No checkpoint is.")
         if not all(type(part) in (str, int) for part in path):
-            raise tables.damaged(f"has a path for {printable(name)} that is not of names and numbers")
+            raise tables.damaged(f"has a path for {name} that is not of names and numbers")
         paths[name] = tuple(path)
     return paths, []
 
@@ -267,9 +266,9 @@ def _nested(tables: Tables, values: dict[str, Any], paths: dict[str, Path]) -> d
                     lists.append((node, key))
             node = node[key]
             if id(node) not in containers or isinstance(node, _List) != (type(after) is int):
-                raise tables.damaged(f"has a path for {printable(name)} that goes through another value")
+                raise tables.damaged(f"has a path for {name} that goes through another value")
         if path[-1] in node:
-            raise tables.damaged(f"has one path for two values, {printable(name)} and another")
+            raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
     for parent, key in reversed(lists):
         parent[key] = _as_list(tables, parent[key])
@@ -293,7 +292,7 @@ def _notes(tables: Tables) -> list[Note]:
     named = {*tables.files, *tables.names}
     stale = [name for name in tables.folder.names if name not in named and _is_of_a_rank(name)]
     if stale:
-        shown = listed([printable(name) for name in stale], 3)
+        shown = listed(stale, 3)
         whose = METADATA if METADATA in named else "the ranks' tables"
         what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
         notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {shown}"))

@@ -24,7 +24,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
 from ckptool.checkpoint.strided import resolved, row_major
-from ckptool.errors import CkptoolError, Conflict, LimitExceeded, printable
+from ckptool.errors import CkptoolError, Conflict, LimitExceeded
 from ckptool.formats import marks, sidecar
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
 from ckptool.formats.dcp.tables import METADATA
@@ -256,7 +256,7 @@ def _unpacked(facts: dict[str, Any], values: dict[str, Any], opener: Opener) -> 
     left = [MAX_COMPARED]
     for name, value in values.items():
         if not _is_same(found[name], value, left):
-            raise Conflict(f"it has another {printable(name)} than the table")
+            raise Conflict(f"it has another {name} than the table")
     return tree
 
 

@@ -25,7 +25,7 @@ from ckptool.checkpoint import (
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Part, Source
 from ckptool.checkpoint.tree import map_storages
-from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed, printable
+from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import crc_combine
 
@@ -91,7 +91,7 @@ class _Stream:
         try:
             data: bytes = self.reader.read(min(most, BLOCK))
         except self.error as error:
-            what = f"{self.part} cannot be inflated: {printable(str(error))}"
+            what = f"{self.part} cannot be inflated: {error!s}"
             raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
         self.at += len(data)
         return data
@@ -173,7 +173,7 @@ def refuse_unknown(transforms: tuple[str, ...], what: str) -> None:
     if transforms != (ZSTD,):
         why = "An extension of torch's writer did that; only it can undo it."
         fix = "With torch: load it with the same extension, and save it without."
-        raise Unsupported(f"{what} is packed by {printable(listed(transforms))}", why, fix)
+        raise Unsupported(f"{what} is packed by {listed(transforms)}", why, fix)
     try:
         import zstandard  # noqa: F401
     except ImportError as error:
@@ -220,7 +220,7 @@ def _values(part: Part, streams: Streams, shape: tuple[int, ...], dtype: DType, 
     inflated = Inflated(part, streams, prod(shape) * dtype.itemsize + MOST_BESIDE)
     entry = inflated.zip().tree
     if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (shape, dtype):
-        what = f"{part}: the chunk of {printable(name)} should be {dtype}{list(shape)}, its file has {entry!r:.100}"
+        what = f"{part}: the chunk of {name} should be {dtype}{list(shape)}, its file has {entry!r:.100}"
         raise Corrupt(what, "The files are of two checkpoints, or one of them was damaged.")
     inflated.confirm(entry.storage)
     return entry.with_storage(_computed(entry.storage))

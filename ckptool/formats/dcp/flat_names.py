@@ -18,7 +18,7 @@ from ckptool.checkpoint.graph import MAX_DEPTH, visit
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, replaced_at
-from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, printable
+from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 
 # Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.
 FREE_NAMES = 10_000
@@ -51,7 +51,7 @@ class FlatNames:
         name = ".".join(map(str, path))
         if name in self.values:
             raise Unsupported(
-                f"{printable(address(place))} and another entry would both be called {printable(name)}",
+                f"{address(place)} and another entry would both be called {name}",
                 "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
                 Advice("Rename one first: ", command("rename", FILE, "OLD => NEW", out=OUT)),
             )
@@ -118,7 +118,7 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 def _refuse_loop(loops: bool, place: tuple[Any, ...]) -> None:
     if loops:
         raise Conflict(
-            f"{printable(address(place))} contains itself",
+            f"{address(place)} contains itself",
             "It has no end of names. Nothing was written.",
             Advice("Leave it out first: ", command("edit", FILE, drop=escape(address(place)), out=OUT)),
         )

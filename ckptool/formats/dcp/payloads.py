@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, FileRange, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part
-from ckptool.errors import Corrupt, printable
+from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.boxes import Box
 from ckptool.formats.dcp import compressed
@@ -39,7 +39,7 @@ class Payloads:
         """An object, or what stands in one file. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
         part = self._part(place)
         if place.transforms:
-            compressed.refuse_unknown(place.transforms, f"{self.folder}: {printable(name)}")
+            compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
             value, discarded = compressed.compressed_object(part, self._streams)
             self.discarded += discarded
             return value
@@ -73,7 +73,7 @@ class Payloads:
     def _chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
         part = self._part(place)
         if place.transforms:
-            compressed.refuse_unknown(place.transforms, f"{self.folder}: {printable(name)}")
+            compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
             return compressed.compressed_tensor(part, self._streams, box[1], dtype, name)
         known = self._templates.entry_of(part)
         if known is not None:
@@ -100,7 +100,7 @@ class Payloads:
 
     def _zip(self, name: str, part: Part) -> Checkpoint:
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
-            what = f"{part}: there is no torch zip where {printable(name)} should be"
+            what = f"{part}: there is no torch zip where {name} should be"
             raise Corrupt(what, "The file or the table belongs to another checkpoint.")
         checkpoint = torch_zip.read(part)
         self.discarded.extend(checkpoint.discarded)
@@ -119,7 +119,7 @@ class Payloads:
         tree, offsets = self._safetensors[key]
         entry = tree.get(name)
         if not isinstance(entry, TensorEntry) or offsets.get(name, list(box[0])) != list(box[0]):
-            what = f"{file} has no chunk of {printable(name)} at {list(box[0])} in its safetensors"
+            what = f"{file} has no chunk of {name} at {list(box[0])} in its safetensors"
             raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
         return entry
 

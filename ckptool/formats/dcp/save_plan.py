@@ -26,7 +26,7 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
-from ckptool.errors import LimitExceeded, UsageError, listed, printable
+from ckptool.errors import LimitExceeded, UsageError, listed
 from ckptool.formats import sidecar, torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import beside_table
@@ -104,7 +104,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     if record is not None:
         places = [saving.place_of(item) for item in saving.raws]
         files[sidecar.NAME] = [record.written(table, places)]
-        kept = listed([f"{what} ({printable(where) or 'the top'})" for what, where in lost.items()], len(lost))
+        kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
         notes = (Note("side-car", f"{sidecar.NAME} keeps, for ckptool alone, what torch cannot say here: {kept}"),)
     files[METADATA] = [InlineBytes(table)]
     return Plan(files, saving.checks, notes=notes)

@@ -22,7 +22,6 @@ from ckptool.errors import (
     LimitExceeded,
     NotACheckpoint,
     counted,
-    printable,
 )
 from ckptool.formats.boxes import Box
 from ckptool.formats.joined_folder import lacks, missing_ranks
@@ -97,7 +96,7 @@ class Tables:
         places = self._places(name, facts.get("storage_data"))
         for key, node in described.items():
             self._add_value(name, key, node, places)
-        self.unused.update(printable(key) for key, _ in places)
+        self.unused.update(key for key, _ in places)
         paths = facts.get("planner_data")
         self.paths = {**paths, **self.paths} if isinstance(paths, dict) else self.paths
         if type(version := facts.get("version")) is str:
@@ -134,7 +133,7 @@ class Tables:
                 raise self.damaged(f"has an entry {len(places):,} without a place", name)
             if key in places:
                 raise Ambiguous(
-                    f"{self.folder}: its {name} has two places for {printable(key[0])}",
+                    f"{self.folder}: its {name} has two places for {key[0]}",
                     "Readers disagree about which one counts.",
                 )
             places[key] = place
@@ -148,8 +147,7 @@ class Tables:
         known = self.values.setdefault(name, value)
         if (known.shape, known.dtype) != (value.shape, value.dtype):
             raise Conflict(
-                f"{self.folder}: {printable(name)} is {_kind(known)} in one of its tables, and {_kind(value)} in "
-                f"{table}",
+                f"{self.folder}: {name} is {_kind(known)} in one of its tables, and {_kind(value)} in {table}",
                 "The tables are of two checkpoints.",
                 "Copy the folder again, or take another checkpoint.",
             )
@@ -168,12 +166,10 @@ class Tables:
         if kind == "BytesStorageMetadata":
             return Described()
         if kind != "TensorStorageMetadata":
-            raise self.damaged(
-                f"says of {printable(name)} that it is a {printable(kind or type(node).__name__)}", table
-            )
+            raise self.damaged(f"says of {name} that it is a {kind or type(node).__name__}", table)
         shape, (dtype, trained) = sizes_of(node.attributes.get("size")), _properties(node.attributes.get("properties"))
         if shape is None or dtype is None:
-            raise self.damaged(f"says nothing of the shape or type of {printable(name)}", table)
+            raise self.damaged(f"says nothing of the shape or type of {name}", table)
         return Described(shape, dtype, trained)
 
     def _boxes(self, table: str, name: str, chunks: Any, rank: int) -> list[Box]:
@@ -183,16 +179,16 @@ class Tables:
             fields = chunk.attributes if _class(chunk) == "ChunkStorageMetadata" else {}
             begin, sizes = sizes_of(fields.get("offsets")), sizes_of(fields.get("sizes"))
             if begin is None or sizes is None or len(begin) != rank or len(sizes) != rank:
-                raise self.damaged(f"has chunks of {printable(name)} without offsets and sizes", table)
+                raise self.damaged(f"has chunks of {name} without offsets and sizes", table)
             if (begin, sizes) in boxes and 0 not in sizes:
-                raise self.damaged(f"has a chunk of {printable(name)} at {list(begin)} twice: they overlap", table)
+                raise self.damaged(f"has a chunk of {name} at {list(begin)} twice: they overlap", table)
             boxes[begin, sizes] = None
         return list(boxes)
 
     def _taken(self, table: str, key: Key, places: dict[Key, Place]) -> Place:
         place = places.pop(key, None)
         if place is None:
-            what = printable(key[0]) if key[1] is None else f"the chunk of {printable(key[0])} at {list(key[1])}"
+            what = key[0] if key[1] is None else f"the chunk of {key[0]} at {list(key[1])}"
             raise self.damaged(f"does not say where {what} is", table)
         return place
 

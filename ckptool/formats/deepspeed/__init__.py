@@ -17,7 +17,7 @@ from dataclasses import replace
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, read_small
-from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed, printable
+from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.parts import names_in
 
 NAME = "deepspeed"
@@ -97,9 +97,9 @@ def read(source: Folder) -> Checkpoint:
         return found
     source.adopt(os.path.basename(tag.path), tag)
     notes = found.notes
-    if others := sorted(map(printable, other_tags(source))):
+    if others := sorted(other_tags(source)):
         beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
-        notes += (Note(OTHER_TAGS, f"{printable(os.path.basename(tag.path))} was read; {beside}"),)
+        notes += (Note(OTHER_TAGS, f"{os.path.basename(tag.path)} was read; {beside}"),)
     return replace(found, source=source, notes=notes)
 
 
@@ -111,17 +111,17 @@ def _tag(folder: Folder) -> str:
     advice = Advice("Name one: ", command("inspect", os.path.join(folder.path, tags[-1]))) if tags else ""
     latest = next((latest for latest in LATEST if latest in folder), None)
     if latest is None:
-        shown = listed([printable(tag) for tag in tags], 3)
+        shown = listed(tags, 3)
         what = f"{folder} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {shown}"
         raise Ambiguous(what, "The file `latest`, which names one of them, is not beside them.", advice)
     name = _named_by(folder, latest)
-    path = printable(os.path.join(folder.path, latest))
+    path = os.path.join(folder.path, latest)
     if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
-        what = f"{path} names a folder outside of it: {printable(name[:200])!r}"
+        what = f"{path} names a folder outside of it: {name[:200]!r}"
         raise Corrupt(what, "Such names are never followed.", advice)
     if name in folder:
-        what = f"{path} names {printable(name)}, which has none of DeepSpeed's files in it"
+        what = f"{path} names {name}, which has none of DeepSpeed's files in it"
         raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
-    what = f"{path} names {printable(name[:200])}, which is not there"
+    what = f"{path} names {name[:200]}, which is not there"
     why = "The folder of that tag was moved, deleted or not copied along."
     raise Corrupt(what, why, advice or Advice("See what is there: ", other_program("ls", folder.path)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.errors import Corrupt, printable
+from ckptool.errors import Corrupt
 from ckptool.formats.boxes import Chunk
 from ckptool.formats.deepspeed.shares import Share, complete
 from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, joined_groups, parallel, shapes_of, tree_of
@@ -105,7 +105,7 @@ def _refuse_missing(tag: Tag, known: Mapping[str, Any], found: Mapping[str, Any]
         tied = layer == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
         if name not in found and (layer.isdecimal() or layer == "tied_modules") and not tied:
             file = f"layer_{layer:0>2}-model_states.pt" if layer.isdecimal() else "a layer's file"
-            what = f"{tag.folder} lacks {printable(name)}, which the ranks' files name"
+            what = f"{tag.folder} lacks {name}, which the ranks' files name"
             raise Corrupt(what, f"It is in {file}, which is not there or is another's.", "Copy all files of the run.")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object
-from ckptool.errors import Conflict, counted, listed, printable
+from ckptool.errors import Conflict, counted, listed
 from ckptool.formats.boxes import agree
 from ckptool.formats.deepspeed.flat import RankVector, bare
 from ckptool.formats.joined_folder import damaged, lacks, missing_ranks, mixed
@@ -50,7 +50,7 @@ class Share:
         weights = self.weights[group]
         entry = self.state(group).get(key) if key else weights
         if not isinstance(entry, TensorEntry) or len(entry.shape) != 1 or entry.shape[0] < weights.shape[0]:
-            what = f"has no {printable(key)} for all of group {group}, of which it has the weights"
+            what = f"has no {key} for all of group {group}, of which it has the weights"
             raise damaged(self.file, what)
         return RankVector(replace(entry, shape=weights.shape), f"rank {self.rank:,}")
 
@@ -190,7 +190,7 @@ def _same_steps(folder: Folder, first: Share, other: Share) -> None:
             one, another = ours[key], theirs[key]
             both = isinstance(one, TensorEntry) and isinstance(another, TensorEntry)
             if agree(one, another) is False if both else type(one) is not type(another) or one != another:
-                raise mixed(folder, first.file, other.file, f"{printable(str(key))} of the optimizer differs")
+                raise mixed(folder, first.file, other.file, f"{key!s} of the optimizer differs")
 
 
 def check_mappings(share: Share, group: int, shapes: Iterable[tuple[str, int, int]], begin: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.errors import Unsupported, counted, listed, printable
+from ckptool.errors import Unsupported, counted, listed
 from ckptool.formats import deepspeed
 from ckptool.formats.boxes import agree
 from ckptool.formats.deepspeed import UNIVERSAL
@@ -92,7 +92,7 @@ def _add_parallel(tag: Tag, file: str, groups: list[dict[str, tuple[int, ...]]],
         other: Any = own.setdefault(name, value)
         both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
         if name not in trained and both and agree(other, value, read=True) is False:
-            what = f"{tag.folder}: {printable(str(name))} is another tensor in {file}, and is not trained"
+            what = f"{tag.folder}: {name!s} is another tensor in {file}, and is not trained"
             why = "It may be divided between ranks of tensor parallelism; ds_to_universal joins only what is trained."
             raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
 
@@ -122,7 +122,7 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
     ]
     if wrong or (len(weight.shape) != len(shape)):
         meant = list(weight.shape if wrong else shape)
-        raise damaged(files, f"has {printable(listed(wrong or [WEIGHT]))} of another shape than {meant}")
+        raise damaged(files, f"has {listed(wrong or [WEIGHT])} of another shape than {meant}")
     return slots
 
 

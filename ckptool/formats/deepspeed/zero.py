@@ -257,7 +257,7 @@ def joined_groups(tag: Tag, first: dict[str, Any], shares: list[Share], own: dic
     names: dict[int, list[str]] = {}
     for name, shape, group, ranges in laid:
         if name in joined.weights:
-            raise damaged(tag.folder, f"{printable(name)} is in two groups of the optimizer")
+            raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
         values = {
             key: join(tag.joiner, f"{name} {key}".strip(), shape, parts, None if key else _copy(own.get(name), shape))
             for key, parts in ranges.items()
@@ -336,7 +336,7 @@ def _check_vector(
         return  # DeepSpeed's own record of the pieces has another order than its vectors
     for share, begin in zip(team, vector.begins, strict=True):
         if name := check_mappings(share, group, row, begin):
-            raise mixed(tag.folder, tag.models[0], share.file, f"{printable(name)} lies elsewhere")
+            raise mixed(tag.folder, tag.models[0], share.file, f"{name} lies elsewhere")
 
 
 def _teams(first: dict[str, Any], shares: list[Share], group: int) -> list[list[Share]]:
@@ -356,7 +356,7 @@ def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
     """The name of an expert among all of them, of its name among those of its ranks."""
     found = _LOCAL_EXPERT.fullmatch(name)
     if found is None:
-        what = f"{tag.folder}: {printable(name)} is divided over some of the ranks, and is no expert of deepspeed.moe"
+        what = f"{tag.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
         raise Unsupported(
             what, "Which ranks have which part of it is not known here.", "With DeepSpeed: load it there."
         )
@@ -446,7 +446,7 @@ class Models:
             other, name = self.tag.model(rank), self.tag.models[rank]
             for key in ("global_steps", "dp_world_size"):
                 if self.first.get(key) != other.get(key):
-                    what = f"{key} are {printable(str(self.first.get(key)))} and {printable(str(other.get(key)))}"
+                    what = f"{key} are {self.first.get(key)!s} and {other.get(key)!s}"
                     raise mixed(self.tag.folder, file, name, what)
             if shapes_of(self.tag, other, name) != shapes:
                 raise mixed(self.tag.folder, file, name, "their parameters have other names or shapes")
@@ -497,7 +497,7 @@ class Models:
         known = {name for shapes in shapes_of(self.tag, self.first, "", "frozen_param_shapes") for name in shapes}
         known |= set(self.buffers)
         empty = [
-            printable(str(name))
+            str(name)
             for name, value in module.items()
             if isinstance(value, TensorEntry) and value.shape == (0,) and name not in known
         ]

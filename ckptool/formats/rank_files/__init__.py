@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD
 from ckptool.formats.placements import RankFile
@@ -51,7 +51,7 @@ def _joined(ranks: RankSets, name: str) -> Any:
         ranks.files.joiner.different = before
         if not name.startswith(("optim", "extra")):
             raise not_joinable(ranks.folder, name, unjoinable)
-        what = f"{printable(name)} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
+        what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
         ranks.files.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
         return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
     walk.check()
@@ -109,7 +109,7 @@ class RankSets:
 
     def _mixed(self, names: list[str]) -> Conflict:
         return Conflict(
-            f"{self.folder} holds the files of two runs: {listed([printable(name) for name in names], 3)}",
+            f"{self.folder} holds the files of two runs: {listed(names, 3)}",
             "Their world sizes differ.",
             "Move the files of one of them to another folder.",
         )
@@ -127,5 +127,5 @@ class RankSets:
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""
         ranks = sorted(self.sets[name].items())
-        files = [RankFile(str(self.folder), printable(file), rank, self.world, self._tables) for rank, file in ranks]
+        files = [RankFile(str(self.folder), file, rank, self.world, self._tables) for rank, file in ranks]
         return files, [self.files.open(file) for _, file in ranks]

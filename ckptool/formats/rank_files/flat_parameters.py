@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.errors import Conflict, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.placements import distributed
 from ckptool.formats.rank_files import NAME, RankSets, is_flat_parameter
@@ -40,7 +40,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
         raise Unsupported(what, "Nothing in it has to be taken apart by the shapes of a model.", "Leave out --against.")
     if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
-        what = f"the files have tensors that the description has not: {listed([printable(name) for name in more], 3)}"
+        what = f"the files have tensors that the description has not: {listed(more, 3)}"
         raise _conflict(folder, what, "The description is of another model.")
     joiner = ranks.files.joiner
     buffers = {name: _buffer(joiner, name, shapes[name], trees) for name in shapes}
@@ -53,13 +53,13 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         if all(name in tree for tree in trees for name in own):
             own = [name for name in trees[0] if name in own]
         elif (not ordered and own == sorted(own)) or _is_sorted(own):
-            what = f"the parameters of {printable(key)} are given in the order of their names, not of the model"
+            what = f"the parameters of {key} are given in the order of their names, not of the model"
             raise _conflict(folder, what, "In the vector they are in the model's order, which safetensors files lose.")
         shares = []
         for file, tree in zip(files, trees, strict=True):
             vector = distributed(tree[key])
             if vector is None or vector.is_dtensor:
-                raise _conflict(folder, f"{printable(key)} is not a ShardedTensor", "Another version of FSDP wrote it.")
+                raise _conflict(folder, f"{key} is not a ShardedTensor", "Another version of FSDP wrote it.")
             shares.append(file.share(key, vector))
         chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
         (size,) = shares[0].shape
@@ -69,7 +69,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
                 pieces = [replace(chunks[0], entry=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
             found[name] = joiner.flat(name, shapes[name], shares[0].dtype, pieces)
     if lacking := [name for name in shapes if name not in found]:
-        shown = listed([printable(name) for name in lacking], 3)
+        shown = listed(lacking, 3)
         what = f"{counted(len(lacking), 'tensor is', 'tensors are')} in no file: {shown}"
         raise _conflict(folder, what, "The description is of another model.")
     model: dict[Any, Any] = {name: found[name] for name in shapes}
@@ -118,8 +118,8 @@ def _places(
         if at <= size < at + max(len(trees), 1) and pieces_fit:
             return iter(places.items())
     count = sum(map(prod, shapes.values()))
-    what = f"{printable(key)} has {counted(size, 'element')}, and the parameters that it should be made of {count:,}"
-    why = f"They are {counted(len(shapes), 'parameter')}: {listed([*map(printable, shapes)], 3)}. Nothing was written."
+    what = f"{key} has {counted(size, 'element')}, and the parameters that it should be made of {count:,}"
+    why = f"They are {counted(len(shapes), 'parameter')}: {listed([*shapes], 3)}. Nothing was written."
     raise _conflict(folder, what, why)
 
 

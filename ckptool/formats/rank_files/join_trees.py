@@ -14,7 +14,7 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
@@ -100,12 +100,12 @@ class TreeJoiner:
         first = entries[0]
         if other := next((each for each in entries if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
-            self.differing[path] = first, f"{printable(name)} ({shapes})"
+            self.differing[path] = first, f"{name} ({shapes})"
             return first
         chunks = [Chunk(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
         whole = self.joiner.replicated(name, chunks)
         if name in self.joiner.different:
-            self.differing[path] = first, printable(name)
+            self.differing[path] = first, name
         return whole
 
     def _whole(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
@@ -173,22 +173,22 @@ class TreeJoiner:
     def notes(self) -> list[Note]:
         if not self.others:
             return []
-        shown = [f"{printable(name)} (not as in {listed(files, 2)})" for name, files in self.others.items()]
+        shown = [f"{name} (not as in {listed(files, 2)})" for name, files in self.others.items()]
         what = counted(len(self.others), "value differs", "values differ")
         return [Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}")]
 
     def _conflict(self, name: str, what: str) -> Conflict:
-        return Conflict(f"{self.joiner.where}: {printable(name)} {what}", _OTHER_RUN, _AGAIN)
+        return Conflict(f"{self.joiner.where}: {name} {what}", _OTHER_RUN, _AGAIN)
 
     def _steps(self, name: str, what: str) -> Conflict:
-        return Conflict(f"{self.joiner.where}: the ranks' files are of different steps: {printable(name)} is {what}",
+        return Conflict(f"{self.joiner.where}: the ranks' files are of different steps: {name} is {what}",
             "They are no checkpoint together.", _AGAIN)  # fmt: skip
 
 
 def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
     """The error for plain tensors that may be shards of larger ones."""
     return Unsupported(
-        f"{where}: the ranks saved different plain tensors as {printable(name)}: {listed(differing, 3)}",
+        f"{where}: the ranks saved different plain tensors as {name}: {listed(differing, 3)}",
         "No file says how they are divided over the ranks, or whether they are: one rank's would not be the model.",
         "Save a full state dict: torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
     )

@@ -29,7 +29,6 @@ from ckptool.errors import (
     counted,
     form,
     listed,
-    printable,
 )
 from ckptool.formats import hf_pieces, marks, safetensors, sidecar
 from ckptool.formats.parts import INDEX, NUMBERED
@@ -105,9 +104,9 @@ def read(source: Input) -> Checkpoint:
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
     found = checkpoints_in(source)
     if len(found) > 1:
-        what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed([printable(name) for name in found])}"
+        what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed(found)}"
         why = "They may differ: name the one you mean."
-        raise Ambiguous(what, why, f"Name one of them: {printable(os.path.join(source.path, found[0]))}")
+        raise Ambiguous(what, why, f"Name one of them: {os.path.join(source.path, found[0])}")
     if not found:
         raise _no_index(source)
     if _is_index(found[0]):
@@ -126,7 +125,7 @@ def _opened(source: Source) -> Checkpoint:
 
 def _no_index(folder: Folder) -> OnlyAPart:
     shards = [name for name in folder.names if _is_shard(name)]
-    what = f"{folder} holds shards and no index: {listed([printable(name) for name in shards], 2)}"
+    what = f"{folder} holds shards and no index: {listed(shards, 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(folder):
         what += ", which torch consolidated and did not finish"
@@ -148,7 +147,7 @@ class _Index:
     shards: dict[str, Checkpoint] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{printable(os.path.join(self.folder.path, self.name))}"
+        return os.path.join(self.folder.path, self.name)
 
 
 def _read_index(folder: Folder, name: str) -> Checkpoint:
@@ -157,7 +156,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     if missing := folder.missing(files):
         raise Corrupt(
             f"{index}: {len(missing):,} of its {counted(len(files), 'shard')} "
-            f"{form(len(missing), 'is', 'are')} missing: {listed([printable(f) for f in missing], 3)}",
+            f"{form(len(missing), 'is', 'are')} missing: {listed(missing, 3)}",
             "A sharded checkpoint is complete only with all of its shards.",
             "Download or copy the missing files.",
         )
@@ -172,7 +171,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     sizes = _check_size(index, tree)
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:
-        shown = listed([printable(dropped) for dropped in ties], 3)
+        shown = listed(list(ties), 3)
         notes += (
             Note(
                 "ties-recorded",
@@ -219,9 +218,7 @@ def _parsed(folder: Folder, name: str) -> _Index:
 def _shard(index: _Index, file: str) -> Checkpoint:
     source = index.folder.open(file)
     if detect(source.read(0, min(HEAD, source.size)), source):
-        raise Corrupt(
-            f"{index} names an index as a shard: {printable(file)}", "Shards hold tensors, not further shards."
-        )
+        raise Corrupt(f"{index} names an index as a shard: {file}", "Shards hold tensors, not further shards.")
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
         what = f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}"
@@ -236,7 +233,7 @@ def _is_pickled(index: _Index) -> bool:
     kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
     if len(set(kinds.values())) > 1:
         odd = next(file for file in kinds if kinds[file])
-        what = f"{index} names shards of safetensors and of torch, as {printable(odd)}"
+        what = f"{index} names shards of safetensors and of torch, as {odd}"
         why = "Writers use one of the two; the files come from two runs."
         raise Conflict(what, why, _AGAIN)
     return any(kinds.values())
@@ -253,8 +250,7 @@ def _check_numbers(index: _Index, files: list[str]) -> None:
         return
     said = " and ".join(f"of {int(number):,}" for number in sorted(numbers))
     raise Conflict(
-        f"{index} names {counted(len(numbered), 'shard')}, whose names say that they are {said}: "
-        f"{listed([printable(f) for f in numbered], 3)}",
+        f"{index} names {counted(len(numbered), 'shard')}, whose names say that they are {said}: {listed(numbered, 3)}",
         "The files come from two runs, or the index belongs to others.",
         "Download or copy all of them again, index included.",
     )
@@ -279,7 +275,7 @@ def _check_agreement(index: _Index) -> None:
     twice = [(name, file, where) for name, file, where in strange if where is not None and name in trees[where]]
     if twice:
         name, file, where = twice[0]
-        what = f"{index}: {printable(str(name))} is in two shards, {printable(where)} and {printable(file)}"
+        what = f"{index}: {name!s} is in two shards, {where} and {file}"
         why = "Readers take one or the other; which of the two values is right is recorded nowhere."
         raise Conflict(what, why, _AGAIN)
     if lacking or strange:
@@ -292,11 +288,9 @@ def _check_agreement(index: _Index) -> None:
 def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]) -> str:
     parts = []
     if lacking:
-        parts.append(
-            f"{len(lacking):,} of its names are not in their shards ({listed([printable(n) for n in lacking], 3)})"
-        )
+        parts.append(f"{len(lacking):,} of its names are not in their shards ({listed(lacking, 3)})")
     if strange:
-        names = [f"{printable(str(name))} in {printable(file)}" for name, file, _ in strange]
+        names = [f"{name!s} in {file}" for name, file, _ in strange]
         tensors = f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')}"
         parts.append(f"{tensors} not in it ({listed(names, 3)})")
     return ", and ".join(parts)
@@ -316,7 +310,7 @@ def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
         return []
     if type(said) is int:
         _refuse_two_types(index, said)
-    shown = f"{said:,}" if type(said) in (int, float) else printable(repr(said)[:40])
+    shown = f"{said:,}" if type(said) in (int, float) else repr(said)[:40]
     return [Note("total-size", f"the index says that its tensors have {shown} bytes; they have {found:,}")]
 
 
@@ -340,7 +334,7 @@ def _refuse_two_types(index: _Index, said: int) -> None:
             odd = [
                 file for file, found in floats.items() if dtype_name not in {str(dtype) for dtype in found} and found
             ]
-            others = listed([printable(f) for f in odd], 3)
+            others = listed(odd, 3)
             what = f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {others}"
             raise Conflict(what, "The shards come from two runs, or from two versions of one.", _AGAIN)
 
@@ -378,8 +372,8 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
         for dropped, kept in place.items():
             tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
             if tied and ties.setdefault(dropped, kept) != kept:
-                both = f"{printable(kept)} and of {printable(ties[dropped])}"
-                what = f"{index}: {printable(dropped)} is recorded as a tie of {both}"
+                both = f"{kept} and of {ties[dropped]}"
+                what = f"{index}: {dropped} is recorded as a tie of {both}"
                 raise Conflict(what, "The shards come from two runs.")
     return ties
 
@@ -402,7 +396,7 @@ def _notes_of_shards(index: _Index) -> Iterator[Note]:
     for code, found in by_code.items():
         file, note = found[0]
         more = f" (and in {counted(len(found) - 1, 'other shard')})" if len(found) > 1 else ""
-        yield Note(code, f"{printable(file)}: {note.message}{more}")
+        yield Note(code, f"{file}: {note.message}{more}")
 
 
 def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
@@ -415,6 +409,6 @@ def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
         if name not in named and (found := NUMBERED.fullmatch(name)) and found["stem"] in beginnings
     ]
     if stale:
-        shown = listed([printable(name) for name in stale], 3)
+        shown = listed(stale, 3)
         what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
         yield Note("stale-shards", f"{what}, perhaps of another run: {shown}")

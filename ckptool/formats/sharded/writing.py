@@ -12,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
-from ckptool.errors import Unsupported, UsageError, is_text, listed, printable
+from ckptool.errors import Unsupported, UsageError, is_text, listed
 from ckptool.formats import marks, safetensors, sidecar, torch_zip, tree_record
 from ckptool.formats.parts import NUMBERED
 
@@ -35,7 +35,7 @@ def size_in_bytes(size: int | str) -> int:
         count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
         if count >= (1 if found[3] or found[5] else LEAST_BARE):
             return count
-    what = f"{printable(str(size)[:40])!r} is not a shard size"
+    what = f"{str(size)[:40]!r} is not a shard size"
     why = f"Give a number with a unit (5GB), or a number of bytes, {LEAST_BARE:,} or more."
     raise UsageError(what, why, "For example: 5GB, 500MB, 2GiB")
 
@@ -155,7 +155,7 @@ def _units_of_tensors(checkpoint: Checkpoint) -> list[_Unit]:
 
 def _units_of_pickles(checkpoint: Checkpoint) -> list[_Unit]:
     """The entries of a dictionary, those that share a storage together."""
-    wrong = [printable(str(key)[:80]) for key in checkpoint.tree if type(key) is not str or not is_text(key)]
+    wrong = [str(key)[:80] for key in checkpoint.tree if type(key) is not str or not is_text(key)]
     if wrong:
         raise Unsupported(f"names in an index of shards are strings, unlike {listed(wrong)}", "JSON has no other.")
     leader: dict[Any, Any] = {name: name for name in checkpoint.tree}

@@ -14,7 +14,7 @@ from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, Ordere
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import flipped, in_storage_order, row_major
 from ckptool.checkpoint.tree import address, walk
-from ckptool.errors import LimitExceeded, Unsupported, is_text, listed, printable
+from ckptool.errors import LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.tree_record import KEY, RESERVED, SCHEMA, STAND_INS
 from ckptool.pickles.calls import is_quiet
@@ -41,7 +41,7 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
 
 def _refuse_unknown(checkpoint: Checkpoint) -> None:
     unknown = [
-        f"{printable(node.name)} at {printable(address(path)) or 'the top'}"
+        f"{node.name} at {address(path) or 'the top'}"
         for path, node in walk(checkpoint.tree)
         if isinstance(node, Object) and not is_quiet(node)
     ]
@@ -285,7 +285,7 @@ def names_of(tree: Any) -> dict[int, str]:
             continue
         name = path[0] if flat and len(path) == 1 and type(path[0]) is str else address(path)
         if not is_text(name):
-            what = f"the tensor {printable(name)} has a name that is not Unicode text"
+            what = f"the tensor {name} has a name that is not Unicode text"
             raise Unsupported(what, "No other program could read it.", "Rename it first.")
         name = f"_{name}" if name.startswith(RESERVED) or name == "__metadata__" else name
         while name in taken:

@@ -14,7 +14,7 @@ from ckptool.checkpoint.files import Readable
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.strided import flipped, row_major
-from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed, printable
+from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed
 from ckptool.formats.tree_record import KEY, SCHEMA, STAND_INS
 from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
@@ -25,7 +25,7 @@ def unpack(source: Readable, stored: dict[str, TensorEntry], metadata: dict[str,
     try:
         record = json.loads(metadata[KEY])
         if record["schema"] != SCHEMA:
-            what = f"{source} holds a tree of the version {printable(str(record['schema']))}"
+            what = f"{source} holds a tree of the version {record['schema']!s}"
             raise Unsupported(what, f"This version reads {SCHEMA}.")
         unpacker = Unpacker(source, stored, record)
         tree = unpacker.tree()
@@ -45,7 +45,7 @@ class Unpacker:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
-            odd = listed([printable(str(name)) for name in sorted(names ^ set(stored))])
+            odd = listed(sorted(names ^ set(stored)))
             what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
             raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
         self.alike: dict[tuple[int, str], Data] = {}
@@ -136,9 +136,7 @@ class Unpacker:
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS and entry.dtype is not dtype else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
-            raise Conflict(
-                f"{self.source}: {printable(name)} no longer has the shape {list(shape)} of the record of the tree"
-            )
+            raise Conflict(f"{self.source}: {name} no longer has the shape {list(shape)} of the record of the tree")
         data: Data = entry.storage.data
         if conj or neg:
             data = flipped(data, dtype, conj, neg, entry.storage)

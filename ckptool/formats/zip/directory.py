@@ -32,7 +32,6 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
     counted,
-    printable,
 )
 from ckptool.formats.zip.record import (
     CENTRAL,
@@ -298,7 +297,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
             if size != stored and not method:
                 raise bad_entry(archive, name, f"is stored as it is, but in {stored:,} bytes instead of {size:,}")
             if name in records:
-                what = f"{archive.source} has two records named {printable(name)}"
+                what = f"{archive.source} has two records named {name}"
                 raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
             records[name] = record = Record(
                 archive, name, directory[at : at + fixed], flags, method, crc, stored, size, header, zip64
@@ -316,7 +315,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
-    record = f"{archive.source}: the record {printable(name.decode('utf-8', 'replace'))}"
+    record = f"{archive.source}: the record {name.decode('utf-8', 'replace')}"
     if signature != b"PK\x01\x02":
         raise Corrupt(f"{archive.source}: entry {len(archive.records):,} of the zip directory is damaged")
     for bit, word in _REFUSED_FLAGS.items():

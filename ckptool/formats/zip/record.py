@@ -327,13 +327,13 @@ def _check_folder(record: Record) -> None:
 
 
 def bad_entry(archive: Archive, name: str, what: str) -> Corrupt:
-    return Corrupt(f"{archive.source}: the record {printable(name)} {what}")
+    return Corrupt(f"{archive.source}: the record {name} {what}")
 
 
 def check_spelling(archive: Archive, raw: bytes, extra: bytes) -> None:
     """Raises `Ambiguous` for a name beyond ASCII that is not marked as UTF-8: many readers use a DOS code page."""
     if not any(kind == _UNICODE_PATH and content[5:] == raw for kind, content in extra_fields(extra)):
-        what = f"{archive.source}: the record name {printable(raw.decode())} does not say that it is UTF-8"
+        what = f"{archive.source}: the record name {raw.decode()} does not say that it is UTF-8"
         raise Ambiguous(what, "torch and others would read two different names.")
 
 
@@ -344,7 +344,7 @@ def check_extra(archive: Archive, name: str, extra: bytes) -> None:
         raise bad_entry(archive, name, "has an extra field that is longer than its entry")
     for kind, content in fields:
         if kind == _UNICODE_PATH and content[5:] != name.encode():
-            what = f"{archive.source}: the record {printable(name)} has another name in its extra field"
+            what = f"{archive.source}: the record {name} has another name in its extra field"
             raise Ambiguous(what, "Some readers take one, some the other.")
 
 
@@ -357,7 +357,7 @@ def check_names(archive: Archive) -> None:
         return
     for name, record in archive.records.items():
         if "\0" in name:
-            what = f"{archive.source}: the record name {printable(name)} holds a NUL"
+            what = f"{archive.source}: the record name {name} holds a NUL"
             raise Ambiguous(what, "torch reads it up to there, others as a whole.")
         if name.endswith("/"):
             _check_folder(record)
@@ -371,14 +371,14 @@ def refuse_equal_but_for_case(archive: Archive) -> None:
     for name in archive.records:
         other = folded.setdefault(name.lower(), name)
         if other != name:
-            what = f"{archive.source} has the records {printable(other)} and {printable(name)}"
+            what = f"{archive.source} has the records {other} and {name}"
             raise Ambiguous(what, "torch takes names without regard to case.")
 
 
 def odd_entries(archive: Archive) -> Iterator[Note]:
     """Notes what is harmless here, where nothing is unpacked, and should be known before another program unpacks it."""
     if re.search(LEADS_ELSEWHERE, "\n".join(archive.records)):
-        names = [printable(name) for name in archive.records if re.search(LEADS_ELSEWHERE, name)]
+        names = [name for name in archive.records if re.search(LEADS_ELSEWHERE, name)]
         if names:
             what = "could lead another program out of its folder"
             yield Note("unsafe-record-names", f"{counted(len(names), 'record name')} {what}: {listed(names, 3)}")

@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.checkpoint.graph import COPY, FillLater, GraphMapper, Of
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import array, array_type, element, scalar
-from ckptool.errors import CkptoolError, Corrupt, printable
+from ckptool.errors import CkptoolError, Corrupt
 from ckptool.pickles.known import is_torch_name, value_word
 
 Make = Callable[[Object], Any]
@@ -97,7 +97,7 @@ def python_value(node: Any) -> Any:
         return make(node)
     except _NOT_WRITTEN_SO:
         raise Corrupt(
-            f"{printable(node.name)} with arguments that it never writes", "The pickle is damaged or malicious."
+            f"{node.name} with arguments that it never writes", "The pickle is damaged or malicious."
         ) from None
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
-from ckptool.errors import CkptoolError, RunFailed, UsageError, counted, printable
+from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.reports.diff import Diff
 from ckptool.reports.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 from ckptool.reports.scan import GOOD, MEMBER, PART, Scan, ScannedFile
@@ -61,7 +61,7 @@ def prove_command(
     if not any(RUN in word for word in command):
         raise UsageError("the command does not name {run}", "It stands for the folder that the command writes to.")
     if shutil.which(command[0]) is None:
-        raise UsageError(f"there is no program {printable(command[0])}", "", "Give the command as you would type it.")
+        raise UsageError(f"there is no program {command[0]}", "", "Give the command as you would type it.")
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ckptool-prove-"))
     tools = os.path.join(folder, "tools")
     os.mkdir(tools)
@@ -173,7 +173,8 @@ class CommandRuns:
         proof.watched, proof.steps, proof.seconds = self.watch.name, len(self.reference), self.seconds
         proof.compared = tuple(self.checkpoints())
         if not proof.compared:
-            raise RunFailed("the command left no checkpoint in {run}", "There is nothing to compare.", self.tail())
+            said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
+            raise RunFailed("the command left no checkpoint in {run}", said)
         names = {_pattern(name) for name in proof.compared}
         ours = (steps for path, steps in self.seen.items() if any(path == n or path.startswith(f"{n}/") for n in names))
         self.saved = min(ours, default=0)
@@ -345,10 +346,10 @@ class CommandRuns:
         if life.steps and self.reference and not life.placed:
             life.start, life.placed = place_of(life.steps[0], self.reference), True
 
-    def tail(self) -> str:
+    def tail(self) -> TextLines:
         """The end of what the program wrote."""
         text = Path(self.folder, "output").read_text(encoding="utf-8", errors="replace")
-        return "\n".join(printable(line) for line in text[-TAIL:].strip().splitlines())
+        return TextLines(*text[-TAIL:].strip().splitlines())
 
     # The checkpoints ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import IO, Any
 
-from ckptool.errors import RunFailed, printable
+from ckptool.errors import RunFailed
 from ckptool.training.prove.crash import Crash
 
 GRACE = 600.0  # seconds that one process may take
@@ -93,7 +93,7 @@ class ForkServer:
             raise RunFailed(f"a training process took more than {GRACE:.0f} seconds", "It was killed.")
         line = pipe.readline()
         if not line.strip().lstrip("-").isdigit():
-            raise RunFailed("training processes cannot be started", printable(line.strip()))
+            raise RunFailed("training processes cannot be started", line.strip())
         return int(line)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ckptool.errors import FileProblem, RunFailed, UsageError, counted, printable
+from ckptool.errors import FileProblem, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.reports.train import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
@@ -72,7 +72,7 @@ def processes_of(config: Config, wanted: int | None) -> int:
         raise UsageError(
             "prove was started in several processes by torchrun",
             "prove starts its training processes itself.",
-            f"Without torchrun: ckptool prove run.yaml --processes {printable(os.environ['WORLD_SIZE'])}",
+            f"Without torchrun: ckptool prove run.yaml --processes {os.environ['WORLD_SIZE']}",
         )
     if config.strategy not in ("ddp", "fsdp"):
         if wanted not in (None, 1):
@@ -148,7 +148,7 @@ class ProofRun:
             raise self.failed(code)
 
     def failed(self, code: int) -> RunFailed:
-        tail = "\n".join(map(printable, self.server.stderr_tail().splitlines()))
+        tail = TextLines(*self.server.stderr_tail().splitlines())
         return RunFailed(f"a training process ended with exit code {code}", tail)
 
     def end(self, name: str) -> str:

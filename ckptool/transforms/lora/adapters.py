@@ -34,7 +34,7 @@ from ckptool.checkpoint.adapter_keys import (
     method_of,
 )
 from ckptool.checkpoint.numeric import has_numbers
-from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed, printable
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
 from ckptool.transforms.blockwise import TensorValues
 
 MAX_RANK = 1 << 16
@@ -145,15 +145,15 @@ def read_adapter(
     copies = []
     for key, value in node.items():
         if type(key) is not str or not isinstance(value, TensorEntry) or not has_numbers(value.dtype):
-            what = f"{name}: {printable(str(key))} is not a tensor of plain numbers"
+            what = f"{name}: {key!s} is not a tensor of plain numbers"
             raise Unsupported(what, "An adapter has nothing else.")
         if ".original_module." in key and fields.get("modules_to_save"):
-            copies.append(printable(key))
+            copies.append(key)
             continue
         found = adapter_key(key, PEFT if "peft_type" in fields else None)
         parts = groups.setdefault((found.component, found.module, found.depth, "" if found.role else key), {})
         if found.role in parts:
-            what = f"{name} has {printable(found.module)} twice: {printable(parts[found.role])} and {printable(key)}"
+            what = f"{name} has {found.module} twice: {parts[found.role]} and {key}"
             raise Conflict(what, "Several adapters in one file cannot be distinguished.")
         parts[found.role] = key
         schemes |= {found.scheme: None} if found.role else {}
@@ -176,15 +176,13 @@ def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:
     """Notes on a configuration of PEFT. Raises `Unsupported` for what is no change of weights, or of another kind."""
     kind = str(config.get("peft_type", "LORA"))
     if kind not in _TYPES:
-        raise Unsupported(
-            f"{name} is an adapter of the type {printable(kind)[:60]}", f"Known are {listed(list(_TYPES))}."
-        )
+        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
     if refused := [words for field, words in _REFUSED.items() if config.get(field)]:
         why = "It changes what a model does by more than its weights, so that no merged weights do the same."
         raise Unsupported(f"{name} uses {listed(refused)}", why)
     initialised = config.get("init_lora_weights")
     if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
-        changed = f"{printable(initialised)[:60]} changed the base before the training"
+        changed = f"{initialised[:60]} changed the base before the training"
         yield Note("changed-base", f"{changed}: it is for that base, not for the original")
 
 
@@ -215,7 +213,7 @@ class _Reader:
     def deltas(self, keys: Mapping[str, str]) -> Iterator[Delta]:
         """The changes of the module that these keys are of, by role: that of its weight, and that of its bias."""
         of = adapter_key(next(iter(keys.values())), PEFT if self.config and "peft_type" in self.config else None)
-        where = f"{self.name}: {printable(of.module)}"
+        where = f"{self.name}: {of.module}"
         found = {role: self.node[key] for role, key in keys.items()}
         if "" in found:
             yield Delta(of.component, of.module, found, keys)
@@ -224,7 +222,7 @@ class _Reader:
         factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
         if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
             raise NoMatch(
-                f"{where} has {listed([printable(key) for key in keys.values()])} alone",
+                f"{where} has {listed(list(keys.values()))} alone",
                 "That is not all of a change, or more than one. Nothing was written.",
                 "A key may be misspelt, or missing.",
             )
@@ -255,7 +253,7 @@ class _Reader:
         ):  # a LoKr of two whole matrices
             return None, 1.0
         if "alpha" in keys:
-            entry, what = self.node[keys["alpha"]], f"{self.name}: {printable(keys['alpha'])}"
+            entry, what = self.node[keys["alpha"]], f"{self.name}: {keys['alpha']}"
             if entry.numel != 1:
                 raise Conflict(f"{what} is of shape {list(entry.shape)}", "An alpha is one number.")
             alpha = _finite(float(TensorValues(entry).read(0, 1)[0]), what)
@@ -297,7 +295,7 @@ def _finite(value: float, where: str) -> float:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e30:
-        raise Conflict(f"{what} is {printable(repr(value)[:60])}, not a number", "The configuration is damaged.")
+        raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The configuration is damaged.")
     return _finite(float(value), what)
 
 
@@ -310,10 +308,10 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         is_long = max(len(pattern), len(module)) > 500 or len(re.findall(r"[*+?{]", pattern)) > 2
         if is_long or re.search(r"\)[*+?{]", pattern):
-            raise Unsupported(f"{field}: {printable(pattern)[:100]} is a pattern that may take very long", "")
+            raise Unsupported(f"{field}: {pattern[:100]} is a pattern that may take very long", "")
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         except re.error as error:
-            raise Conflict(f"{field}: {printable(pattern)} is no regular expression: {error}", "") from None
+            raise Conflict(f"{field}: {pattern} is no regular expression: {error}", "") from None
     return default

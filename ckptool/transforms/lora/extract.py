@@ -69,7 +69,7 @@ class _Extraction:
         shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
         if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
             raise Unsupported(
-                f"{printable(key)} is quantized: its numbers are codes, whose scales stand elsewhere",
+                f"{key} is quantized: its numbers are codes, whose scales stand elsewhere",
                 "The difference of codes is no difference of weights. Nothing was written.",
                 Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
             )
@@ -91,7 +91,7 @@ class _Extraction:
         self.clamped += [key] if most < self.rank else []
         if most * sum(difference.shape) > MAX_FACTORS:
             count = counted(most * sum(difference.shape), "element")
-            ranked = f"{printable(key)} in rank {most:,}"
+            ranked = f"{key} in rank {most:,}"
             raise LimitExceeded(f"{ranked} takes {count}", f"At most {MAX_FACTORS:,} are computed at once.")
         rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
         factors = difference.factors(rank, self.dtype, tuned.shape[2:])
@@ -109,9 +109,9 @@ class _Extraction:
             if key in self.ties:
                 return  # its other name is that of a module of its own
             raise Unsupported(
-                f"{printable(key)} changed, and is no tensor that an adapter of PEFT can hold",
+                f"{key} changed, and is no tensor that an adapter of PEFT can hold",
                 "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
-                f"Leave it out: --exclude {printable(key)!r}",
+                f"Leave it out: --exclude {key!r}",
             )
         for each in below:
             self._add_whole(each, each)
@@ -200,7 +200,7 @@ def extract(
     changed, aliases = _changed(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
-    if ties is None and (embeddings := [printable(name) for name in changed if EMBEDDING.fullmatch(name)]):
+    if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
     known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
@@ -208,7 +208,7 @@ def extract(
     found.add(changed)
     found.add_alike()
     if not found.deltas:
-        what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(map(printable, changed)))}"
+        what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
         why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
     if len(found.clamped) == len(found.deltas) and energy >= 1:
@@ -226,7 +226,7 @@ def _differences(
 ) -> Iterator[str]:
     for key in sorted(chosen):
         after, before = tuned.get(key), base.get(key)
-        shown = printable(key)
+        shown = key
         if after is None or before is None:
             yield f"{shown} is only in {names[after is None]}"
         elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):

@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
-from ckptool.errors import Conflict, printable
+from ckptool.errors import Conflict
 from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
@@ -128,7 +128,7 @@ class TensorDifference:
         import numpy
 
         if not numpy.isfinite(values).all():
-            what = f"the difference in {printable(self.name)} has infinities or NaN"
+            what = f"the difference in {self.name} has infinities or NaN"
             raise Conflict(what, "One of the two models is damaged there. Nothing was written.")
         return values
 
@@ -172,7 +172,7 @@ class Truncation:
         b, a = (TensorValues(entry).rows(0, entry.shape[0]).reshape(entry.shape[0], -1) for entry in self.entries)
         kind = "d" if a.size + b.size <= _WIDE else "f"
         if not (numpy.isfinite(a).all() and numpy.isfinite(b).all()):
-            raise Conflict(f"{printable(self.name)} has infinities or NaN", "It is damaged. Nothing was written.")
+            raise Conflict(f"{self.name} has infinities or NaN", "It is damaged. Nothing was written.")
         left, upper = numpy.linalg.qr(b.astype(kind))
         right, lower = numpy.linalg.qr(a.T.astype(kind))
         del a, b

@@ -18,7 +18,7 @@ from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHO
 from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, command
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
+from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 from ckptool.transforms.lora.places import EMBEDDING, Places, Prefix, conv1d_votes, is_conv1d
@@ -130,7 +130,7 @@ class _Merge:
                 if all(_fits(delta, self.tensors[key].shape) for delta, key in zip(deltas, ways, strict=True))
             ]
             if len(fits) > 1 and not self.is_ordered and sorted(found) == sorted(found, key=lambda key: order[key]):
-                what = f"which change is for which of {listed([printable(key) for key in sorted(found)])} is not known"
+                what = f"which change is for which of {listed(sorted(found))} is not known"
                 why = "They are of one shape, PEFT takes them in the order of the module, and this file sorts names."
                 fix = "Name a base that keeps the order: its state_dict(), saved with torch.save"
                 raise Unsupported(f"{self.name}: {what}", f"{why} Nothing was written.", fix)
@@ -154,18 +154,18 @@ class _Merge:
             self.tree[name] = delta.factors[""]
             return True
         if delta.method != TOKENS and len(self.changed.get(key, ())) > (key in self.replaced):
-            what = f"{self.name} changes {printable(key)} twice"
+            what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
             self.tree[key] = self._changed(key, delta)
         except Misfit as misfit:
             raise Conflict(
-                f"{self.name}: the change to {printable(delta.module)} is for {list(misfit.args[0])}, and "
-                f"{printable(key)} of {self.base_name} is {list(self.base[key].shape)}",
+                f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
+                f"{key} of {self.base_name} is {list(self.base[key].shape)}",
                 "The adapter is for another base. Nothing was written.",
             ) from None
         except Conflict as error:
-            raise error.within(f"{self.name}: {printable(delta.module)}") from None
+            raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else self.changed.get(key, ())
         self.replaced += [key] if delta.method == WHOLE else []
         self.changed[key] = (*before, *(id(each.storage) for each in delta.factors.values()))
@@ -199,7 +199,7 @@ class _Merge:
     def _weight(self, key: str) -> TensorEntry:
         value = self.tree.get(key, self.base[key])
         if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-            what = f"{self.base_name}: {printable(key)} is quantized, or not of a floating type"
+            what = f"{self.base_name}: {key} is quantized, or not of a floating type"
             raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
         return value
 
@@ -212,7 +212,7 @@ class _Merge:
             shapes = [(each, other.shape) for each, other in others if other is not None and len(other.shape) == 3]
             votes = {each.factors["B"].shape[0] == shape[2] for each, shape in shapes if shape[1] != shape[2]}
             if len(votes) != 1:
-                what = f"{self.name}: {printable(key)} of {self.base_name} is square, [out, in] or [in, out]"
+                what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
                 raise Unsupported(what, "No other experts of the adapter settle it.")
             return votes.pop()
         self.votes = conv1d_votes(self.tensors) if self.votes is None else self.votes
@@ -225,7 +225,7 @@ class _Merge:
         drop = command("edit", self.name, drop="PATTERN", out=OUT)
         raise NoMatch(
             f"{len(lost):,} of {counted(self._count(), 'key')} of {self.name} have no place in {self.base_name}: "
-            f"{listed([printable(key) for key in lost])}",
+            f"{listed(lost)}",
             "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
             Advice(
                 "See what the adapter is for: ", command("inspect", self.name), "; leave keys out on purpose: ", drop
@@ -244,7 +244,7 @@ class _Merge:
             name = prefix.removed + key[len(prefix.added) :]
             is_weight = every and name.endswith(".weight") and len(value.shape) > 1
             if any(f".{each}." in f".{name}" for each in saved) or (is_weight and self._is_target(name[:-7])):
-                missing.append(printable(key))
+                missing.append(key)
         if missing:
             raise NoMatch(
                 f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
@@ -267,7 +267,7 @@ class _Merge:
         changed embedding to which the configuration ties a head that is not known."""
         if self.adapter.config.get("ensure_weight_tying"):
             is_unknown = False
-        if embeddings := [printable(name) for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
+        if embeddings := [name for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
             what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
             fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
             raise Unsupported(what, "Which tensors its library ties is not known here. Nothing was written.", fix)
@@ -278,17 +278,17 @@ class _Merge:
             if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
                 one = next(key for key in keys if key in self.changed)
                 apart = command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS)
-                others = listed([printable(key) for key in keys if key != one])
+                others = listed([key for key in keys if key != one])
                 self._refuse_one_side(one, others, Advice("Write the base without ties first: ", apart))
         changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
                 fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-                self._refuse_one_side(source, f"{printable(name)} in the model", fix)
+                self._refuse_one_side(source, f"{name} in the model", fix)
 
     def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
         raise Conflict(
-            f"{self.name} changes {printable(one)}, which is tied to {others}",
+            f"{self.name} changes {one}, which is tied to {others}",
             "The adapter was trained with only one of them changed. Nothing was written.",
             fix,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import Conflict, counted, listed, printable
+from ckptool.errors import Conflict, counted, listed
 
 _CANDIDATES = 100  # of a name: with more there is no telling anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
@@ -24,7 +24,7 @@ class Prefix(NamedTuple):
         return self.added + name[len(self.removed) :] if name.startswith(self.removed) else ""
 
     def __str__(self) -> str:
-        sides = [f"{printable(side)!r}" if side else "no prefix" for side in self]
+        sides = [f"{side!r}" if side else "no prefix" for side in self]
         return f"the adapter's names begin with {sides[0]}, the base's with {sides[1]}"
 
 
@@ -54,7 +54,7 @@ class Places:
         shortest = min(len(prefix.removed) for prefix in best)  # `a.b` for `b` says no more than `a` for nothing
         best = [prefix for prefix in best if len(prefix.removed) == shortest]
         if len(best) > 1:
-            places = listed([printable(prefix.added) for prefix in best])
+            places = listed([prefix.added for prefix in best])
             what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
             raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         return best[0]
@@ -64,7 +64,7 @@ class Places:
         for name in names:
             found = self.names.get(prefix.of(name), [])
             if len(found) > 1:
-                what = f"{printable(name)} is {listed([printable(each) for each in found])}"
+                what = f"{name} is {listed(found)}"
                 raise Conflict(what, "Without their dots these names are the same.", "")
             if found:
                 return found[0]

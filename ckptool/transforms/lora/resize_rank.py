@@ -77,7 +77,7 @@ def _resized(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -
     if rank > delta.rank:
         factors = {"A": padded(a, 0, rank), "B": padded(b, 1, rank)}
     elif a.numel + b.numel > MAX_FACTORS:
-        what = f"{printable(delta.module)} has {counted(a.numel + b.numel, 'element')}"
+        what = f"{delta.module} has {counted(a.numel + b.numel, 'element')}"
         raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
     else:
         truncations.append(Truncation(delta.module, b, a, rank))

@@ -22,7 +22,7 @@ from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
 
@@ -71,7 +71,7 @@ def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> 
         for role, entry in parts.items():
             key = delta.keys.get(role) or written_key(scheme, delta.component, delta.module, role, delta.embedding)
             if key in tree:
-                raise Conflict(f"two tensors would be called {printable(key)}", "Nothing was written.")
+                raise Conflict(f"two tensors would be called {key}", "Nothing was written.")
             tree[key] = entry
     if scheme == PEFT:
         return AdapterFile(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
@@ -163,7 +163,7 @@ def convert(
     components = {delta.component for delta in adapter.deltas}
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
-        what = f"{name} is for {listed(sorted(map(printable, components)))}"
+        what = f"{name} is for {listed(sorted(components))}"
         advice = Advice("Drop the keys of the others first: ", command("edit", name, drop="PATTERN", out=OUT))
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
     modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
@@ -195,12 +195,12 @@ def refuse_others(adapter: Adapter) -> None:
     for delta in adapter.products:
         if delta.method != LORA or "mid" in delta.factors:
             kind = "LoRA with lora_mid" if delta.method == LORA else delta.method
-            raise Unsupported(f"{name}: {printable(delta.module)} is {kind}", why)
+            raise Unsupported(f"{name}: {delta.module} is {kind}", why)
 
 
 def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
     name, old = adapter.name, adapter.scheme
-    if whole := [printable(delta.keys[""]) for delta in adapter.deltas if delta.method == WHOLE]:
+    if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
         what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
         fix = "Extract it without them: lora extract --exclude PATTERN"
         raise Unsupported(what, f"{scheme} would lose them.", fix)
@@ -211,7 +211,7 @@ def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
         for fact, present in facts.items():
             if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
                 why = f"{old} and {scheme} have no common form for it."
-                raise Unsupported(f"{name}: {printable(delta.module)} has {fact}", why)
+                raise Unsupported(f"{name}: {delta.module} has {fact}", why)
 
 
 def _component(old: str, components: set[str], scheme: str, chosen: str | None, name: str) -> str:
@@ -222,7 +222,7 @@ def _component(old: str, components: set[str], scheme: str, chosen: str | None, 
     if chosen is not None:
         if chosen not in COMPONENTS or len(components) > 1:
             raise UsageError(
-                f"--component {printable(chosen)} does not say which model {name} is for",
+                f"--component {chosen} does not say which model {name} is for",
                 f"It is for {counted(len(components), 'model')}. Known are {listed(list(COMPONENTS), 20)}.",
             )
         return COMPONENTS[chosen][side]
@@ -246,10 +246,10 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dic
     for module in dict.fromkeys(delta.module for delta in adapter.deltas):
         names = sorted(known.get(module, ())) if bases else [split_words(module)]
         if len(names) > 1:
-            what = f"{adapter.name}: {printable(module)} is {listed(list(map(printable, names)))}"
+            what = f"{adapter.name}: {module} is {listed(names)}"
             raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
         found[module] = "".join(names)
-        lost += [] if found[module] else [printable(module)]
+        lost += [] if found[module] else [module]
     if lost:
         raise NoMatch(
             f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import CkptoolError, counted, printable
+from ckptool.errors import CkptoolError, counted
 from ckptool.reports.find_rules import FoundRule, FoundRules
 from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
@@ -241,7 +241,7 @@ def _notes(relations: Relations, report: FoundRules, rules: int, pairs: int, mos
     made = {prints[name].digest: name for name in prints if name not in other}
     for name in relations.free[1]:
         if (same := made.get(prints[name].digest)) is not None:
-            text = f"{printable(name)} is {printable(same)} under a second name, which no rule makes"
+            text = f"{name} is {same} under a second name, which no rule makes"
             yield Note("second-name", text)
 
 

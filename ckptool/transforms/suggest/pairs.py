@@ -139,7 +139,7 @@ class _Move:
 
     @property
     def why(self) -> str:
-        old, new = printable(self.old), printable(self.new)
+        old, new = self.old, self.new
         if not new:
             return f"without {old!r} the names are the target's"
         if not old:

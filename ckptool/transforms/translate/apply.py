@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.strided import resolved
-from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, refuse_idle
@@ -152,7 +152,7 @@ def _add(
         plan.steps.append(found[place])
     keys = found[place].inputs.setdefault(overs, [""] * len(rule.old))
     if keys[number]:
-        what = f"{printable(keys[number])} and {printable(key)} are both {printable(rule.old[number].text)}"
+        what = f"{keys[number]} and {key} are both {rule.old[number].text}"
         raise rule.error(what, "The rule takes one of them.")
     keys[number] = key
 
@@ -164,8 +164,8 @@ def _refuse_incomplete(step: Step) -> None:
         if "" in keys:
             groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
             lacking = rule.old[keys.index("")].fill(groups)
-            here = listed([printable(key) for key in keys if key], 3)
-            raise rule.error(f"there is {here}, but no {printable(lacking)}", _TOGETHER, kind=Conflict)
+            here = listed([key for key in keys if key], 3)
+            raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
     names = sorted(rule.over)
     counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
     expected = prod(counts)
@@ -198,7 +198,7 @@ def carry_out(
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
     if plan.rest and rest == REFUSE:
-        what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed([printable(key) for key in plan.rest], 6)}"
+        what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed(plan.rest, 6)}"
         raise NoMatch(what, "Nothing was written.", "Keep them as they are: --rest keep; leave them out: --rest drop")
     made: dict[Any, dict[Any, TensorEntry]] = {}
     owners: dict[str, str] = {}
@@ -232,12 +232,12 @@ def carry_out(
 
 
 def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> None:
-    whole = f"{owner}, from {printable(key)}"
+    whole = f"{owner}, from {key}"
     if name in owners:
-        what = f"two tensors would be {printable(name)!r}: by {owners[name]}; and by {whole}"
+        what = f"two tensors would be {name!r}: by {owners[name]}; and by {whole}"
         raise Conflict(what, "Only one of them could stay. Nothing was written.")
     if not name:
-        raise Conflict(f"the key {printable(key)} would become empty", "Nothing was written.")
+        raise Conflict(f"the key {key} would become empty", "Nothing was written.")
     owners[name] = whole
 
 
@@ -254,9 +254,7 @@ def results_of(
     for key in step.keys:
         if not isinstance(node[key], TensorEntry):
             kind = getattr(node[key], "kind", type(node[key]).__name__)
-            raise UsageError(
-                f"{printable(key)} is not a plain tensor ({kind})", "Only plain tensors can be rearranged."
-            )
+            raise UsageError(f"{key} is not a plain tensor ({kind})", "Only plain tensors can be rearranged.")
     inputs = [node[key] for key in step.keys]
     step.shapes = tuple(each.shape for each in inputs)
     numbers = scope.number(step.groups)
@@ -336,7 +334,7 @@ def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
             continue
         alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
         if not alike or not same_bytes(one.row_major(), first.row_major()):
-            what = f"{printable(name)} is not {printable(other)}: they are tied in the other layout"
+            what = f"{name} is not {other}: they are tied in the other layout"
             raise Conflict(what, "One of the two would be lost. Nothing was written.")
     return [name for name, _ in names]
 

@@ -45,7 +45,7 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[TranslationRule]) -> None
             missing += [name.text for name in rule.old]
     if missing:
         count = counted(len(missing), "tensor is", "tensors are")
-        what = f"{count} missing: {listed([printable(name) for name in missing], 4)}"
+        what = f"{count} missing: {listed(missing, 4)}"
         raise NoMatch(what, "The layout has them, and so does the rest of the weights. Nothing was written.")
 
 

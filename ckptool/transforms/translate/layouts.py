@@ -30,7 +30,7 @@ from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed, printable
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
 from ckptool.transforms.key_names import KeyName, parse_name
 from ckptool.transforms.rules import MAX_RULES, scalar_text, yaml_node
@@ -69,17 +69,15 @@ class LayoutSide:
         """Raises `Conflict` for what the rules have no place for."""
         for pattern, why in self.refuse:
             matches = matcher(pattern)
-            found = [printable(key) for key in node if type(key) is str and matches(key)]
+            found = [key for key in node if type(key) is str and matches(key)]
             if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node, config)):
-                what = f"{listed(found, 2) or printable(pattern)}: {why}"
-                raise Conflict(what, f"The layout refuses {printable(pattern)}. Nothing was written.")
+                what = f"{listed(found, 2) or pattern}: {why}"
+                raise Conflict(what, f"The layout refuses {pattern}. Nothing was written.")
         for names, values in self.needs:
             name = next((each for each in names.split("|") if _field(config, each)), "")
             if name and not _is_one_of(_field(config, name)[0], values):
-                what = (
-                    f"{name} is {printable(json.dumps(_field(config, name)[0], default=str))[:60]} in the configuration"
-                )
-                why = f"Values with which the layout is right: {listed(list(values))}. Nothing was written."
+                what = f"{name} is {json.dumps(_field(config, name)[0], default=str)[:60]} in the configuration"
+                why = f"Values with which the layout is right: {listed(values)}. Nothing was written."
                 fix = "If that configuration belongs to another model, translate the weights without it."
                 raise Conflict(what, why, fix)
 
@@ -176,7 +174,7 @@ class LayoutRules:
             raise self._not_of(node, self.sides[back][0])
         model = config.get("model_type")
         if self.models and isinstance(model, str) and model not in self.models:
-            what = f"{self.name} is for {listed(list(self.models))}, and config.json says {printable(model)[:60]!r}"
+            what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
             raise Conflict(what, why, "If they do not, take the weights without that config.json, and --set numbers")
         found[0][1].check(node, config)
@@ -204,9 +202,9 @@ class LayoutRules:
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
             return Conflict(what, why, Advice("Remove it first: ", command("strip-module", FILE, out=OUT)))
         lacking = next((each for each in side.has if not _holds(each, node)), "")
-        without = f": there is no {printable(lacking)}" if lacking else ""
+        without = f": there is no {lacking}" if lacking else ""
         what = f"the weights are not of the layout {self.name}{without}"
-        return NoMatch(what, f"{side.name} weights have {listed(list(side.has), 4)}. Nothing was written.")
+        return NoMatch(what, f"{side.name} weights have {listed(side.has, 4)}. Nothing was written.")
 
 
 def without_base(rules: Translation, base: str) -> Translation:
@@ -258,7 +256,7 @@ def _side(node: Any, path: str) -> LayoutSide:
         needed = tuple((scalar_text(key), tuple(scalar_text(each) for each in values.value)) for key, values in needs)
         return LayoutSide(scalar_text(parts["name"]), has, lacks, tuple(refuse), base, needed)
     except (KeyError, TypeError, ValueError, AttributeError):
-        where = f"{printable(path)}, line {node.start_mark.line + 1}"
+        where = f"{path}, line {node.start_mark.line + 1}"
         raise UsageError(f"{where}: a side has name, has, lacks, refuse, needs and base", "", LOOK) from None
 
 
@@ -283,7 +281,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     if given in shipped() and not os.path.isfile(given):
         return read_layout(shipped()[given])
     if not os.path.lexists(given) and os.sep not in given and "." not in given:
-        what = f"{printable(given)!r} is neither a file nor a layout that ships"
+        what = f"{given!r} is neither a file nor a layout that ships"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return read_layout(given)
 

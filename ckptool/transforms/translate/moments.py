@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
-from ckptool.errors import Conflict, Unsupported, printable
+from ckptool.errors import Conflict, Unsupported
 from ckptool.transforms.optimizer_names import slot_names_in
 from ckptool.transforms.optimizer_state import check_groups
 from ckptool.transforms.translate.apply import Step, TranslatedRoot, results_of
@@ -44,7 +44,7 @@ def translated_optimizer(
     members = [name for group in groups for name in group["params"]]
     if len(set(members)) != len(members):
         again = next(name for name in members if members.count(name) > 1)
-        what = f"{printable(place)}: {printable(again)} is made of parameters of two groups"
+        what = f"{place}: {again} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
     if named:
         return {**numbered, "state": {**state, **beside}, "param_groups": groups}
@@ -83,7 +83,7 @@ def _through_steps(
         if not inside:
             continue
         if lacking := [key for key in step.keys if (key in state) != (inside[0] in state) or key not in keys]:
-            what = f"{printable(place)} has state for {printable(inside[0])} and none for {printable(lacking[0])}"
+            what = f"{place} has state for {inside[0]} and none for {lacking[0]}"
             raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
         if inside[0] in state:
             found |= _slots(step, state, scope, place)
@@ -98,14 +98,14 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
     """The slots of the parameters that a step makes."""
     slots = [state[key] for key in step.keys]
     if any(op.name == "resize" for op in step.rule.chain):
-        what = f"{printable(place)}: the moments of {printable(step.keys[0])} cannot be resized"
+        what = f"{place}: the moments of {step.keys[0]} cannot be resized"
         raise Unsupported(what, "Squares that are interpolated may be negative.", WITHOUT)
     moving = tuple(op for op in step.rule.chain if op.name not in ("add", "cast"))  # which change the weights alone
     step = replace(step, rule=replace(step.rule, chain=moving))
     if not moving:
         return dict(zip(step.outputs, slots, strict=True))
     if not all(isinstance(slot, dict) and slot.keys() == slots[0].keys() for slot in slots):
-        what = f"{printable(place)}: the state of {printable(step.keys[0])} and of others have different fields"
+        what = f"{place}: the state of {step.keys[0]} and of others have different fields"
         raise Conflict(what, "They become one parameter.", WITHOUT)
     made: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
@@ -121,7 +121,7 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
             for name in step.outputs:
                 made[name][field] = values[0]
         else:
-            what = f"{printable(place)}: {printable(str(field))} of {printable(step.keys[0])} is not of its shape"
+            what = f"{place}: {field!s} of {step.keys[0]} is not of its shape"
             raise Unsupported(what, "How the rules would apply to it is not known.", WITHOUT)
     return made
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.strided import resolved
-from ckptool.errors import CkptoolError, UsageError, counted, printable
+from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.blockwise import TensorValues, computed_tensor
@@ -104,7 +104,7 @@ def parse_operation(text: str) -> Operation:
     """The operation in a text: `split 0 [h, kv, kv]`. Raises `UsageError`."""
     name, *words = _words(text) or [""]
     if name not in KINDS:
-        what = f"unknown operation {printable(name)!r}" if name else "no operation after the colon"
+        what = f"unknown operation {name!r}" if name else "no operation after the colon"
         raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
     kind = KINDS[name]
     over, of, rest = "", None, list[str]()
@@ -125,7 +125,7 @@ def parse_operation(text: str) -> Operation:
         or len(lists) + len(numbers) + words.count("from") != len(words)
         or kind.free != bool(rest)
     ):
-        raise UsageError(f"{printable(text)!r} is not how {name} is written", f"It is written: {kind.usage}")
+        raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
     parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
     if check := {"cast": parse_dtype, "resize": parse_resize}.get(name):
         check(parsed.words)
@@ -153,7 +153,7 @@ def _list(text: str) -> tuple[Arithmetic, ...]:
         begin, _, end = text.partition(":")
         return parse_arithmetic(begin or "0"), parse_arithmetic(end) if end else _END
     if not text.endswith("]") or not text[1:-1].strip():
-        raise UsageError(f"{printable(text)!r} is not a list", "For example: [heads, kv_heads]")
+        raise UsageError(f"{text!r} is not a list", "For example: [heads, kv_heads]")
     return tuple(parse_arithmetic(part) for part in text[1:-1].split(","))
 
 

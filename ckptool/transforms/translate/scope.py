@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError, listed
 from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
 from ckptool.transforms.key_names import Groups, parse_name
 from ckptool.transforms.translate.operations import Number
@@ -37,10 +37,10 @@ class Scope:
             return self.given[name]
         if name in self.variables and name not in self._pending[-1:]:
             if len(self._pending) > MAX_DEPTH:
-                raise UsageError(f"{printable(name)} is computed of more than {MAX_DEPTH} variables in turn")
+                raise UsageError(f"{name} is computed of more than {MAX_DEPTH} variables in turn")
             if name in self._pending:
                 cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
-                raise UsageError(f"the variables are computed of each other: {printable(cycle)}", "None has a value.")
+                raise UsageError(f"the variables are computed of each other: {cycle}", "None has a value.")
             if name not in self._found:
                 self._pending.append(name)
                 try:
@@ -99,5 +99,5 @@ class Scope:
     def refuse_unused(self, known: Collection[str]) -> None:
         """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
         if idle := [name for name in self.given if name not in known]:
-            what = f"--set {printable(idle[0])}: no rule has a variable of that name"
+            what = f"--set {idle[0]}: no rule has a variable of that name"
             raise UsageError(what, f"The rules have {listed(sorted(known)) or 'none'}.")

@@ -86,13 +86,13 @@ class TranslationRule:
 
     @property
     def _where(self) -> str:
-        return f"{self.place}: " * bool(self.place) + f"the rule {printable(self.text)!r}"
+        return f"{self.place}: " * bool(self.place) + f"the rule {self.text!r}"
 
     def within(self, error: CkptoolError, keys: Sequence[str] = ()) -> CkptoolError:
         """An error that came up while the rule was applied to keys, which then points at it."""
         if error.what.startswith(self._where):
             return error
-        of = f" for {listed([printable(key) for key in keys], 2)}" if keys else ""
+        of = f" for {listed(keys, 2)}" if keys else ""
         return type(error)(f"{self._where}{of}: {error.what}", error.why, error.fix)
 
     @cached_property
@@ -253,14 +253,14 @@ def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translati
     if getattr(node, "id", "") == "sequence":
         return Translation(tuple(rule for each in node.value for rule in _rule(each, path)))
     if getattr(node, "id", "") != "mapping":
-        raise UsageError(f"{printable(path)}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
+        raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
     sections: dict[str, Any] = {}
     for key, value in node.value:
         name = scalar_text(key)
         if name not in (*_SECTIONS, *JOIN_SECTIONS, *other) or name in sections:
-            where = f"{printable(path)}, line {key.start_mark.line + 1}"
+            where = f"{path}, line {key.start_mark.line + 1}"
             what = "stands there twice" if name in sections else f"is none of {listed([*_SECTIONS, *JOIN_SECTIONS])}"
-            raise UsageError(f"{where}: {printable(name)!r} {what}", "", LOOK)
+            raise UsageError(f"{where}: {name!r} {what}", "", LOOK)
         sections[name] = value
     parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
     join = {name: value for name, value in sections.items() if name in JOIN_SECTIONS}
@@ -334,7 +334,7 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
     for each in items(node, path, "sequence"):
         match, place = _FILL.fullmatch(text := scalar_text(each)), _line(each, path)
         if match is None:
-            what = f"{place}: {printable(text)!r} is not of the form NEW => zeros [SIZE, …] like OLD"
+            what = f"{place}: {text!r} is not of the form NEW => zeros [SIZE, …] like OLD"
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
@@ -363,5 +363,5 @@ def parse_setting(text: str) -> tuple[str, int]:
     """The name and number of `--set heads=12`. Raises `UsageError`."""
     name, _, number = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_]\w*", name.strip()) or not re.fullmatch(r"\s*-?[0-9]{1,15}\s*", number):
-        raise UsageError(f"{printable(text)!r} is not of the form NAME=NUMBER", "", "For example: --set heads=12")
+        raise UsageError(f"{text!r} is not of the form NAME=NUMBER", "", "For example: --set heads=12")
     return name.strip(), int(number)
