@@ -8,11 +8,15 @@ STAMP  := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11 python3.10,$(shell \
 	$(python) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(python))))
 
+# What is imported again and again is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help venv test lint pytest house docs demo bench soak golden mutants engines fuzz fixtures browser pictures clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test      lint, types, import rules, tests"
+	@echo "make test      lint, and then the tests"
+	@echo "make lint      format, types, import rules; the words and the shape of the source"
 	@echo "make demo      the main job on real checkpoints, as a user would see it"
 	@echo "make bench     the ratios of the README, measured again"
 	@echo "make soak      the long sweeps: kills, faults, fuzzing, big files"
@@ -43,6 +47,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict ckptool
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -121,7 +121,7 @@ def __getattr__(name: str) -> "Any":
             raise
         return _without_torch(name)
     if home.startswith("verbs."):
-        value = import_module("ckptool.verbs").show_options(value)
+        value = import_module("ckptool.options").for_python(value)
     globals()[name] = value
     return value
 

@@ -13,7 +13,7 @@ def main() -> int:
     """Runs the command line that the program was started with; does not come back."""
     forget_working_directory()
     if sys.argv[1:2] == ["--complete"]:  # a shell asks, while somebody types: without what it needs not
-        from ckptool.verbs._completion import complete
+        from ckptool.verbs._complete import complete
 
         os._exit(complete(sys.argv[2:], _options))
     from ckptool.cli import main as run

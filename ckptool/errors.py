@@ -31,8 +31,9 @@
     ├── NotFinite                   a loss or gradient is NaN or infinite    non-finite
     └── RunFailed                   a process of its own failed or was killed run-failed
 
-An error has three parts: what happened (it names the path and the thing), what it means, and what to type. Each is one
-line: characters that cannot be printed are escaped where they enter it. Only `why` may be several, as `TextLines`.
+An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
+Each is one line: characters that cannot be printed are escaped where they enter it.
+Only `why` may be several lines, as `TextLines`.
 Library users catch `CkptoolError`; `error.code` is stable across versions.
 """
 

@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import ckptool
 from ckptool.checkpoint.commands import VERBS, function_name
-from ckptool.cli import function_of, parser
+from ckptool.cli.help import about as help_of
+from ckptool.cli.help import called, usage
+from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.reports.doctor import of_error_text
 from ckptool.reports.error_texts import KnownError, recognised
 from ckptool.reports.explain import all_codes
-from ckptool.reports.schema import schema
+from ckptool.verbs._schema import schema
 
 HOME = Path(__file__).resolve().parents[1]
 MESSAGES = [
@@ -126,16 +126,13 @@ def messages_page() -> str:
 def verb_page(name: str) -> str:
     """A command as its parser knows it: usage, arguments, options, examples, exit codes, Python, JSON."""
     function = function_of(name)
-    command = parser([name]).commands[name]
-    parameters = [each for each in command.params if not each.hidden]
-    about, codes = split_exit_codes(inspect.cleandoc(function.__doc__ or ""))
-    arguments = [each for each in parameters if not each.opts[0].startswith("-")]
-    options = [each for each in parameters if each.opts[0].startswith("-")]
-    usage = " ".join(["ckptool", name, "[OPTIONS]" * bool(options), *map(argument_name, arguments)])
-    lines = [f"# ckptool {name}", about, block("text", usage), "## Examples"]
-    lines += [block("sh", "\n".join(f"# {purpose}\n{line}" for line, purpose in function.examples))]
-    lines += table("Arguments", ((argument_name(each), each.help or "") for each in arguments))
-    lines += table("Options", ((option_name(command, each), each.help or "") for each in options))
+    parameters = [each for each in typed_parameters(function) if not each.option.hidden]
+    what, codes = split_exit_codes(VERBS[name].about)
+    lines = [f"# ckptool {name}", what, block("text", usage(name, parameters).removeprefix("Usage: ")), "## Examples"]
+    lines += [block("sh", "\n".join(f"# {purpose}\n{line}" for line, purpose in function.verb.examples))]
+    rows = [(each.option.flags, called(each), help_of(each)) for each in parameters]
+    lines += table("Arguments", ((name, text) for flags, name, text in rows if not flags))
+    lines += table("Options", ((name, text) for flags, name, text in rows if flags))
     lines += ["## Exit codes", codes]
     lines += ["## More", f"[{name} in the page of commands](../commands.md#{name.replace(' ', '-')})."]
     if VERBS[name].in_python:
@@ -149,16 +146,6 @@ def verb_page(name: str) -> str:
         f"With `--json` it prints {links}; several answers, and an error, are the same for all commands.",
     ]
     return "\n\n".join(line for line in lines if line) + "\n"
-
-
-def argument_name(parameter: Any) -> str:
-    name = str(parameter.metavar or parameter.name.upper())
-    return name if parameter.nargs == 1 else f"{name}…"
-
-
-def option_name(command: Any, parameter: Any) -> str:
-    """`--out, -o OUT`, as the help calls it."""
-    return str(parameter.get_help_record(typer.Context(command))[0])
 
 
 def split_exit_codes(text: str) -> tuple[str, str]:
@@ -199,7 +186,7 @@ def verbs_page() -> str:
     lines = ["# Each command", "Generated from the program's own parser."]
     for group, title in GROUPS.items():
         names = [name for name, verb in VERBS.items() if verb.group == group]
-        first = {name: split_exit_codes(inspect.cleandoc(function_of(name).__doc__ or ""))[0] for name in names}
+        first = {name: split_exit_codes(VERBS[name].about)[0] for name in names}
         rows = "\n".join(f"| [{name}]({function_name(name)}.md) | {cell(first[name])} |" for name in names)
         lines += [f"## {title}", f"| command | what it does |\n| --- | --- |\n{rows}"] if names else []
     return "\n\n".join(lines) + "\n"

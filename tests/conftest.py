@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.pathlib import import_path
 
 from ckptool.cli import main
 from tests.support.cli import Ran, Run
@@ -15,9 +19,25 @@ from tests.support.cli import Ran, Run
 pytest_plugins = ["tests.guard"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """The second of two workers begins to read the tests at their end, so that each finds half of them compiled."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and not sys.dont_write_bytecode:
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
+            with suppress(Exception, pytest.skip.Exception):  # told when it is collected
+                import_path(path, root=session.config.rootpath, consider_namespace_packages=False)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays until the last: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
-    if ranks := sys.modules.get("tests.support.ranks"):
-        ranks.close()
+    for name, function in (("ranks", "close"), ("programs", "stop_programs")):
+        if module := sys.modules.get(f"tests.support.{name}"):
+            getattr(module, function)()
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def outputs(notebook: dict[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.long("a kernel runs the notebook")
 def test_the_stored_outputs_are_those_that_it_gives(executed: dict[str, Any]) -> None:
     stored = json.loads(NOTEBOOK.read_text())
     assert sum(bool(cell.get("outputs")) for cell in stored["cells"]) >= 6

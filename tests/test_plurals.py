@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-import ckptool
 from ckptool.cli import main
 from ckptool.errors import counted, form
+from tests.lint import NO_PLURAL
 
-PLURAL = re.compile(r"^ (?:[a-z]+ )?([a-z]+s)\b")
-NO_PLURAL = {"its", "is", "was", "has", "as", "this", "bytes", "others", "does", "ends", "says", "holds", "stands"}
 ONE = re.compile(r"(?<![\d.,:×x-])\b1 (?!of\b)(?:more )?([a-z]+s)\b(?! of a)|\b1 [a-z]+ (are|were|have)\b")
-
-
-def is_count(value: ast.FormattedValue) -> bool:
-    """True for `{n:,}` and `{len(x)}`; a limit, which is written in capitals, is never one."""
-    spec = value.format_spec
-    parts = spec.values if isinstance(spec, ast.JoinedStr) else []
-    commas = "".join(str(each.value) for each in parts if isinstance(each, ast.Constant)) == ","
-    length = isinstance(value.value, ast.Call) and getattr(value.value.func, "id", "") == "len"
-    return (commas or length) and not ast.unparse(value.value).isupper()
-
-
-def bare_plurals(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        values = node.values if isinstance(node, ast.JoinedStr) else []
-        for value, after in pairwise(values):
-            if isinstance(value, ast.FormattedValue) and is_count(value) and isinstance(after, ast.Constant):
-                word = PLURAL.match(str(after.value))
-                if word and word[1] not in NO_PLURAL:
-                    yield f"{path.name}:{node.lineno}: {ast.unparse(value.value)}{str(after.value)[:40]}"
-
-
-def test_no_message_puts_a_plural_behind_a_count_by_itself() -> None:
-    home = Path(ckptool.__file__).parent
-    assert not [each for path in sorted(home.rglob("*.py")) for each in bare_plurals(path)]
 
 
 def test_counts_and_the_words_that_go_with_them() -> None:

@@ -21,7 +21,6 @@ import ckptool
 from ckptool import errors
 from ckptool import reports as ckptool_reports
 from ckptool.checkpoint import registry
-from ckptool.cli import options
 from ckptool.verbs import _save
 from tests.support.looped import looped
 
@@ -228,5 +227,3 @@ def test_a_type_without_a_renderer_is_named() -> None:
 def test_the_options_of_an_output_have_one_list_of_names() -> None:
     names = {field.name for field in fields(_save.Output)} - {"verb", "path", "live"}
     assert names == set(_save.SaveOptions.__annotations__)
-    assert {*options.OutputOptions().options(None)} == names
-    assert {*options.ChangeOutputOptions().options(None)} == {*_save.ChangeOptions.__annotations__, *names, "at"}

@@ -8,14 +8,12 @@ lines. The README works on what `ckptool demo` writes; its consoles are a termin
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import os
 import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +21,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptool import cli
-from ckptool.reports.explain import all_codes
+from ckptool.checkpoint.commands import VERBS
+from ckptool.cli.verb import function_of, typed_parameters
 from fixtures.readme import make_readme_files
 from tests.support.looped import looped
+from tests.support.programs import TORCH, path_with, python
 
 HOME = Path(__file__).parent.parent
 README = HOME / "README.md"
 PAGES = [README, *sorted((HOME / "docs").glob("*.md")), HOME / "docs" / "llms.txt"]
 BLOCK = re.compile(r"```(console|python|sh)\n(.*?)```", re.DOTALL)
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +43,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name != "COLUMNS"},
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-    "NO_COLOR": "1",
-    "OMP_NUM_THREADS": "1",
-}
+def environment(*, torch: bool = False, **more: str) -> dict[str, str]:
+    own = {"PATH": path_with(*TORCH if torch else ()), "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
+    return {name: value for name, value in os.environ.items() if name != "COLUMNS"} | own
 
 
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A line of a shell block as it is pasted, its comment with it. What installs is not run."""
-    environment = {**ENVIRONMENT, "COLUMNS": "100"}
     command = line if not line.startswith("pip ") else "true"
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    given = environment(torch="ckptool train" in line or "ckptool resume" in line, COLUMNS="100")
+    return subprocess.run(command, shell=True, cwd=folder, env=given, capture_output=True, text=True, check=False)
 
 
 def printed_by(command: str, folder: Path) -> str:
@@ -69,8 +64,8 @@ def shown_by(command: str, folder: Path, no_torch: Path) -> str:
     """What a terminal of 120 columns shows, where torch is not installed."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(no_torch), "TERM": "xterm"}
-    with subprocess.Popen(command, shell=True, cwd=folder, env=environment, stdout=theirs, stderr=theirs):
+    given = environment(PYTHONPATH=str(no_torch), TERM="xterm")
+    with subprocess.Popen(command, shell=True, cwd=folder, env=given, stdout=theirs, stderr=theirs):
         os.close(theirs)
         shown = b""
         while data := _read(ours):
@@ -101,13 +96,12 @@ def agrees(printed: str, promised: str) -> bool:
     return re.fullmatch(pattern, printed.rstrip("\n") + "\n" if printed.strip() else "") is not None
 
 
-SLOW = ("combine", "harness", "own-loop")  # for make soak
+SLOW = dict.fromkeys(("combine", "harness", "own-loop"), pytest.mark.soak) | {
+    "README": pytest.mark.long("its training run is killed and goes on")
+}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.soak if page.stem in SLOW else (), id=page.stem) for page in PAGES],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=SLOW.get(page.stem, ()), id=page.stem) for page in PAGES])
 def test_every_example_prints_what_its_page_says(page: Path, folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     text = page.read_text()
@@ -119,9 +113,7 @@ def test_every_example_prints_what_its_page_says(page: Path, folders: dict[str, 
         nonlocal folder
         kind, block = match[1], match[2]
         if kind == "python":
-            done = subprocess.run(
-                [sys.executable, "-W", "error", "-c", block], cwd=folder, capture_output=True, text=True, check=False
-            )
+            done = python("-W", "error", "-c", block, cwd=folder)
             if done.returncode:
                 wrong.append(f"{block}\n{done.stderr}")
             return match[0]
@@ -168,52 +160,6 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (HOME / "docs" / "glossary.md").read_text(), re.MULTILINE)
     words = [word for word in rows if word not in ("word", "---")]
     assert len(words) == len(set(words)) <= 25
-
-
-def named_constants(tree: ast.AST) -> dict[str, set[str]]:
-    """Name -> the texts that a module gives it, in a tuple too."""
-    found: dict[str, set[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target, value in pairs(node.targets[0], node.value):
-                if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    found.setdefault(target.id, set()).add(value.value)
-    return found
-
-
-def pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-    return list(zip(target.elts, value.elts, strict=False)) if both else [(target, value)]  # type: ignore[attr-defined]
-
-
-def codes_of(node: ast.AST, names: dict[str, set[str]]) -> Iterator[str]:
-    """The codes that a piece of the program names: of a class of errors, or in making a note, finding or problem."""
-    makers = {"Note": 0, "Finding": 0, "Problem": 0, "_known": 1, "_container": 0}
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers:
-        for value in node.args[makers[node.func.id] :][:1]:
-            chosen = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-            for each in chosen:
-                if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                    yield each.value
-                elif isinstance(each, ast.Name):
-                    yield from names.get(each.id, ())
-    elif isinstance(node, ast.ClassDef):
-        codes = (word.value for word in node.keywords if word.arg == "code")
-        yield from (each.value for each in codes if isinstance(each, ast.Constant) and isinstance(each.value, str))
-
-
-def test_every_code_is_explained_and_no_other() -> None:
-    trees = [ast.parse(path.read_text()) for path in (HOME / "ckptool").rglob("*.py")]
-    made: set[str] = set()
-    texts: set[str] = set()
-    for tree in trees:
-        names = named_constants(tree)
-        made |= {code for node in ast.walk(tree) for code in codes_of(node, names)}
-        texts |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
-    explained = set(all_codes())
-    assert len(made) > 110 and made - explained == set()
-    # Codes that reach a note in a variable: the text is in the program at least.
-    assert explained - made - texts == set() and len(explained - made) < 8, explained - made
 
 
 def test_the_page_of_codes_is_in_the_package_itself() -> None:
@@ -269,15 +215,14 @@ def sections(text: str) -> dict[str, str]:
 
 def test_the_readme_has_a_line_for_every_command() -> None:
     table = sections(README.read_text())["Commands"]
-    assert [name for name in cli.COMMANDS if not re.search(rf"`{name} ", table)] == []
+    assert [name for name in VERBS if not re.search(rf"`{name} ", table)] == []
 
 
-@looped("name", sorted(cli.COMMANDS))
+@looped("name", sorted(VERBS))
 def test_the_page_of_commands_has_every_option(name: str) -> None:
     text = sections(re.sub(r"```.*?```", "", (HOME / "docs" / "commands.md").read_text(), flags=re.DOTALL))
     shared = set(re.findall(r"`(-[a-z-]+)", text["Options of many commands"]))
-    parameters = cli.parser([name]).commands[name].params
-    options = {option for parameter in parameters for option in parameter.opts if option.startswith("-")}
+    options = {flag for parameter in typed_parameters(function_of(name)) for flag in parameter.option.flags}
     said = set(re.findall(r"(?<![\w-])(-{1,2}[a-z][a-z-]*)", text[name]))
     assert options - shared - said == set()
     assert {option for option in said if option.startswith("--")} - options == set(), "options that there are not"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import random
 import re
 import shlex
 from collections import defaultdict
@@ -19,15 +21,18 @@ import torch
 import yaml
 from torch import nn
 
+from ckptool.checkpoint.commands import VERBS as COMMANDS
 from ckptool.checkpoint.commands import with_verb
-from ckptool.cli import COMMANDS, main
-from ckptool.reports.schema import schema
+from ckptool.cli import main
+from ckptool.verbs._schema import schema
 from fixtures.make import make_all
 from tests.support.files import saved
+from tests.support.schemas import judge
 from tests.support.small_files import PLAIN, make_small_files, plain_words
 from tests.support.small_runs import MLP
 
 HOME = Path(__file__).parents[1]
+PART = 1 if "CKPTOOL_SOAK" in os.environ else 0.4  # of the lines over files
 OVER_FILES = """inspect FILE --stats
 show FILE
 doctor FILE
@@ -86,7 +91,7 @@ git-check m.pt
 git-check cut.pt odd.pt
 schema
 strip-module m.pt n.pt -d many"""
-RUNS = "prove --steps 2 --kills 1 run.yaml\neval run\nresume run\nprune run -n\nprune run"
+RUNS = "eval run\nresume run\nprune run -n\nprune run"
 
 
 def make_files(folder: Path) -> None:
@@ -114,8 +119,10 @@ def lines() -> Iterator[list[str]]:
     """Command lines: of every command, on rare things, over all fixtures."""
     yield from ([*command.split(), *plain_words(command)] for command in PLAIN if command not in ("schema", "prove"))
     yield from (shlex.split(line) for line in [*ALONE.splitlines(), *RUNS.splitlines()])
+    chosen = random.Random(1)
     files = [*sorted(Path("fixtures").iterdir()), *sorted((HOME / "fixtures").glob("*.pt"))]
-    yield from (shlex.split(line.replace("FILE", str(file))) for file in files for line in OVER_FILES.splitlines())
+    pairs = itertools.product(files, OVER_FILES.splitlines())
+    yield from (shlex.split(line.replace("FILE", str(file))) for file, line in pairs if chosen.random() < PART)
 
 
 @pytest.fixture(scope="module")
@@ -135,29 +142,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[st
     return found
 
 
-def strict(node: Any) -> Any:
-    """The schema without room for fields that it does not name."""
-    if isinstance(node, list):
-        return [strict(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    closed = {"additionalProperties": False} if "properties" in node else {}
-    return {**{key: strict(value) for key, value in node.items()}, **closed}
-
-
-def judge(document: dict[str, Any], value: Any) -> Iterator[str]:
-    """What the library has against a value, and each answer in it, by the strict schema of its own name."""
-    name = re.fullmatch(r"ckptool\.([\w-]+)/1", value["schema"])
-    assert name is not None
-    inner = [*value.get("results", ()), *value.get("done", ())]
-    for each in inner:
-        yield from judge(document, each)
-    own = {**value, **{key: [] for key in ("results", "done") if key in value}}
-    of_kind = {"$ref": f"#/$defs/{name[1]}", "$defs": strict(document["$defs"])}
-    for error in jsonschema.Draft202012Validator(of_kind).iter_errors(own):
-        yield f"{error.json_path}: {error.message[:200]}"
-
-
 def test_what_every_command_prints_is_as_its_schema_says(printed: dict[str, list[tuple[str, Any]]]) -> None:
     wrong: dict[str, str] = {}
     for command, answers in printed.items():
@@ -168,7 +152,7 @@ def test_what_every_command_prints_is_as_its_schema_says(printed: dict[str, list
             assert whole.is_valid(value), line
             wrong |= {f"{line}: {text}": "" for text in judge(document, value)}
     assert not wrong, "\n".join(list(wrong)[:30])
-    assert sum(map(len, printed.values())) > 400
+    assert sum(map(len, printed.values())) > 200
 
 
 def test_every_schema_was_seen_and_is_strict(printed: dict[str, list[tuple[str, Any]]]) -> None:
@@ -176,7 +160,7 @@ def test_every_schema_was_seen_and_is_strict(printed: dict[str, list[tuple[str, 
     seen: dict[str, tuple[str, Any]] = {}
     for command, answers in printed.items():
         seen |= {value["schema"]: (command, value) for _, value in answers}
-    not_tried = {"ckptool.prove_command/1"}  # tests/training
+    not_tried = {"ckptool.prove_command/1", "ckptool.prove/1"}  # tests/training, tests/verbs
     assert {f"ckptool.{name}/1" for name in schema().names} - not_tried == set(seen)
     for command, value in seen.values():
         document = schema(command).document
@@ -191,8 +175,10 @@ def test_every_schema_was_seen_and_is_strict(printed: dict[str, list[tuple[str, 
 def test_every_command_and_every_renderer_has_a_schema() -> None:
     names = schema().names
     assert set(COMMANDS) <= {verb for _, verbs in names.values() for verb in verbs}
-    texts = "".join(path.read_text() for path in (HOME / "ckptool" / "render").glob("*.py"))
-    assert set(re.findall(r'(?:"schema": "ckptool\.|document\(\s*\w+,\s*")([\w-]+)', texts)) == set(names) - {"spec"}
+    texts = "".join(path.read_text() for path in (HOME / "ckptool").glob("[rv]*/*.py"))
+    assert set(re.findall(r'(?:"schema": "ckptool\.|document\(\s*\w+,\s*")([\w-]+)', texts)) - {"spec"} == set(
+        names
+    ) - {"spec"}
 
 
 @pytest.mark.parametrize("name", ["inspect", "ckptool.diff/1", "error", "lora merge"])

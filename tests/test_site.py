@@ -14,9 +14,9 @@ from types import ModuleType
 import pytest
 
 from ckptool.checkpoint.commands import VERBS, function_name
-from ckptool.cli import parser
+from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.reports.error_texts import KNOWN, recognised
-from ckptool.reports.schema import schema
+from ckptool.verbs._schema import schema
 from tests.support.looped import looped
 
 HOME = Path(__file__).parents[1]
@@ -42,11 +42,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_known_message_has_a_page_that_is_titled_with_it(generated: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def reference(generated: ModuleType) -> dict[str, str]:
+    pages: dict[str, str] = generated.pages()
+    return pages
+
+
+def test_every_known_message_has_a_page_that_is_titled_with_it(
+    generated: ModuleType, reference: dict[str, str]
+) -> None:
     assert {id(recognised(message)) for message in generated.MESSAGES} == {id(known) for known in KNOWN}
-    pages = generated.pages()
     for message in generated.MESSAGES:
-        text = pages[f"errors/{generated.slug(message)}.md"]
+        text = reference[f"errors/{generated.slug(message)}.md"]
         assert f"title: {json.dumps(message)}\n" in text and f"# {generated.code_span(message)}\n" in text
         known = recognised(message)
         assert known is not None and known.meaning in text
@@ -54,11 +61,10 @@ def test_every_known_message_has_a_page_that_is_titled_with_it(generated: Module
 
 
 @looped("name", VERBS, at_once=13)
-def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, generated: ModuleType) -> None:
-    text = generated.pages()[f"reference/{function_name(name)}.md"]
-    shown = [parameter for parameter in parser([name]).commands[name].params if not parameter.hidden]
-    for parameter in shown:
-        assert all(option in text for option in parameter.opts if option.startswith("-")), parameter.opts
+def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, reference: dict[str, str]) -> None:
+    text = reference[f"reference/{function_name(name)}.md"]
+    for parameter in typed_parameters(function_of(name)):
+        assert parameter.option.hidden or all(flag in text for flag in parameter.option.flags), parameter
     assert any(f"ckptool.{each}/1" in text for each, (_, verbs) in schema().names.items() if name in verbs)
 
 

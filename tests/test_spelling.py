@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,8 @@ from tests.support.command_options import options_of
 from tests.support.looped import looped
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
-COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
 # Those that no function does.
 OTHER_COMMANDS = re.compile(r"(?:pip|torchrun) [^;]*|ckptool (?:inspect \S+ --all|translate --list|average --help)")
-# Programs with options of their own.
-OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -")
 # What only a shell needs: how much is printed, and how.
 SHELL_ONLY = {
     "--json",
@@ -84,36 +80,6 @@ def test_every_option_has_a_spelling_in_python_that_its_function_takes(command: 
         if (command, option.flag) == ("warm-start", "--optimizer"):
             name = "optimizer"
         assert name in arguments_of(command), (option, name)
-
-
-def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Every text of a module, docstrings excepted."""
-    tree = ast.parse(path.read_text())
-    homes = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, homes) and isinstance(n.body[0], ast.Expr)}
-    inner = {id(value) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for value in n.values}
-    for node in ast.walk(tree):
-        if id(node) in docs or id(node) in inner:
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
-        elif isinstance(node, ast.JoinedStr):
-            parts = (str(v.value) if isinstance(v, ast.Constant) else "x" for v in node.values)
-            yield node.lineno, "".join(parts)
-
-
-def test_no_message_of_the_library_keeps_an_option_of_the_command_line() -> None:
-    home = Path(ckptool.__file__).parent
-    wrong = []
-    for path in sorted(home.rglob("*.py")):
-        place = path.relative_to(home)
-        if place.parts[0] in ("cli", "render", "training") or place.name in ("errors.py", "commands.py"):
-            continue
-        for line, text in messages(path):
-            if " " in text and FLAG.search(COMMAND.sub("", in_python(text))) and not OTHERS.search(text):
-                wrong.append(f"{place}:{line}: {in_python(text)}")
-    allowed = "inspect --json"
-    assert not [each for each in wrong if allowed not in each]
 
 
 def test_the_spellings() -> None:

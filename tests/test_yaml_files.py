@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ckptool.reports.schema import _tables
+from ckptool.verbs._schema import _tables
 from tests.support.cli import Run, done
 
 HOME = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def texts() -> Iterator[tuple[str, str]]:
 @pytest.mark.skipif(not hasattr(yaml, "CSafeLoader"), reason="this PyYAML has no libyaml")
 def test_both_parsers_read_the_same() -> None:
     found = dict(texts())
-    assert len(found) > 45 and str(HOME / "ckptool" / "reports" / "schemas.yaml") in found
+    assert len(found) > 45 and str(HOME / "ckptool" / "verbs" / "schemas.yaml") in found
     for name, text in found.items():
         # repr: NaN is not equal to itself
         one, other = (list(yaml.load_all(text, loader)) for loader in (yaml.SafeLoader, yaml.CSafeLoader))

@@ -26,58 +26,179 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """Facts about a verb. group: of the help, and its module in `cli/`.  address: None for verbs without files.
-
-    in_python: it is also a function, `ckptool.NAME`; only a shell needs the others.
-    """
+    """Facts about a verb. group: of the help.  address: None for verbs without files.  about: its line of help."""
 
     group: str
-    address: Use | None = None
-    in_python: bool = True
+    address: Use | None
+    about: str
+
+    @property
+    def in_python(self) -> bool:
+        """True for one that is also a function, `ckptool.NAME`; only a shell needs the others."""
+        return self.group != "setup"
 
 
 # Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here. Two
-# words are typed as two, and are one to the parser. Those that only a shell needs are the group `setup`.
+# words are typed as two, and are one to the parser. Those that only a shell needs are the group `setup`, and stand in
+# `verbs/_NAME.py`.
 VERBS = {
-    "inspect": Verb("look", Use.TAKES),
-    "show": Verb("look", Use.TAKES),
-    "diff": Verb("look", Use.TAKES),
-    "verify": Verb("look", Use.TAKES),
-    "doctor": Verb("look", Use.TAKES),
-    "scan": Verb("look", Use.REFUSES),
-    "report": Verb("look", Use.TAKES),
-    "strip-module": Verb("change", Use.CHANGES),
-    "add-module": Verb("change", Use.CHANGES),
-    "rename": Verb("change", Use.CHANGES),
-    "remap": Verb("change", Use.CHANGES),
-    "cast": Verb("change", Use.CHANGES),
-    "edit": Verb("change", Use.CHANGES),
-    "slim": Verb("change", Use.CHANGES),
-    "translate": Verb("change", Use.CHANGES),
-    "convert": Verb("change", Use.TAKES),
-    "recover": Verb("change", Use.REFUSES),
-    "bake": Verb("change", Use.CHANGES),
-    "bundle": Verb("combine", Use.TAKES),
-    "unbundle": Verb("combine", Use.TAKES),
-    "average": Verb("combine", Use.TAKES),
-    "lora merge": Verb("combine", Use.TAKES),
-    "lora extract": Verb("combine", Use.TAKES),
-    "lora resize": Verb("combine", Use.TAKES),
-    "lora convert": Verb("combine", Use.TAKES),
-    "warm-start": Verb("use", Use.TAKES),
-    "spec": Verb("use", Use.TAKES),
-    "train": Verb("use"),
-    "resume": Verb("use"),
-    "eval": Verb("use"),
-    "prove": Verb("use"),
-    "plot": Verb("use", Use.REFUSES),
-    "prune": Verb("use", Use.REFUSES),
-    "demo": Verb("setup", in_python=False),
-    "explain": Verb("setup", in_python=False),
-    "schema": Verb("setup", in_python=False),
-    "completion": Verb("setup", in_python=False),
-    "git-setup": Verb("setup", in_python=False),
-    "git-check": Verb("setup", in_python=False),
+    "inspect": Verb(
+        "look",
+        Use.TAKES,
+        "Show what is in a checkpoint: parts, sizes, notes with the commands that fix them; or a run's checkpoints.",
+    ),
+    "show": Verb(
+        "look", Use.TAKES, "Show the values of one tensor, or any other entry: show model.pt#state_dict/fc.weight"
+    ),
+    "diff": Verb("look", Use.TAKES, "Compare two checkpoints, in any containers. Exit 0: same. 1: they differ."),
+    "verify": Verb(
+        "look",
+        Use.TAKES,
+        "Read everything and report damage: checksums, headers, missing data. Exit 0: fine. 1: problems found.",
+    ),
+    "doctor": Verb(
+        "look",
+        Use.TAKES,
+        "Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading.",
+    ),
+    "scan": Verb(
+        "look",
+        Use.REFUSES,
+        "List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code.",
+    ),
+    "report": Verb(
+        "look",
+        Use.TAKES,
+        "Write an HTML page about checkpoints: contents, histograms, health, changes. Opens in any browser, offline.",
+    ),
+    "strip-module": Verb(
+        "change",
+        Use.CHANGES,
+        "Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys.",
+    ),
+    "add-module": Verb("change", Use.CHANGES, "Add module. in front of the keys, as DataParallel does."),
+    "rename": Verb(
+        "change",
+        Use.CHANGES,
+        "Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.",
+    ),
+    "remap": Verb(
+        "change",
+        Use.CHANGES,
+        "Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine.",
+    ),
+    "cast": Verb(
+        "change",
+        Use.CHANGES,
+        "Convert the floating-point tensors of the weights to another dtype, and report which lose values.",
+    ),
+    "edit": Verb("change", Use.CHANGES, "Drop entries, set plain values, replace the values of tensors."),
+    "slim": Verb(
+        "change", Use.CHANGES, "Drop optimizer state and the unused bytes behind slices, and report what each saved."
+    ),
+    "translate": Verb(
+        "change",
+        Use.CHANGES,
+        "Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another.",
+    ),
+    "convert": Verb(
+        "change",
+        Use.TAKES,
+        "Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file.",
+    ),
+    "recover": Verb(
+        "change",
+        Use.REFUSES,
+        "Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: something is lost.",
+    ),
+    "bake": Verb("change", Use.CHANGES, "Fold weight norm and pruning into plain weights."),
+    "bundle": Verb(
+        "combine",
+        Use.TAKES,
+        "Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3.",
+    ),
+    "unbundle": Verb(
+        "combine",
+        Use.TAKES,
+        "Write each member of a bundle to its own file, and bundle.json, which says how they belong together.",
+    ),
+    "average": Verb(
+        "combine",
+        Use.TAKES,
+        "Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's.",
+    ),
+    "lora merge": Verb(
+        "combine",
+        Use.TAKES,
+        "Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1.",
+    ),
+    "lora extract": Verb(
+        "combine",
+        Use.TAKES,
+        "Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.",
+    ),
+    "lora resize": Verb(
+        "combine",
+        Use.TAKES,
+        "Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays.",
+    ),
+    "lora convert": Verb(
+        "combine", Use.TAKES, "Write an adapter with the names of another library; its factors stay as they are."
+    ),
+    "warm-start": Verb(
+        "use",
+        Use.TAKES,
+        "Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted.",
+    ),
+    "spec": Verb(
+        "use",
+        Use.TAKES,
+        "Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch.",
+    ),
+    "train": Verb("use", None, "Train a model from a configuration. Exit 130, 143: stopped by a signal, after saving."),
+    "resume": Verb(
+        "use",
+        None,
+        "Resume a run from its newest intact checkpoint. Exit 3: there are checkpoints, but none is intact.",
+    ),
+    "eval": Verb("use", None, "Evaluate a checkpoint of a run; nothing is written to it."),
+    "prove": Verb(
+        "use",
+        None,
+        "Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not.",
+    ),
+    "plot": Verb(
+        "use", Use.REFUSES, "Draw a run's loss, learning rate and metrics over its steps, even while it is training."
+    ),
+    "prune": Verb(
+        "use",
+        Use.REFUSES,
+        "Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best.",
+    ),
+    "demo": Verb(
+        "setup",
+        None,
+        "Write two small checkpoints to try things on, one of them with the usual problems. Needs no torch.",
+    ),
+    "explain": Verb(
+        "setup", None, "Explain a note, an error code or an error message, and say what fixes it. Exit 1: unknown."
+    ),
+    "schema": Verb("setup", None, "Print the JSON Schema (draft 2020-12) of what a command prints with --json."),
+    "completion": Verb(
+        "setup",
+        None,
+        "Print a shell's completion script: commands, options, values, and after model.pt# the names in the file.",
+    ),
+    "git-setup": Verb(
+        "setup",
+        None,
+        "Make git diff, git log -p and git difftool compare checkpoints by their tensors, with or without git-lfs.",
+    ),
+    "git-check": Verb(
+        "setup",
+        None,
+        "Check files before a commit: intact, finite, no code to run, git-lfs for large ones. Exit 1: problems found.",
+    ),
 }
 
 # What people type for them. Only the command line knows these.
@@ -96,6 +217,11 @@ _FLAGS = {"out": "-o", "dir": "-d"}
 def function_name(verb: str) -> str:
     """The name of a verb's function and module."""
     return verb.replace("-", "_").replace(" ", "_")
+
+
+def module_of(verb: str) -> str:
+    """The module with a verb's function."""
+    return f"ckptool.verbs.{'' if VERBS[verb].in_python else '_'}{function_name(verb)}"
 
 
 def with_verb(words: Sequence[str]) -> list[str]:

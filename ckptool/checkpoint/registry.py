@@ -28,13 +28,18 @@ def provides(form: str, *kinds: type) -> Callable[[Function], Function]:
 
 def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
     """A value in a form that is registered for its type or a base of it. Raises `TypeError` for any other."""
-    for kind in type(value).__mro__:
-        module = _provider(kind, form)
-        if module and (kind, form) not in _FUNCTIONS:
+    return provider(form, type(value))(value, *arguments, **options)
+
+
+def provider(form: str, kind: type) -> Callable[..., Any]:
+    """The function that gives values of a type a form. Raises `TypeError` where there is none."""
+    for each in kind.__mro__:
+        module = _provider(each, form)
+        if module and (each, form) not in _FUNCTIONS:
             import_module(module)
-        if (kind, form) in _FUNCTIONS:
-            return _FUNCTIONS[kind, form](value, *arguments, **options)
-    raise TypeError(f"nothing gives {type(value).__name__} the form {form!r}")
+        if (each, form) in _FUNCTIONS:
+            return _FUNCTIONS[each, form]
+    raise TypeError(f"nothing gives {kind.__name__} the form {form!r}")
 
 
 def _provider(kind: type, form: str) -> str:
@@ -56,6 +61,10 @@ class Report:
 
     __slots__ = ()
     verdict: ClassVar[str] = ""
+
+    def exit(self) -> int:
+        """The exit code of the command that reports it: 1 where the verdict is no."""
+        return int(not getattr(self, self.verdict)) if self.verdict else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""

@@ -9,16 +9,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from ckptool.checkpoint.commands import ALIASES, VERBS, function_name, with_verb
+from ckptool.checkpoint.commands import ALIASES, VERBS, with_verb
 from ckptool.checkpoint.workers import deliver_signal_again, stop
+from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
     FORM,
     AnswerForm,
@@ -31,16 +29,12 @@ from ckptool.cli.output import (
     unknown_command,
 )
 from ckptool.errors import CkptoolError, printable
-from ckptool.render.markdown import markdown
 
 if TYPE_CHECKING:
     from ckptool.cli.output import Answers, Json
 
-COMMANDS = VERBS
 INTERRUPTED = 130
-LEAST_WIDTH = 20  # columns
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
-HELP = ["-h", "--help"]
 FIRST_STEPS = """\
 ckptool looks into PyTorch checkpoints, and fixes, converts and combines them.
 
@@ -65,13 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         reserve.append(bytes(RESERVE))
         code = _run(words, done)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         tell("interrupted\n")
         code = INTERRUPTED
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-        if isinstance(stop.__context__, BrokenPipeError):
-            code = 0  # rich gives up where nobody reads the help to its end (`| head`)
     except Exception as error:  # the one place that tells all of them
         if debug:
             raise
@@ -87,103 +79,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], done: list[Json]) -> int:
     words = with_verb(words)
-    below = [name for name in COMMANDS if words and name.startswith(f"{words[0]} ")]  # `lora` is the first word of some
-    if below and (not words[1:] or words[1] in HELP):
-        named, words = below, words[1:]
-    elif words[:1] and not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise unknown_command(" ".join(words[: 2 if below else 1]), [*COMMANDS, *ALIASES])
-    else:
-        named = words[:1] if words[:1] and words[0] in COMMANDS else list(COMMANDS)  # one, where it is clear which
-    lists = not words or words[0] in (*HELP, "--version")  # no command runs
-    answers: Any = parser(named, bare=lists)(args=words, prog_name="ckptool", standalone_mode=False)
-    return answers if isinstance(answers, int) else _print(answers, done)
-
-
-def parser(names: Sequence[str], bare: bool = False) -> Any:
-    """The program with these of its commands.  bare: without their options, to list them."""
-    app = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP}
-    )
-    app.callback(invoke_without_command=True)(program)
-    for name in names:
-        function = function_of(name)
-        others = [alias for alias, verb in ALIASES.items() if verb == name]
-        examples = epilog(function.examples, others)
-        add = app.command(name, rich_help_panel=VERBS[name].group.capitalize(), epilog=examples)
-        add(_without_options(function) if bare else function)
-    return _adjusted(app)
-
-
-def _without_options(function: Any) -> Callable[[], None]:
-    def bare() -> None:
-        """The help of the command."""
-
-    bare.__doc__ = function.__doc__
-    return bare
-
-
-def epilog(examples: Iterable[tuple[str, str]], aliases: Sequence[str] = ()) -> str:
-    r"""The examples of a command, and its other names, as typer wants them: after `\b` its lines stay lines."""
-    lines = [part for line, purpose in examples for part in (f"# {purpose}", line)]
-    also = ["", "\b", f"Also: {', '.join(f'ckptool {alias}' for alias in aliases)}"] if aliases else []
-    return "\n".join(["\b", "Examples:" if len(lines) > 2 else "Example:", *lines, *also])
-
-
-def function_of(command: str) -> Any:
-    """The function of a command, whose signature declares its options."""
-    from ckptool.cli.options import in_forms
-
-    return in_forms(getattr(import_module(f"ckptool.cli.{VERBS[command].group}"), function_name(command)))
-
-
-def _adjusted(app: typer.Typer) -> Any:
-    """The commands, with flags that do not ask for a `<bool>` in the help, and texts that are taken as they are
-    typed."""
-    program: Any = typer.main.get_command(app)
-    for command in (program, *program.commands.values()):
-        own_help = command.get_help_option(typer.Context(command, help_option_names=HELP))
-        for option in (*command.params, own_help):
-            if getattr(option, "is_flag", False):
-                option.metavar = ""
-            option.process_value = _as_typed(option)
-    return program
-
-
-def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
-    """Takes texts and defaults as they are: typer would import pydantic to check them, a third of the time of a small
-    `inspect`."""
-    process: Callable[[Any, Any], Any] = option.process_value
-    kind = getattr(option, "type_descriptor", None)  # which older typers do not have
-    is_text = kind is not None and kind.annotation in (str, list[str])
-    is_list = option.nargs == -1 or getattr(option, "multiple", False)
-
-    def value_of(context: Any, value: Any) -> Any:
-        if value is None and not option.required:
-            return () if is_list else None
-        if value is None or not (is_text or value is option.default):
-            return process(context, value)
-        return list(value) if is_list else value
-
-    return value_of
-
-
-def program(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> int:
-    """Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
-
-    See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place, or replaced without -f.
-    """
-    if version:
+    first = words[0] if words else ""
+    asked = words[: words.index("--")] if "--" in words else words
+    below = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
+    if not words:
+        tell(FIRST_STEPS)
+        return 2
+    if first == "--version":
         from ckptool import __version__
 
         say(f"ckptool {__version__}\n")
-        raise typer.Exit(0)
-    if context.invoked_subcommand is None:
-        tell(FIRST_STEPS)
-        raise typer.Exit(2)
-    return 0
+        return 0
+    if first in FLAGS or (below and (not words[1:] or words[1] in FLAGS)):
+        say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
+        return 0
+    if first not in VERBS:
+        raise unknown_command(" ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES])
+    from ckptool.cli.verb import answers, function_of, typed_parameters  # with the modules of the verb
+
+    function = function_of(first)
+    parameters = typed_parameters(function)
+    if not {*FLAGS}.isdisjoint(asked):
+        say(verb_help(first, function.verb, parameters, style_of(sys.stdout)))
+        return 0
+    from ckptool.cli.parser import parse
+
+    return _print(answers(first, function, parse(first, parameters, words[1:])), done)
 
 
 def _print(answers: Answers, done: list[Json]) -> int:
@@ -199,6 +120,8 @@ def _print(answers: Answers, done: list[Json]) -> int:
             elif answers.as_json:
                 done.append(answer.json())
             elif FORM.get() is AnswerForm.markdown:
+                from ckptool.render.markdown import markdown
+
                 say("\n" * bool(number) + markdown(answer.text(style)))
             else:
                 say(("\n" if number and answers.separate else "") + answer.text(style))
@@ -222,6 +145,8 @@ def _told(error: Exception, done: list[Json]) -> int:
     problem: CkptoolError = in_words(error)
     if FORM.get() is AnswerForm.markdown and not isinstance(problem, LostAnswer):
         with suppress(LostAnswer):
+            from ckptool.render.markdown import markdown
+
             say(markdown(error_text(problem)))
     if not (FORM.get() is AnswerForm.json and _said_as_json(problem, done)):
         tell(error_text(problem, style_of(sys.stderr)))
@@ -267,7 +192,6 @@ def _told_in_short(error: Exception) -> int:
 
 def _as_program() -> None:
     _open_standard_streams()
-    _forget_odd_widths()
     sys.unraisablehook = deliver_signal_again
     gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -286,11 +210,3 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
-
-
-def _forget_odd_widths() -> None:
-    """Ignores terminal widths that the help cannot be printed in: it would come out empty, or not at all."""
-    for name in ("COLUMNS", "TERMINAL_WIDTH"):
-        text = os.environ.get(name, "80")
-        if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) >= LEAST_WIDTH):
-            del os.environ[name]

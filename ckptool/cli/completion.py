@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ckptool.checkpoint.commands import VERBS
-from ckptool.cli import HELP, function_of, parser
-from ckptool.cli.output import choices_among, declared
-from ckptool.verbs._completion import Candidate, addresses, keys
+from ckptool.cli.help import FLAGS
+from ckptool.cli.verb import function_of, typed_parameters
+from ckptool.options import Parameter
+from ckptool.verbs._complete import Candidate, addresses, keys
 
 
 def _dtypes() -> list[str]:
@@ -67,22 +67,22 @@ def candidates(words: list[str], typed: str) -> list[Candidate] | None:
     """The continuations of a word after others, of which the first is the verb; None where a file is meant."""
     if not words or words[0] not in VERBS:
         return _verbs(words, typed)
-    command = parser(words[:1]).commands[words[0]]
-    flags = {name: option for option in command.params for name in option.opts if name.startswith("-")}
+    parameters = typed_parameters(function_of(words[0]))
+    flags = {name: each for each in parameters for name in each.option.flags}
     asked, used = _asked(words[1:], flags)
     name, equals, value = typed.partition("=")
     if asked is None and equals and name in flags:
         found = _values(flags[name], value, words)
         return found and [each._replace(text=f"{name}={each.text}") for each in found]
     if asked is None and typed.startswith("-") and "--" not in words:
-        help_of_all = [Candidate(each, "Show this message and exit.") for each in HELP]
+        help_of_all = [Candidate(each, "Show the help.") for each in FLAGS]
         return help_of_all + [
-            Candidate(flag, _first_sentence(option.help))
-            for flag, option in flags.items()
-            if not option.hidden and (option.multiple or option not in used)
+            Candidate(flag, _first_sentence(each.option.help))
+            for flag, each in flags.items()
+            if not each.option.hidden and (each.option.several or each not in used)
         ]
     if asked is None:
-        asked = next((each for each in command.params if each.param_type_name == "argument"), None)
+        asked = next((each for each in parameters if not each.option.flags), None)
     return [] if asked is None else _values(asked, typed, words)
 
 
@@ -94,15 +94,15 @@ def _verbs(words: list[str], typed: str) -> list[Candidate]:
     for verb in VERBS:
         if verb.split()[:depth] == words:
             last = len(verb.split()) == depth + 1
-            about = _first_sentence(function_of(verb).__doc__) if last else "…"
+            about = _first_sentence(VERBS[verb].about) if last else "…"
             found[verb.split()[depth]] = Candidate(verb.split()[depth], about)
     return list(found.values())
 
 
-def _asked(words: Sequence[str], flags: dict[str, Any]) -> tuple[Any, list[Any]]:
+def _asked(words: Sequence[str], flags: dict[str, Parameter]) -> tuple[Parameter | None, list[Parameter]]:
     """The option whose value comes next, if one's does, and the options that are there already."""
-    used: list[Any] = []
-    asked = None
+    used: list[Parameter] = []
+    asked: Parameter | None = None
     for word in words:
         if asked is not None:
             asked = None
@@ -110,21 +110,20 @@ def _asked(words: Sequence[str], flags: dict[str, Any]) -> tuple[Any, list[Any]]
             break
         elif (option := flags.get(word.partition("=")[0])) is not None:
             used.append(option)
-            asked = None if option.is_flag or "=" in word else option
+            asked = None if option.kind is bool or "=" in word else option
     return asked, used
 
 
-def _values(parameter: Any, typed: str, words: Sequence[str]) -> list[Candidate] | None:
-    choices = choices_among(declared(words[0], parameter.name)[0])
-    if not choices and parameter.metavar in VALUES:
-        choices = list(VALUES[parameter.metavar]())
-    if choices and not ("FILE" in (parameter.metavar or "") and not any(each.startswith(typed) for each in choices)):
-        done = typed[: typed.rfind(",") + 1] if parameter.multiple else ""
+def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Candidate] | None:
+    option = parameter.option
+    choices = list(option.choices or (VALUES[option.metavar]() if option.metavar in VALUES else ()))
+    if choices and not ("FILE" in option.metavar and not any(each.startswith(typed) for each in choices)):
+        done = typed[: typed.rfind(",") + 1] if option.several else ""
         return [Candidate(done + each) for each in choices]
-    if parameter.metavar in IN_FILES:
+    if option.metavar in IN_FILES:
         file = next((word for word in words[1:] if os.path.lexists(word)), None)
-        return IN_FILES[parameter.metavar](file, typed) if file else []
-    return [] if parameter.metavar in NUMBERS else None
+        return IN_FILES[option.metavar](file, typed) if file else []
+    return [] if option.metavar in NUMBERS else None
 
 
 def _first_sentence(text: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import re
 import sys
@@ -16,12 +15,9 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, get_args
-
-import typer
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ckptool.checkpoint.commands import nearest
-from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.workers import Task, in_turn
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
@@ -139,25 +135,17 @@ def style_of(stream: TextIO) -> Style:
     return Style(colour, _width(stream) if terminal else None)
 
 
+LEAST_WIDTH = 20  # columns: what is narrower was not meant
+
+
 def _width(stream: TextIO) -> int | None:
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns):
+    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= LEAST_WIDTH:
         return int(columns)
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return 80
-
-
-MAX_TEXT = 1 << 20  # bytes
-
-
-def standard_input() -> str:
-    """The text that is piped in, up to a limit."""
-    try:
-        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
-    except (OSError, AttributeError) as problem:
-        raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 
 
 def say(text: str) -> None:
@@ -288,10 +276,6 @@ def _pace(fact: dict[str, Any], rate: float) -> str:
     return f"  {speed}, {left} left" if left else f"  {speed}"
 
 
-# What typer raises when the command line cannot be parsed; of its classes it exports the one below.
-BadUsage = typer.BadParameter.__mro__[1]
-
-
 class Bug(CkptoolError, code="bug"):
     """Something that ckptool did not expect: its own fault."""
 
@@ -300,8 +284,6 @@ def in_words(error: Exception) -> CkptoolError:
     """The error for people, whatever was raised."""
     if isinstance(error, CkptoolError):
         return error
-    if isinstance(error, BadUsage):
-        return _usage(error)
     if _has_run_out(error):
         return FileProblem(
             f"a system limit was reached: {error!s}",
@@ -337,99 +319,13 @@ def _has_run_out(error: Exception) -> bool:
 
 def unknown_command(name: str, known: Iterable[str]) -> UsageError:
     """The error for a word that is no command: what was meant, or what to do with a file."""
+    if name.startswith("-"):
+        return UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
     what = f"there is no command {name!r}"
     if os.path.lexists(name):
         return UsageError(what, "It is a file.", f"Look inside: ckptool inspect {quoted(name)}")
     meant = nearest(name.lower().replace("_", "-"), known)
     return UsageError(what, f"Did you mean '{meant}'?" if meant else "", f"See: ckptool {meant or '--help'}".strip())
-
-
-QUOTE_RULES = (
-    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
-    "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
-)
-
-
-def was_redirected(words: Iterable[str]) -> bool:
-    """True where a word is the rest of a rule `OLD => NEW` of which the shell took `> NEW` for itself."""
-    return any(word.endswith("=") and not os.path.lexists(word) for word in words)
-
-
-def _usage(error: Any) -> CkptoolError:
-    """The error for a command line that could not be parsed, with what is allowed there."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "ckptool"
-    usage = " ".join(context.get_usage().split()) if context else ""
-    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
-    fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: {command} --help"
-    message = " ".join(error.message.split()).rstrip(".")
-    kind = type(error).__name__
-    parameter = getattr(error, "param", None)
-    if kind == "NoSuchOption":
-        option = error.option_name
-        meant = nearest(option, [name for each in context.command.params for name in each.opts] if context else ())
-        return UsageError(f"{command} has no option {option}", f"Did you mean {meant}?" if meant else usage, fix)
-    if kind == "MissingParameter" and parameter is not None:
-        return UsageError(f"{command} needs {_called(parameter)}", usage, fix)
-    if kind == "BadOptionUsage":
-        word = "takes no value" if "does not take" in message else "needs a value, and was given none"
-        return UsageError(f"{error.option_name} {word}", usage, fix)
-    if kind == "BadParameter" and parameter is not None:
-        return _refused(error, parameter, usage, fix)
-    more = message.rpartition("(")[2].rstrip(")") if "extra argument" in message else ""
-    if more and was_redirected(more.split()):
-        return UsageError(f"{command} was given {more}, which is a part of a rule", *QUOTE_RULES)
-    return UsageError(f"{command} was given too many arguments: {more}" if more else message, usage, fix)
-
-
-def _called(parameter: Any) -> str:
-    """An argument by its name in the help, an option with it."""
-    name = parameter.metavar or parameter.name.upper()
-    return f"{_flag_of(parameter)} {name}" if parameter.opts[-1].startswith("-") else name
-
-
-def _flag_of(parameter: Any) -> str:
-    """The long name of an option."""
-    name: str = parameter.opts[-1]
-    return name
-
-
-def _refused(error: Any, parameter: Any, usage: str, fix: str) -> UsageError:
-    """The error for a value that an option does not take, with those that it takes."""
-    value = _value_of(error)
-    given = f", not {value!r}" if value is not None else ""
-    return UsageError(f"{_flag_of(parameter)} takes {_allowed(error.ctx, parameter)}{given}", usage, fix)
-
-
-def _value_of(error: Any) -> str | None:
-    """The value that was refused, where the parser says it."""
-    if callable(details := getattr(error.__cause__, "errors", None)):
-        return str(details()[0].get("input"))
-    found = re.match(r"'?(.*?)'? is not ", error.message)
-    return found[1] if found else None
-
-
-def _allowed(context: Any, parameter: Any) -> str:
-    """The values that an option takes, in words, as its command declares it."""
-    kinds, metas = declared(context.info_name, parameter.name)
-    least = next((meta.min for meta in metas if getattr(meta, "min", None) is not None), None)
-    if choices := choices_among(kinds):
-        return f"{', '.join(choices[:-1])} or {choices[-1]}"
-    number = "a whole number" if int in kinds else "a number"
-    return number + (f" of at least {least:g}" if least is not None else "")
-
-
-def declared(command: str, name: str) -> tuple[list[Any], Sequence[Any]]:
-    """The types of an argument or option of a command, and what its declaration says of it."""
-    from ckptool.cli import function_of
-
-    annotation = inspect.signature(function_of(command), eval_str=True).parameters[name].annotation
-    return [annotation.__origin__, *get_args(annotation.__origin__)], annotation.__metadata__
-
-
-def choices_among(kinds: Iterable[Any]) -> list[str]:
-    """The values of the one that is an enumeration; none where none is."""
-    return [each.value for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for each in kind]
 
 
 def _bug(error: Exception) -> Bug:

@@ -20,9 +20,11 @@ from ckptool.formats.in_memory import checkpoint_in_memory
 
 if TYPE_CHECKING:
     from torch.nn import Module
+else:
+    Module = type("Module", (), {})  # the signatures of verbs are read where torch is not installed
 
 PathLike = str | os.PathLike[str]
-CheckpointLike: TypeAlias = "PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module"
+CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
+from ckptool.options import option
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, fields_json, finite, path_json, type_name
 from ckptool.render.key_groups import grouped
@@ -27,14 +28,14 @@ Members = Mapping[str, Sequence[Difference]]  # changed tensors by their address
 def diff_text(
     found: Diff,
     *,
-    stat: bool = False,
-    all: bool = False,
-    quiet: bool = False,
+    counts: Annotated[bool, option("--stat", "Print only counts.")] = False,
+    all: Annotated[bool, option("--all", "A row for each tensor, instead of groups.")] = False,
+    quiet: Annotated[bool, option("-q --quiet", "Print nothing; only set the exit code.")] = False,
     style: Style = PLAIN,
 ) -> str:
     """The verdict, then every difference in groups.
 
-    stat: counts only.  all: a row for each.  quiet: nothing.
+    counts: only these.  all: a row for each.  quiet: nothing.
     """
     if quiet:
         return ""
@@ -52,7 +53,7 @@ def diff_text(
         [(style.green if found.same else style.red)(word) + colon + rest, *facts],
         [line for remark in remarks for line in style.prose(remark)],
     ]
-    blocks += [_stat(found)] if stat else _differences(found, style, all)
+    blocks += [_stat(found)] if counts else _differences(found, style, all)
     blocks.append([line for limit in _reservations(found) for line in style.prose(limit)])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 

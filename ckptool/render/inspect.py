@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import Object
@@ -15,6 +15,7 @@ from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
 from ckptool.checkpoint.tree import address, children, segment_text
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import named
+from ckptool.options import option
 from ckptool.pickles.plain.text import to_json, to_jsons
 from ckptool.render.html import bar_html, page_html
 from ckptool.render.json import Json, fields_json, finite, path_json, tensor_json, type_name
@@ -62,9 +63,11 @@ NAMES = 56  # columns for names; longer ones push their line to the right
 def inspect_text(
     found: Inspection,
     *,
-    all: bool = False,
-    depth: int | None = None,
-    quiet: bool = False,
+    all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
+    depth: Annotated[
+        int | None, option("--depth N", "Levels of the outline, instead of as many as fit.", least=0)
+    ] = None,
+    quiet: Annotated[bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")] = False,
     style: Style = PLAIN,
 ) -> str:
     """The parts of a file, an outline of their tensors, notes with the commands that fix them.

@@ -53,7 +53,7 @@ def finite(value: Any) -> Any:
     return told(value) if callable(told) else fields_json(value) if is_dataclass(value) else value
 
 
-class _Fact(NamedTuple):
+class Fact(NamedTuple):
     key: str
     names: list[str]
     or_null: str
@@ -61,6 +61,7 @@ class _Fact(NamedTuple):
 
 
 _FACTS: dict[type, str | Callable[[Any], Json]] = {}  # of types whose facts are not all of their fields
+DOCUMENTS: dict[str, tuple[type, str]] = {}  # schema -> the report, and the names of its facts
 _FACT = re.compile(r"(?:(\w+)=)?([\w.]+)(\??)(?::([\w,]+))?")
 
 
@@ -72,7 +73,7 @@ def fields_json(value: Any, names: str = "") -> Json:
     """
     found: Json = {}
     kind: Any = type(value)
-    for key, path, or_null, columns in _facts(kind, names):
+    for key, path, or_null, columns in facts_in(kind, names):
         fact = value
         for name in path:
             fact = None if fact is None else getattr(fact, name)
@@ -85,10 +86,11 @@ def fields_json(value: Any, names: str = "") -> Json:
 
 
 @cache
-def _facts(kind: Any, names: str) -> tuple[_Fact, ...]:
+def facts_in(kind: Any, names: str = "") -> tuple[Fact, ...]:
+    """The facts that are printed of a type, by these names, as `fields_json` takes them, or by those said for it."""
     text = str(names or _FACTS.get(kind, "*")).replace("*", " ".join(field.name for field in fields(kind)))
     matches = [match for word in text.split() if (match := _FACT.fullmatch(word))]
-    return tuple(_Fact(match[1] or match[2], match[2].split("."), match[3], match[4] or "") for match in matches)
+    return tuple(Fact(match[1] or match[2], match[2].split("."), match[3], match[4] or "") for match in matches)
 
 
 def facts_of(kind: type, facts: str | Callable[[Any], Json]) -> None:
@@ -99,6 +101,7 @@ def facts_of(kind: type, facts: str | Callable[[Any], Json]) -> None:
 
 def document(kind: type, schema: str, names: str = "") -> None:
     """Says what `--json` prints for a report: the schema, and facts of these names, as `fields_json` takes them."""
+    DOCUMENTS[schema] = kind, names
     provides("json", kind)(lambda found: {"schema": f"ckptool.{schema}/1", **fields_json(found, names)})
 
 

@@ -42,7 +42,7 @@ def command_text(found: CommandProof, *, style: Style = PLAIN) -> str:
         )
         lines += [f"  {printable(each)}" for each in found.unstable]
         lines.append(f"  Such differences usually come from {USUAL}.")
-    elif found.exit_code == 1:
+    elif found.exit() == 1:
         lines.append(style.red("disproved: killed and started again, it does not end as a run that was never killed."))
     else:
         lines.append(style.yellow("not tried: it ended before it could be killed."))

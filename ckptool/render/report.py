@@ -7,7 +7,6 @@ from html import escape
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import MissingExtra, counted, printable
 from ckptool.render.json import document, facts_of
-from ckptool.render.report_page import report_page
 from ckptool.render.style import PLAIN, Style, notes_text, size
 from ckptool.reports.report import CheckpointReport, FileReport
 
@@ -20,6 +19,8 @@ def page(report: CheckpointReport) -> str:
     except ImportError as error:
         what = "a report page needs jinja2, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[report]'") from error
+    from ckptool.render.report_page import report_page
+
     return report_page(report)
 
 

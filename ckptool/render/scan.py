@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
 from ckptool.formats import marks
+from ckptool.options import option
 from ckptool.render.json import document, facts_of
 from ckptool.render.style import PLAIN, Style, columns, size
 from ckptool.reports.inspect import WEIGHTS_ONLY
@@ -18,14 +20,21 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 @provides("text", Scan)
-def scan_text(found: Scan, *, latest_good: bool = False, quiet: bool = False, style: Style = PLAIN) -> str:
+def scan_text(
+    found: Scan,
+    *,
+    quiet: Annotated[
+        bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
+    ] = False,
+    style: Style = PLAIN,
+) -> str:
     """A folder: one line per checkpoint. A file: what its pickles would call.
 
-    latest_good: only the newest good one.  quiet: only its path, or nothing.
+    quiet: of the newest good one only its path, or nothing.
     """
     if quiet:
-        return f"{_shown_path(found.latest.path)}\n" if latest_good and found.latest else ""
-    if latest_good:
+        return f"{_shown_path(found.latest.path)}\n" if found.latest_only and found.latest else ""
+    if found.latest_only:
         return _latest(found) + "\n"
     if not found.is_folder:
         return _file_text(found.files[0], style)

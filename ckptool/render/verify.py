@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, listed, printable, quoted
+from ckptool.options import option
 from ckptool.render.json import Json, fields_json
 from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
 from ckptool.reports.digests import Compared
@@ -13,7 +16,13 @@ SHOWN = 20
 
 
 @provides("text", Verification)
-def verify_text(found: Verification, *, digests: bool = False, quiet: bool = False, style: Style = PLAIN) -> str:
+def verify_text(
+    found: Verification,
+    *,
+    digest: bool = False,
+    quiet: Annotated[bool, option("-q --quiet", "Print only the names of files that are not fine.")] = False,
+    style: Style = PLAIN,
+) -> str:
     """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps.
 
     quiet: only the name of the file, where it is not fine.
@@ -32,7 +41,7 @@ def verify_text(found: Verification, *, digests: bool = False, quiet: bool = Fal
         lines.append(f"  … {counted(len(groups) - SHOWN, 'more problem')} (--json lists them)")
     lines += _values(found, style)
     lines += _kept(found, style)
-    if digests and found.digests is not None:
+    if digest and found.digests is not None:
         lines += _digests(found, style)
     lines += [f"  {style.cyan(' '.join(map(quoted, fix)))}" for fix in found.fixes]
     notes = notes_text(found.notes, style)

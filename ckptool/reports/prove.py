@@ -25,7 +25,9 @@ class CommandKill:
 
 @dataclass(slots=True, repr=False)
 class CommandProof(Report):
-    """The result. watched: one of the constants.  steps: of the unbroken run; 0 where no optimizer was seen.
+    """Kills, events, findings and causes of a script that was to be proved.
+
+    watched: one of the constants.  steps: of the unbroken run; 0 where no optimizer was seen.
 
     events: kind of event -> how many the unbroken run had.  compared: the checkpoints that its folder held at the end.
     unstable: what differed between two unbroken runs; then nothing was killed.  findings: what is wrong.  differs: the
@@ -53,7 +55,6 @@ class CommandProof(Report):
     def proved(self) -> bool:
         return bool(self.kills) and not (self.unstable or self.findings or self.differs)
 
-    @property
-    def exit_code(self) -> int:
+    def exit(self) -> int:
         """0: proved.  1: disproved.  2: it could not be tried."""
         return 0 if self.proved else 1 if self.findings or self.differs else 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
@@ -13,7 +13,9 @@ from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quant
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.errors import Unsupported, UsageError, listed
 from ckptool.formats.model_folder import quantization_config
-from ckptool.reports.warm_start import AS_IT_IS, LoadReport
+
+if TYPE_CHECKING:
+    from ckptool.reports.warm_start import LoadReport
 
 
 def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: str = "") -> Quantized:
@@ -46,6 +48,8 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     if not found:
         return
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
+    from ckptool.reports.warm_start import AS_IT_IS  # which no other of these needs
+
     views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
     taken = {key for key, view in tensors.items() if view in views}
     left = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.registry import Report
@@ -16,6 +16,8 @@ class Written(Report):
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
     """
+
+    is_written: ClassVar[bool] = True
 
     verb: str
     file: str

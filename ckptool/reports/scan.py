@@ -84,6 +84,7 @@ class Scan(Report):
     """The checkpoints of a folder, or one file. latest: the newest good one or None; by: the criterion.
 
     full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
+    latest_only: the question was which is the newest good one, and whether there is one.
     """
 
     verdict = "findings"
@@ -95,6 +96,11 @@ class Scan(Report):
     latest: ScannedFile | None
     by: str
     full: bool = False
+    latest_only: bool = False
+
+    def exit(self) -> int:
+        """1 where something is damaged or would run code; with `latest_only` where none is good."""
+        return int(self.latest is None if self.latest_only else bool(self.findings))
 
     @property
     def findings(self) -> int:

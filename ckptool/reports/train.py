@@ -9,7 +9,7 @@ from ckptool.checkpoint.registry import Report
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Page(Report):
-    """Text that is printed as it is: a configuration, its schema."""
+    """A text that is printed as it is: a configuration, its schema."""
 
     text: str = ""
 
@@ -49,7 +49,9 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Report):
-    """A run. metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
+    """The folder of a run, and its checkpoints.
+
+    metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
 
     event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
     seconds: that it was trained for, in all its starts.
@@ -71,10 +73,14 @@ class RunReport(Report):
         """The number of its checkpoints that are not whole."""
         return sum(1 for one in self.checkpoints if one.state != GOOD)
 
+    def exit(self) -> int:
+        """1 where one is damaged."""
+        return int(bool(self.damaged))
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Outcome(Report):
-    """The end of a run. status: `done`, `stopped`, or by `stop.patience` `stopped-early`, which `why` explains.
+    """How a run ended. status: `done`, `stopped`, or by `stop.patience` `stopped-early`, which `why` explains.
 
     exit_code: 0, or 128 plus the signal that stopped it.  profile: the profiler's table, where one was written.
     """
@@ -88,10 +94,15 @@ class Outcome(Report):
     why: str = ""
     profile: str = ""
 
+    def exit(self) -> int:
+        return self.exit_code
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluated(Report):
-    """The metrics of a checkpoint. chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.
+    """The metrics of a checkpoint of a run.
+
+    chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.
 
     ema: of the average of its weights.
     """
@@ -106,7 +117,7 @@ class Evaluated(Report):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rehearsal(Report):
-    """Facts about one step. Bytes; seconds.
+    """What a rehearsal of a run showed; bytes and seconds.
 
     activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
     it is off.
@@ -136,7 +147,7 @@ class Kill:
 
 @dataclass(slots=True, repr=False)
 class Proof(Report):
-    """The result of a proof.
+    """Digests, kills and ablations of a run that was to be proved.
 
     processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
     run has none).
@@ -161,7 +172,3 @@ class Proof(Report):
     @property
     def proved(self) -> bool:
         return self.result == self.reference and not self.lost and False not in self.without.values()
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.proved else 1

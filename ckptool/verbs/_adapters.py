@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
@@ -16,12 +16,22 @@ from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
+from ckptool.options import argument, option
 from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
 
-AdapterConfig: TypeAlias = "PathLike | Mapping[str, Any] | Any"  # `Any`: a configuration of peft's
+AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's
+AdapterArgument = Annotated[
+    CheckpointLike,
+    argument("ADAPTER", "A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one."),
+]
+ConfigOption = Annotated[
+    AdapterConfig | None, option("--config FILE.json", "Its adapter_config.json, if that is not beside it.")
+]
+Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
+NEW_ADAPTER = "For example: -o adapter/"
 _WHOLE = "1000TB"  # PEFT reads no shards
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.commands import Command, as_argument, command
@@ -14,9 +14,11 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import printable
 from ckptool.formats import torch_zip
+from ckptool.options import argument, verb
 from ckptool.output import replace_folder
 from ckptool.pickles.reduce import array_entry, from_live
 from ckptool.reports.train import Page
+from ckptool.verbs._options import Overwrite
 
 if TYPE_CHECKING:
     import numpy
@@ -27,7 +29,12 @@ MODEL, TUNED, CLEAN, WEIGHTS, PAGE = "model.pt", "finetuned.pt", "clean.pt", "fi
 LAYERS, WIDTH, WORDS = 6, 32, 100
 
 
-def demo(folder: str, *, overwrite: bool = False) -> Page:
+@verb(("ckptool demo playground", "two checkpoints in a new folder, and what to try"))
+def demo(
+    folder: Annotated[str, argument("FOLDER", "The new folder.", show_default=True)] = "ckptool-demo",
+    *,
+    overwrite: Overwrite = False,
+) -> Page:
     """Writes the two checkpoints into a new folder, and says what to try on them. Needs no torch.
 
     `model.pt` is a GPT of 6 layers as a training script saves it: from DataParallel on a GPU, with an average of its

@@ -1,4 +1,4 @@
-"""git with checkpoints: its configuration, the text that it compares in their place, and what may be committed."""
+"""git with checkpoints: its configuration, and the text that it compares in their place."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from io import TextIOWrapper
+from typing import Annotated, Any, get_args
 
 from ckptool import formats
 from ckptool.checkpoint import Data, InlineBytes, Note, Storage, StorageRef, Tensor
@@ -29,16 +31,16 @@ from ckptool.errors import (
     counted,
     listed,
     printable,
-    quoted,
 )
+from ckptool.options import option, verb
 from ckptool.output import check_target, digest_of, make_folder, replace_file
 from ckptool.pickles.plain.values import expand
 from ckptool.render.style import WHOLE, value_text
-from ckptool.render.style import size as size_text
 from ckptool.reports.digests import dtype_name, path_digests
-from ckptool.reports.git_setup import GitCheck, GitSetup
+from ckptool.reports.git_setup import GitSetup
 from ckptool.reports.inspect import EntryRow, listing
-from ckptool.reports.verify import Problem
+from ckptool.reports.train import Page
+from ckptool.verbs._options import DryRun
 
 # What is never anything but a checkpoint or an array, and the names that trainers give to `.bin` and `.tar`.
 PATTERNS = (
@@ -79,7 +81,25 @@ def settings() -> dict[str, str]:
     }
 
 
-def git_setup(*, everywhere: bool = False, remove: bool = False, dry_run: bool = False) -> GitSetup:
+def _of_git(textconv: Annotated[str | None, option("--textconv FILE", "For git.", hidden=True)] = None) -> Page | None:
+    if textconv is None:
+        return None
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # the same text on every machine, which git keeps
+    return Page(text_for_git(textconv))
+
+
+@verb(
+    ("ckptool git-setup -n", "what it would do"),
+    ("ckptool git-setup --remove", "git as it was before"),
+    instead=_of_git,
+)
+def git_setup(
+    *,
+    everywhere: Annotated[bool, option("--global", "Set up all your repositories, not only this one.")] = False,
+    remove: Annotated[bool, option("--remove", "Remove exactly what git-setup added.")] = False,
+    dry_run: DryRun = False,
+) -> GitSetup:
     """Makes git compare checkpoints by their tensors, in this repository or everywhere; or undoes that.
 
     Raises `RunFailed` outside of a repository, `Conflict` where our lines in the attributes were edited.
@@ -195,12 +215,12 @@ DIGITS = 12
 _OF_WRITERS = re.compile(r"format$|ckptool\.")  # metadata that says who wrote a file, and not what is in it
 TEXT = 1 << 20  # bytes: what is no checkpoint, and no longer than this, is shown if it is a text
 WIDTH = 200  # characters of a value
-_POINTER = re.compile(
+POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
 )
 
 
-def textconv(path: str) -> str:
+def text_for_git(path: str) -> str:
     """The tensors and entries of a file, sorted, a line each, so that git can compare them.
 
     A line says address, dtype, shape and the first twelve digits of the tensor's digest, which are equal for equal
@@ -208,7 +228,7 @@ def textconv(path: str) -> str:
     only `FileProblem`: git caches the text, and a passing trouble of this machine must not be cached.
     """
     source = Source(path)
-    pointer = _POINTER.match(source.read(0, min(source.size, SMALL)))
+    pointer = POINTER.match(source.read(0, min(source.size, SMALL)))
     if pointer:
         oid = pointer[1].decode()
         here = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
@@ -296,59 +316,3 @@ def _other_lines(source: Source, error: CkptoolError) -> list[str]:
                 return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
     said = error.what.replace(printable(source.path), "this file")
     return [f"{error.code}: {said}", f"{source.size:,} bytes  {digest_of(source.path)[:DIGITS]}"]
-
-
-# What may be committed ------------------------------------------------------------------------------------------------
-
-
-def git_check(file: str, *, max_size: float = 10, allow: Collection[str] = ()) -> GitCheck:
-    """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
-
-    max_size: megabytes that git may store of a file without git-lfs.  allow: codes of problems to accept.
-    Outside of a repository only the contents are checked.
-    """
-    source = Source(file)
-    pointer = _POINTER.match(source.read(0, min(source.size, SMALL))) is not None
-    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(file))]
-    return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
-
-
-def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Problem]:
-    """Problems with where git would store a file: what is staged takes precedence over what the attributes promise."""
-    said = git("check-attr", "-z", "filter", "--", file, ok=(0, 128))
-    if said is None:
-        return
-    in_lfs = said.split("\0")[2] == "lfs"
-    staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
-    held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
-    if pointer and not in_lfs:
-        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
-        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {_track(file)}")
-    if held > max(most, SMALL):
-        why = (
-            "git-lfs should have stored it, by the attributes, but did not: git lfs install; git add --renormalize ."
-            if in_lfs
-            else f"Every version of it would stay in the repository forever. {_track(file)}"
-        )
-        yield Problem("large-file", f"git itself would store {size_text(held)}", why)
-
-
-def _track(file: str) -> str:
-    return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
-
-
-def _contents(file: str) -> Iterator[Problem]:
-    from ckptool.verbs.scan import scan
-    from ckptool.verbs.verify import verify
-
-    try:
-        found = verify(file, finite=True)
-        yield from found.problems
-        for row in found.non_finite or ():
-            yield Problem("non-finite", f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}")
-        if not found.problems:
-            calls = [call.name for one in scan(file).files for call in one.calls]
-            if calls:
-                yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
-    except CkptoolError as error:
-        yield Problem(error.code, error.what, error.why)

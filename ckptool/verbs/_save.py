@@ -36,12 +36,13 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.reports.diff import Diff, diff
 from ckptool.reports.save import SaveResult, Written
-from ckptool.reports.verify import refuse_damaged
+from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
+
+    from ckptool.reports.diff import Diff
 else:
     Unpack = None  # of `**options: Unpack[SaveOptions]`, which nobody evaluates
 
@@ -55,20 +56,20 @@ class SaveOptions(TypedDict, total=False):
     progress: told bytes done and in all.  make_folder: make the folder of the output if there is none.
     """
 
-    in_place: bool
-    overwrite: bool
-    dry_run: bool
-    verify: bool
-    keep_unknown: bool
-    container: str | None
-    progress: Progress | None
+    in_place: InPlace
+    overwrite: Overwrite
+    dry_run: DryRun
+    verify: Verify
+    keep_unknown: KeepUnknown
+    container: Container
+    progress: Bar
     make_folder: bool
 
 
 class ChangeOptions(SaveOptions, total=False):
     """extract: write the part at the address alone, changed, in place of the whole file."""
 
-    extract: bool
+    extract: Extract
 
 
 ChangeOptions.__doc__ = f"{ChangeOptions.__doc__}\n\n    {(SaveOptions.__doc__ or '').strip()}"
@@ -179,6 +180,8 @@ def save(
             "A new file: -o OUT; the file itself: --in-place",
         )
     if output.verify and not output.dry_run:
+        from ckptool.reports.verify import refuse_damaged
+
         refuse_damaged(original)
     if output.live:
         return _in_memory(output, original, changed)
@@ -403,6 +406,9 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
     """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
+
+    from ckptool.reports.diff import diff
+    from ckptool.reports.verify import refuse_damaged
 
     def verify(path: str) -> None:
         written = formats.read(path)

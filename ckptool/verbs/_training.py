@@ -5,15 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.errors import MissingExtra
+from ckptool.options import Watched, argument, option
 
 if TYPE_CHECKING:
-    from ckptool.training.config import Config
+    from ckptool.training.config import Config as Config
+else:
+    Config = type("Config", (), {})  # pydantic's, which only training needs
 
 PathLike = str | os.PathLike[str]
 Say = Callable[[str], Any]
+Set = Annotated[
+    str | Sequence[str],
+    option("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000. Repeatable.", several=True),
+]
+Folder = Annotated[PathLike, argument("RUN", "The folder of a run.")]
+RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]
+Logged = Annotated[Any, Watched("training")]
+Lines = Annotated[Say | None, Watched("lines")]
 
 
 def check_harness() -> None:

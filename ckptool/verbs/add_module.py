@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import add
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.strip_module import renamed_file
 
 
+@verb(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))
 def add_module(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: ChangedFiles,
+    out: Out = None,
     *,
-    at: str | None = None,
-    prefix: str = PEELED,
+    at: ChangedAt = None,
+    prefix: Annotated[str, option("--prefix PREFIX", "The prefix to add to every key.")] = PEELED,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does.

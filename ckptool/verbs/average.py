@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import several
@@ -12,32 +12,58 @@ from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
+from ckptool.options import argument, option, verb
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import Merge, merge_of
+from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
 from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
 
 
+@verb(
+    ("ckptool average a.pt b.pt c.pt -o mean.pt", "a model soup"),
+    ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
+    ("ckptool average a.pt b.pt --method ties --base c.pt -o ties.pt", "what two fine-tuned models learned"),
+    one_output="For example: -o mean.pt",
+    without=("in_place",),
+)
 def average(
-    files: Sequence[CheckpointLike] | Iterator[CheckpointLike],
-    out: PathLike | None = None,
+    files: Annotated[
+        Sequence[CheckpointLike] | Iterator[CheckpointLike],
+        argument("FILE…", "Checkpoints of one model, two or more, or FILE#ADDRESS for a part of one.", several=True),
+    ],
+    out: Out = None,
     *,
-    weights: Sequence[float] | None = None,
-    weight: str | Sequence[str] = (),
-    ema: float | None = None,
-    method: str = "mean",
-    base: CheckpointLike | None = None,
-    density: float | Sequence[float] | None = None,
-    scale: float | None = None,
-    t: float | None = None,
-    seed: int | None = None,
-    definition: str | None = None,
-    at: str | None = None,
-    part: bool = False,
+    weights: Annotated[
+        Sequence[float] | None,
+        option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers("--weights")),
+    ] = None,
+    weight: Annotated[
+        Texts,
+        option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.", several=True),
+    ] = (),
+    ema: Annotated[
+        float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
+    ] = None,
+    method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
+    base: Annotated[
+        CheckpointLike | None,
+        option("--base FILE", "The model whose differences task-arithmetic, ties and dare add."),
+    ] = None,
+    density: Annotated[
+        float | Sequence[float] | None,
+        option("--density D", "Share of the differences that ties and dare keep (0.5).", parse=numbers("--density")),
+    ] = None,
+    scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
+    t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
+    seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,
+    definition: Annotated[str | None, option("--definition WHOSE", "Whose ties and dare: mergekit or peft.")] = None,
+    at: At = None,
+    part: IsPart = False,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).

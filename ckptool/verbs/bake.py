@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms import bake as folding
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import ChangeOptions, Unpack
 
 
+@verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
 def bake(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: ChangedFiles,
+    out: Out = None,
     *,
-    at: str | None = None,
-    form: str = "plain",
+    at: ChangedAt = None,
+    form: Annotated[
+        str,
+        option("--form", "plain folds; old and new rename the parts of weight norm.", choices=("plain", "old", "new")),
+    ] = "plain",
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.

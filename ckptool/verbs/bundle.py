@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
@@ -18,6 +18,7 @@ from ckptool.errors import Conflict, UsageError, counted, form, listed, printabl
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
+from ckptool.options import argument, option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms.bundles import (
     Member,
@@ -30,7 +31,9 @@ from ckptool.transforms.bundles import (
     table,
     without_deduplication,
 )
+from ckptool.transforms.edit import parse_assignment
 from ckptool.transforms.slim import deduplicate
+from ckptool.verbs._options import IsPart, Out, Texts, pairs
 from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, written
 from ckptool.verbs.save import checkpoint_of
 from ckptool.verbs.slim import new_ties
@@ -40,17 +43,89 @@ CONTAINERS = tuple(
 )
 
 
+_EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
+
+
+def _words(
+    words: Annotated[
+        Sequence[str],
+        argument(
+            "NAME=FILE|NAME:=JSON|FILE",
+            "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change.",
+            several=True,
+        ),
+    ] = (),
+    add: Annotated[
+        Sequence[str],
+        option("--add NAME=FILE", "Add a member (or NAME:=JSON) to the bundle. Repeatable.", several=True),
+    ] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    base, given = _base_and_members(words, bool(add or {"drop", "rename"} & {*options} or options["in_place"]))
+    members, values = _members([*given, *add])
+    return {"file": base, "members": members, "values": values}
+
+
+def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, Sequence[str]]:
+    """The bundle to change, where one word names a file, and the words that name members."""
+    if len(words) == 1 and ("=" not in words[0] or os.path.lexists(words[0])):
+        return words[0], ()
+    if changes and words:
+        raise UsageError(
+            f"bundle was given {counted(len(words), 'word')} besides its changes",
+            "--add, --drop and --rename change one bundle.",
+            "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
+        )
+    return None, words
+
+
+def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The files and the plain values among `NAME=FILE` and `NAME:=JSON`."""
+    files: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for word in words:
+        name, separator, file = word.partition("=")
+        if not (name and separator and file):
+            raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
+        plain = name.endswith(":")
+        if plain:
+            name, file = parse_assignment(word)
+        if name in files or name in values:
+            raise Conflict(
+                f"two members are called {name}",
+                "One member would replace the other. Nothing was written.",
+                "Give one of them another name.",
+            )
+        (values if plain else files)[name] = file
+    return files, values
+
+
+@verb(
+    ("ckptool bundle G=a.pt D=b.pt epoch:=3 -o gan.pt", "several models in one file"),
+    words=_words,
+    one_output="A new file: -o gan.tar or -o gan.safetensors; the bundle that is changed: --in-place",
+)
 def bundle(
     members: Mapping[str, CheckpointLike] | None = None,
-    out: PathLike | None = None,
+    out: Out = None,
     *,
     values: Mapping[str, Any] | None = None,
     file: CheckpointLike | None = None,
-    drop: str | Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
-    from_folder: PathLike | None = None,
-    dedup: bool = False,
-    part: bool = False,
+    drop: Annotated[Texts, option("--drop NAME", "Drop a member of the bundle. Repeatable.", several=True)] = (),
+    rename: Annotated[
+        Mapping[str, str] | None,
+        option(
+            "--rename OLD=NEW",
+            "Rename a member of the bundle. Repeatable.",
+            several=True,
+            parse=pairs("--rename", "--rename G=generator", str.partition),
+        ),
+    ] = None,
+    from_folder: Annotated[PathLike | None, option("--from DIR", "Reassemble what unbundle wrote to DIR.")] = None,
+    dedup: Annotated[
+        bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
+    ] = False,
+    part: IsPart = False,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).

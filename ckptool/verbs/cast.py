@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
@@ -11,28 +11,37 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed, printable
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
 from ckptool.verbs._save import ChangeOptions, Output, Unpack, out_first
 
 SHOWN = 12  # weights that are listed without -n
 
 
+@verb(
+    ("ckptool cast model.pt --dtype bf16 -o half.pt", "half the size"),
+    ("ckptool cast fp8/ --dtype bf16 --dequantize -o bf16/", "a folder of quantized weights"),
+)
 def cast(
-    file: CheckpointLike,
-    out: PathLike | None = None,
-    dtype: object = None,
+    file: ChangedFiles,
+    out: Out = None,
+    dtype: Annotated[
+        object, option("--dtype DTYPE", "bf16, f16, f32, float8_e4m3fn, …", needed=True, show_default=False)
+    ] = None,
     *,
-    at: str | None = None,
-    only: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    dequantize: bool = False,
-    block_size: str = "",
+    at: ChangedAt = None,
+    only: Only = (),
+    exclude: Exclude = (),
+    dequantize: Annotated[
+        bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
+    ] = False,
+    block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.

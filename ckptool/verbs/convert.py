@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.commands import OUT, Advice, command, several
@@ -19,12 +19,11 @@ from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_stat
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import DCP, SHARDED, Format, for_output, members, named
-from ckptool.formats.dcp.save_plan import RankDivision
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
-from ckptool.formats.rank_files.flat_parameters import rebuilt
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
+from ckptool.options import option, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.reports.save import Written
 from ckptool.transforms.edit import droppable
@@ -40,34 +39,74 @@ from ckptool.transforms.flatten import (
     siblings,
     transient,
 )
-from ckptool.transforms.join_ranks import open_by_rules
-from ckptool.transforms.optimizer_names import with_optimizers
+from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
 from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, save, written
-from ckptool.verbs.spec import find_target
 
 TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
+@verb(
+    ("ckptool convert model.pt -o model.safetensors", "the weights"),
+    ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
+    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
+    ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
+    ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, sharded as FSDP2 does"),
+)
 def convert(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: Files,
+    out: Out = None,
     *,
-    at: str | None = None,
-    all: bool = False,
-    only: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    ties: str = "record",
-    materialize: bool = False,
-    weights_only: bool = False,
-    shard_size: int | str | None = None,
-    part: bool = False,
-    optimizer_as: str | None = None,
-    against: CheckpointLike | None = None,
-    like: PathLike | None = None,
-    rules_file: PathLike | None = None,
-    ranks: int | None = None,
-    shard_dim: int | None = None,
+    at: At = None,
+    all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
+    only: Only = (),
+    exclude: Exclude = (),
+    ties: Annotated[
+        str,
+        option(
+            "--ties", "Tied tensors: stored once and recorded, or copied for each name.", choices=("record", "copy")
+        ),
+    ] = "record",
+    materialize: Annotated[bool, option("--materialize", "Write expanded views out in full.")] = False,
+    weights_only: Annotated[
+        bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
+    ] = False,
+    shard_size: Annotated[
+        str | int | None,
+        option(
+            "--shard-size SIZE", "Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index."
+        ),
+    ] = None,
+    part: IsPart = False,
+    optimizer_as: Annotated[
+        str | None,
+        option(
+            "--optimizer-as",
+            "Optimizer state by parameter name, by number, or as state.NAME.KEY.",
+            choices=("names", "ids", "flat"),
+        ),
+    ] = None,
+    against: Annotated[
+        CheckpointLike | None,
+        option(
+            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
+        ),
+    ] = None,
+    like: Annotated[
+        PathLike | None, option("--like DIR", "Copy config and tokenizer from this folder of the same model.")
+    ] = None,
+    rules_file: Annotated[
+        PathLike | None,
+        option(
+            "--rules FILE.yaml", "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
+    ] = None,
+    shard_dim: Annotated[
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
+    ] = None,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -119,6 +158,9 @@ def convert(
     container = output.format(opened.checkpoint.container)
     if optimizer_as is not None:
         _refuse_only_weights(container, all)
+        from ckptool.transforms.optimizer_names import with_optimizers
+        from ckptool.verbs.spec import find_target
+
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
         made_plain += tuple(lines)
@@ -139,6 +181,8 @@ def convert(
         changed = divided(changed, shard_size, beside.stem)
         notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
     if ranks is not None:
+        from ckptool.formats.dcp.save_plan import RankDivision
+
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
     chosen = named or bool(only or exclude)
     left = left_behind(opened.checkpoint, behind, changed.tree, chosen=chosen)
@@ -160,10 +204,17 @@ def _opened(
             raise UsageError(what, "They are in a folder.", "Name the folder.")
         return open_whole(file, at, part=part)
     if against is None:
-        return open_whole(file, at, part=part) if rules_file is None else open_by_rules(file, rules_file, at, part=part)
+        if rules_file is None:
+            return open_whole(file, at, part=part)
+        from ckptool.transforms.join_ranks import open_by_rules
+
+        return open_by_rules(file, rules_file, at, part=part)
     if rules_file is not None:
         what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
         raise UsageError(what, "No folder needs both.", "Leave out one of them.")
+    from ckptool.formats.rank_files.flat_parameters import rebuilt
+    from ckptool.verbs.spec import find_target
+
     path, place = split(file)
     target = find_target(against)
     shapes = {expected.name: expected.shape for expected in target.unique if expected.shape is not None}

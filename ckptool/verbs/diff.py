@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.commands import several
@@ -16,21 +16,42 @@ from ckptool.checkpoint.tree import Path, walk
 from ckptool.errors import listed, printable
 from ckptool.formats import members
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.options import argument, option, verb
 from ckptool.reports.diff import Diff
 from ckptool.reports.diff import diff as compare
 from ckptool.transforms.rename import strip
+from ckptool.verbs._options import Texts
 
 
+def _words(quiet: bool = False, as_json: bool = False) -> dict[str, Any]:
+    return {"stat": as_json or not quiet}
+
+
+@verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), words=_words)
 def diff(
-    left: CheckpointLike,
-    right: CheckpointLike,
+    left: Annotated[CheckpointLike, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
+    right: Annotated[CheckpointLike, argument("B", "Another.")],
     *,
-    atol: float = 0.0,
-    rtol: float = 0.0,
-    ignore: str | Collection[str] = (),
+    atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", least=0)] = 0.0,
+    rtol: Annotated[
+        float, option("--rtol X", "Relative tolerance: the same, as a share of the value in B.", least=0)
+    ] = 0.0,
+    ignore: Annotated[
+        str | Collection[str],
+        option(
+            "--ignore KIND",
+            "device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
+            several=True,
+        ),
+    ] = (),
     stat: bool = True,
-    only: str | Sequence[str] = (),
-    strict: bool = False,
+    only: Annotated[
+        Texts,
+        option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.", several=True),
+    ] = (),
+    strict: Annotated[
+        bool, option("--strict", "Another order of keys, or another _metadata, is a difference, too.")
+    ] = False,
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 

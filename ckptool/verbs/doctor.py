@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.options import argument, option, verb
 from ckptool.pickles.weights_only import weights_only
 from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
 from ckptool.reports.inspect import Listing, listing
 from ckptool.reports.targets import Target
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
+from ckptool.verbs._options import standard_input
 
 
+def _read(text: str) -> str:
+    return standard_input() if text == "-" else text
+
+
+@verb(
+    ("ckptool doctor model.pt", "why it does not load, and what to type"),
+    ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
+    ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
+)
 def doctor(
-    file: CheckpointLike | None = None, *, against: CheckpointLike | None = None, error: str | None = None
+    file: Annotated[
+        CheckpointLike | None,
+        argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it."),
+    ] = None,
+    *,
+    against: Annotated[
+        CheckpointLike | None,
+        option("--against TARGET", "The model to load it into: a checkpoint, a spec, or file.py:factory."),
+    ] = None,
+    error: Annotated[
+        str | None, option("--error TEXT|-", "Explain this error message; - reads it from standard input.", parse=_read)
+    ] = None,
 ) -> Diagnosis:
     """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 

@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError, listed, printable
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
 from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.save import checkpoint_of
 
 
+def _assigned(texts: Sequence[str]) -> dict[str, Any]:
+    return once("--set", [edits.parse_assignment(text) for text in texts])
+
+
+@verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
 def edit(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: ChangedFiles,
+    out: Out = None,
     *,
-    drop: str | Sequence[str] = (),
-    set: Mapping[str, Any] | None = None,
-    tensor: Mapping[str, Any] | None = None,
-    at: str | None = None,
+    drop: Annotated[
+        Texts, option("--drop PATTERN", "Drop matching entries below the address. Repeatable.", several=True)
+    ] = (),
+    set: Annotated[
+        Mapping[str, Any] | None,
+        option("--set PATH:=JSON", "Set a plain value: epoch:=3. Repeatable.", several=True, parse=_assigned),
+    ] = None,
+    tensor: Annotated[
+        Mapping[str, Any] | None,
+        option(
+            "--tensor PATH=FILE.npy",
+            "Give a tensor new values. Repeatable.",
+            several=True,
+            parse=pairs("--tensor", "--tensor state_dict/fc.bias=bias.npy"),
+        ),
+    ] = None,
+    at: ChangedAt = None,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Drops entries, sets plain values, replaces the values of tensors.

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from typing import Annotated
 
 from ckptool.checkpoint.commands import several
+from ckptool.options import option, verb
 from ckptool.reports.train import Evaluated
-from ckptool.verbs._training import PathLike, check_harness
+from ckptool.verbs._training import Folder, Set, check_harness
 
 
+@verb(
+    ("ckptool eval runs/basic", "the best checkpoint, on the validation data"),
+    ("ckptool eval runs/basic --checkpoint 400 --on test", "another, on data.test"),
+)
 def eval(
-    run: PathLike, set: str | Sequence[str] = (), *, checkpoint: str | int | None = None, on: str = "val"
+    run: Folder,
+    set: Set = (),
+    *,
+    checkpoint: Annotated[
+        str | int | None,
+        option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False),
+    ] = None,
+    on: Annotated[
+        str, option("--on", "Evaluate on data.val (or what is held out), or on data.test.", choices=("val", "test"))
+    ] = "val",
 ) -> Evaluated:
     """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
 

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import unchanged
 from ckptool.errors import counted, form, listed
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats.opening import open_file
+from ckptool.options import option, verb
 from ckptool.reports.fixes import runnable
 from ckptool.reports.inspect import Inspection, Listing, listing, matching_only
+from ckptool.training import is_run
+from ckptool.verbs._options import At, Files, Texts
 
 if TYPE_CHECKING:
     from ckptool.reports.statistics import Statistics
 
 
+def _of_run(file: str) -> Any:
+    if not is_run(file):
+        return None
+    from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
+
+    return inspect_run(file)
+
+
+@verb(
+    ("ckptool inspect model.pt", "what is in it"),
+    ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
+    instead=_of_run,
+    exits=False,
+    also=("ckptool.reports.train.RunReport",),
+    apart=True,
+)
 def inspect(
-    file: CheckpointLike,
+    file: Files,
     *,
-    at: str | None = None,
-    stats: bool = False,
-    only: str | Sequence[str] = (),
+    at: At = None,
+    stats: Annotated[
+        bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data.")
+    ] = False,
+    only: Annotated[
+        Texts,
+        option(
+            "--only PATTERN",
+            "Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
+            several=True,
+        ),
+    ] = (),
 ) -> Inspection:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, open_whole
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
-from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import (
+    NEW_ADAPTER,
+    AdapterArgument,
+    ConfigOption,
+    open_adapter,
+    output_of_adapter,
+    write_adapter,
+)
+from ckptool.verbs._options import Out
 from ckptool.verbs._save import SaveOptions, Unpack
 
 
+@verb(
+    ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
+    ("ckptool lora convert adapter --to kohya --component unet -o k.safetensors", "and back"),
+    one_output=NEW_ADAPTER,
+    without=("in_place",),
+)
 def lora_convert(
-    adapter: CheckpointLike,
-    out: PathLike | None = None,
+    adapter: AdapterArgument,
+    out: Out = None,
     *,
-    to: str,
-    base: CheckpointLike | Sequence[CheckpointLike] = (),
-    component: str | None = None,
-    fold: bool = False,
-    config: AdapterConfig | None = None,
+    to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.", show_default=False)],
+    base: Annotated[
+        CheckpointLike | Sequence[CheckpointLike],
+        option("--base FILE", "A model that it is for: resolves kohya's names. Repeatable.", several=True),
+    ] = (),
+    component: Annotated[
+        str | None, option("--component NAME", "The model that it is for: unet, te, te1, te2, transformer.")
+    ] = None,
+    fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
+    config: ConfigOption = None,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.

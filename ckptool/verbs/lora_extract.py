@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, open_whole
+from ckptool.options import argument, option, verb
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import output_of_adapter, write_adapter
+from ckptool.verbs._adapters import NEW_ADAPTER, Rank, output_of_adapter, write_adapter
+from ckptool.verbs._options import Exclude, Only, Out
 from ckptool.verbs._save import SaveOptions, Unpack
 
 
+@verb(
+    ("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"),
+    one_output=NEW_ADAPTER,
+    without=("in_place",),
+)
 def lora_extract(
-    tuned: CheckpointLike,
-    base: CheckpointLike,
-    out: PathLike | None = None,
+    tuned: Annotated[CheckpointLike, argument("TUNED", "The changed weights, FILE or FILE#ADDRESS for a part.")],
+    base: Annotated[CheckpointLike, argument("BASE", "The weights before.")],
+    out: Out = None,
     *,
-    rank: int,
-    energy: float = 1.0,
-    dtype: object = "f32",
-    only: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
+    rank: Rank,
+    energy: Annotated[
+        float, option("--energy X", "Of each matrix the smallest rank that keeps this share, 0.99.")
+    ] = 1.0,
+    dtype: Annotated[object, option("--dtype DTYPE", "The type of the factors.")] = "f32",
+    only: Only = (),
+    exclude: Exclude = (),
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.commands import OUT, Advice, command
@@ -12,27 +12,37 @@ from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.formats.opening import CheckpointLike, open_whole
+from ckptool.options import argument, option, verb
 from ckptool.reports.quantization import refuse_quantized
 from ckptool.reports.save import Written
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import AdapterConfig, open_adapter
+from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
+from ckptool.verbs._options import At, IsPart, Out
 from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
 
 
+@verb(
+    ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
+    ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
+    one_output="For example: -o merged.safetensors",
+    without=("in_place",),
+)
 def lora_merge(
-    base: CheckpointLike,
-    adapter: CheckpointLike,
-    out: PathLike | None = None,
+    base: Annotated[CheckpointLike, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
+    adapter: AdapterArgument,
+    out: Out = None,
     *,
-    config: AdapterConfig | None = None,
-    scale: float = 1.0,
-    at: str | None = None,
-    part: bool = False,
-    changed_base: bool = False,
+    config: ConfigOption = None,
+    scale: Annotated[float, option("--scale X", "Multiply its changes by this.")] = 1.0,
+    at: At = None,
+    part: IsPart = False,
+    changed_base: Annotated[
+        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
+    ] = False,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.

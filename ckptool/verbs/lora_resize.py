@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import verb
 from ckptool.reports.save import Written
 from ckptool.transforms.lora.resize_rank import resize
-from ckptool.verbs._adapters import AdapterConfig, open_adapter, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import (
+    NEW_ADAPTER,
+    AdapterArgument,
+    ConfigOption,
+    Rank,
+    open_adapter,
+    output_of_adapter,
+    write_adapter,
+)
+from ckptool.verbs._options import Out
 from ckptool.verbs._save import SaveOptions, Unpack
 
 
+@verb(
+    ("ckptool lora resize adapter --rank 8 -o small/", "by the SVD of every product, with its error"),
+    one_output=NEW_ADAPTER,
+    without=("in_place",),
+)
 def lora_resize(
-    adapter: CheckpointLike,
-    out: PathLike | None = None,
+    adapter: AdapterArgument,
+    out: Out = None,
     *,
-    rank: int,
-    config: AdapterConfig | None = None,
+    rank: Rank,
+    config: ConfigOption = None,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.

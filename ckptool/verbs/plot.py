@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import NoMatch, listed
-from ckptool.formats.opening import PathLike, refuse_address
+from ckptool.formats.opening import refuse_address
+from ckptool.options import option, verb
 from ckptool.reports.plot import CurveBuilder, RunHistory
 from ckptool.training import HISTORY, METRICS
 from ckptool.training.store import Lines
+from ckptool.verbs._options import Texts
+from ckptool.verbs._training import RunFolder
 from ckptool.verbs.inspect_run import folder_of
 
 MOST_CURVES = 100  # of one run
@@ -24,7 +27,14 @@ _MOST = 1 << 62
 Steps = tuple[int, ...]
 
 
-def plot(run: PathLike, *, only: str | Sequence[str] = ()) -> RunHistory:
+@verb(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))
+def plot(
+    run: RunFolder,
+    *,
+    only: Annotated[
+        Texts, option("--only NAME", "Draw only this curve, or those that match a pattern. Repeatable.", several=True)
+    ] = (),
+) -> RunHistory:
     """The loss, the learning rate and the metrics of a run over its steps, with its saves, resumes and stops.
 
     only: names of curves, or patterns for them; without, all but the epoch. A run that is being written is read up to

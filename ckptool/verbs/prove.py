@@ -4,30 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.errors import UsageError
-from ckptool.verbs._training import PathLike, Say, configuration
-
-if TYPE_CHECKING:
-    from ckptool.reports.prove import CommandProof
-    from ckptool.reports.train import Proof
-    from ckptool.training.config import Config
+from ckptool.options import Watched, argument, option, verb
+from ckptool.reports.prove import CommandProof
+from ckptool.reports.train import Proof
+from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 
+def _words(
+    words: Annotated[
+        Sequence[str],
+        argument(
+            "run.yaml | -- COMMAND",
+            "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
+            several=True,
+        ),
+    ],
+) -> dict[str, Any]:
+    own = len(words) > 1 or "{run}" in words[0]
+    return {"config": None if own else words[0], "command": words if own else ()}
+
+
+@verb(
+    ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
+    ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
+    words=_words,
+)
 def prove(
     config: PathLike | dict[str, Any] | Config | None = None,
-    set: str | Sequence[str] = (),
+    set: Set = (),
     *,
     command: Sequence[str] = (),
-    steps: int = 300,
-    kills: int = 5,
-    seed: int = 0,
-    exhaustive: bool = False,
-    processes: int | None = None,
-    timeout: float = 600.0,
-    say: Say | None = None,
+    steps: Annotated[int, option("--steps N", "Length of the run in steps.", least=2)] = 300,
+    kills: Annotated[int, option("--kills N", "Number of kills.", least=1)] = 5,
+    seed: Annotated[int, option("--seed N", "Seed of where the kills fall.")] = 0,
+    exhaustive: Annotated[bool, option("--exhaustive", "Kill a short run at every file-system event too.")] = False,
+    processes: Annotated[
+        int | None,
+        option(
+            "--processes N",
+            "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU.",
+            least=1,
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[float, option("--timeout SECONDS", "For one process of a command.", least=1)] = 600,
+    say: Annotated[Say | None, Watched("status")] = None,
 ) -> Proof | CommandProof:
     """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
 

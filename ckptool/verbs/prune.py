@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from typing import Annotated
 
 from ckptool.checkpoint.commands import several
 from ckptool.formats.opening import refuse_address
+from ckptool.options import option, verb
 from ckptool.reports.train import Pruned
-from ckptool.verbs._training import PathLike, check_harness
+from ckptool.verbs._training import RunFolder, Set, check_harness
 
 
-def prune(run: PathLike, set: str | Sequence[str] = (), *, dry_run: bool = False) -> Pruned:
+@verb(("ckptool prune runs/basic -n", "what would be deleted"))
+def prune(
+    run: RunFolder,
+    set: Set = (),
+    *,
+    dry_run: Annotated[bool, option("-n --dry-run", "Show what would be deleted; delete nothing.")] = False,
+) -> Pruned:
     """Deletes the checkpoints that a run's retention does not keep; `set` changes it for once (`save.keep_last=1`).
 
     Raises `Conflict` while the run is being written.

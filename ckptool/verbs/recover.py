@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Annotated
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
@@ -15,20 +16,31 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, U
 from ckptool.formats.damaged import Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
-from ckptool.output import Progress, check_target, replace_file
+from ckptool.options import argument, option, verb
+from ckptool.output import check_target, replace_file
 from ckptool.reports.recover import LostTensorRow, Recovery
 from ckptool.transforms.recover import LostTensor, Restored, restored
+from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 
+@verb(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: Annotated[
+        CheckpointLike, argument("FILE", "A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.")
+    ],
+    out: Out = None,
     *,
-    fill_from: CheckpointLike | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    keep_unknown: bool = False,
-    progress: Progress | None = None,
+    fill_from: Annotated[
+        CheckpointLike | None,
+        option(
+            "--fill-from OTHER",
+            "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    keep_unknown: KeepUnknown = False,
+    progress: Bar = None,
 ) -> Recovery:
     """Writes what is whole of a cut or damaged file to a new one; undoes an in-place edit that was not finished.
 

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.errors import UsageError, counted, printable
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms import locations
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs
 from ckptool.verbs._save import ChangeOptions, Unpack, out_first
 
 
+@verb(
+    ("ckptool remap model.pt --to cpu -o cpu.pt", "loads on any machine"),
+    ("ckptool remap model.pt --map cuda:0=cuda:1 -o moved.pt", "from one GPU to another"),
+)
 def remap(
-    file: CheckpointLike,
-    out: PathLike | None = None,
-    to: object = None,
+    file: ChangedFiles,
+    out: Out = None,
+    to: Annotated[object, option("--to DEVICE", "Device for everything: cpu, cuda:0, …")] = None,
     *,
-    moves: Mapping[Any, Any] | None = None,
-    at: str | None = None,
+    moves: Annotated[
+        Mapping[Any, Any] | None,
+        option(
+            "--map OLD=NEW",
+            "Move only what is on OLD: cuda:1=cuda:0. Repeatable.",
+            several=True,
+            parse=pairs("--map", "--map cuda:1=cuda:0"),
+        ),
+    ] = None,
+    at: ChangedAt = None,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Tags every storage with the device `to`, as `torch.load(map_location=…)` would, or by `moves`, old to new.

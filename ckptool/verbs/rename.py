@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.formats.opening import CheckpointLike
+from ckptool.options import argument, option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, Out, files_and_rules
 from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.strip_module import renamed_file
 
 
+def _words(
+    words: Annotated[
+        Sequence[str],
+        argument(
+            "FILE|RULE",
+            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
+            " for whole keys: * stands for anything, {n} for anything without a dot.",
+            several=True,
+        ),
+    ],
+    rules_file: str | None = None,
+) -> dict[str, Any]:
+    files, rules = files_and_rules("rename", words, rules_file is not None)
+    return {"file": files, "rules": rules}
+
+
+@verb(
+    ("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"),
+    words=_words,
+)
 def rename(
     file: CheckpointLike,
     rules: str | Sequence[str] | Mapping[str, str] = (),
-    out: PathLike | None = None,
+    out: Out = None,
     *,
-    rules_file: str | None = None,
-    at: str | None = None,
+    rules_file: Annotated[str | None, option("--rules FILE.yaml", "More rules, from a file.")] = None,
+    at: ChangedAt = None,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.

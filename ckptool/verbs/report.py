@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import nlargest
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
 from ckptool.checkpoint.commands import Advice, command
@@ -14,6 +14,7 @@ from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
+from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.reports.diff import Diff
@@ -25,22 +26,37 @@ from ckptool.reports.report import CheckpointReport, Distances, FileReport, Heal
 from ckptool.reports.statistics import Statistics
 from ckptool.reports.train import GOOD, RunReport
 from ckptool.training import is_run
-from ckptool.verbs.doctor import of_opened, of_unopened, target_of
+from ckptool.verbs._options import Out, Overwrite
 from ckptool.verbs.inspect import inspection_notes
-from ckptool.verbs.plot import plot
 
 MOST_STEPS = 50  # checkpoints of a run that are read
 MOST_NAMES = 50_000  # tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
 
 
+@verb(
+    ("ckptool report model.pt -o page.html", "its contents, values and health"),
+    ("ckptool report model.pt other.pt -o changes.html", "what changed between the two"),
+)
 def report(
-    file: CheckpointLike,
+    file: Annotated[
+        CheckpointLike,
+        argument(
+            "FILE",
+            "Checkpoints, or FILE#ADDRESS for a part of one; the folder of a run. Two are compared.",
+            several=True,
+        ),
+    ],
     *others: CheckpointLike,
-    run: PathLike | None = None,
-    against: CheckpointLike | None = None,
-    out: PathLike | None = None,
-    overwrite: bool = False,
+    run: Annotated[
+        PathLike | None, option("--run RUN", "Show the checkpoints and curves of the run in this folder.")
+    ] = None,
+    against: Annotated[
+        CheckpointLike | None,
+        option("--against TARGET", "The model for the first file: a checkpoint, a spec, or file.py:factory."),
+    ] = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
 ) -> CheckpointReport:
     """The contents, values and health of checkpoints as a page: `.html()`, written to `out` where that is given.
 
@@ -56,6 +72,9 @@ def report(
     about = _run(run) if run is not None else None
     if about is not None and file is run:
         file = _newest(about)
+    from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs.plot import plot
+
     target = target_of(against) if against is not None else None
     if out is not None:
         _check_output(out, (given, *others, run, against), overwrite)
@@ -82,6 +101,8 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
         raise
     except CkptoolError as problem:
         path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
+        from ckptool.verbs.doctor import of_unopened
+
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
     _ = opened.taken  # nothing may be at the address
     return opened
@@ -202,6 +223,8 @@ def _file_report(opened: Opened) -> FileReport:
     values = _read(found)
     inspection = Inspection(found, values.numbers, inspection_notes(found, values.numbers, opened.path))
     judged = health(found, values.numbers, values.dead, values.skipped)
+    from ckptool.verbs.doctor import of_opened
+
     return FileReport(inspection, of_opened(opened, None, found), values.pictures, judged)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
+from ckptool.options import option, verb
 from ckptool.reports.train import Outcome
-from ckptool.verbs._training import PathLike, Say, check_harness
+from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
 
 
-def resume(run: PathLike, set: str | Sequence[str] = (), *, progress: Any = None, say: Say | None = None) -> Outcome:
+def _words(quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False) -> dict[str, Any]:
+    return {}
+
+
+@verb(("ckptool resume runs/basic", "continue where it was killed"), words=_words)
+def resume(run: Folder, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
     """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()
     from ckptool.training.start import resume as go_on

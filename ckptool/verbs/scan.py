@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import Annotated
 
 from ckptool import formats
 from ckptool.checkpoint import FileRange
@@ -16,9 +17,13 @@ from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, U
 from ckptool.formats import deepspeed, megatron, members, sharded, torch_checkpointing
 from ckptool.formats.files_beside import is_pickled
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
+from ckptool.options import argument, option, verb
 from ckptool.pickles.skeleton import reaches_a_call
 from ckptool.reports.inspect import listing
 from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
+from ckptool.reports.train import RunReport
+from ckptool.training import is_run
+from ckptool.verbs._options import Jobs
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
 # other files are counted.
@@ -31,7 +36,32 @@ MAX_FILES = 100_000
 _BESIDE = frozenset({"training_args.bin"})
 
 
-def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs: int = 1) -> Scan:
+def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: bool = False) -> RunReport | None:
+    if latest_only or quiet or not is_run(path):
+        return None
+    from ckptool.verbs.inspect_run import inspect_run
+
+    return inspect_run(path, full=full)
+
+
+@verb(
+    ("ckptool scan .", "every checkpoint here"),
+    ("ckptool scan --latest-good -q .", "for scripts"),
+    instead=_of_run,
+    apart=True,
+)
+def scan(
+    path: Annotated[
+        PathLike,
+        argument("PATH", "Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.", each=True),
+    ],
+    *,
+    latest_only: Annotated[
+        bool, option("--latest-good", "Print only the newest intact checkpoint. Exit 1: there is none.")
+    ] = False,
+    full: Annotated[bool, option("--full", "Verify every checksum too. Reads all data.")] = False,
+    jobs: Jobs = 1,
+) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything.
 
     full: verify every checksum too, not only tables and structure. Files that cannot be opened are rows of the report.
@@ -44,7 +74,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
     if not os.path.isdir(name):
         with counting_whole():
             row = _row(full, name)
-        return Scan(name, False, (row,), 0, row if row.is_good else None, "", full)
+        return Scan(name, False, (row,), 0, row if row.is_good else None, "", full, latest_only)
     every = list(_files(name))
     files = {file: is_named for file, is_named in every if is_named is not None}
     with closing(in_turn(partial(_row_or_bug, full), list(files), jobs)) as tasks:
@@ -54,7 +84,7 @@ def scan(path: PathLike, *, full: bool = False, latest_only: bool = False, jobs:
     others = len(every) - len(found)
     if latest_only:
         found = [latest] if latest else []
-    return Scan(name, True, tuple(found), others, latest, by, full)
+    return Scan(name, True, tuple(found), others, latest, by, full, latest_only)
 
 
 def _runs_first(row: ScannedFile) -> bool:

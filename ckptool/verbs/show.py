@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
@@ -11,14 +11,26 @@ from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.strided import slice_view, to_numpy
 from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats.opening import open_file
+from ckptool.options import option, verb
 from ckptool.reports.show import Shown
+from ckptool.verbs._options import At, File
 
 WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3
 
 
-def show(file: CheckpointLike, *, at: str | None = None, slice: str | None = None, all: bool = False) -> Shown:
+@verb(
+    ("ckptool show model.pt#epoch", "a value"),
+    ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
+)
+def show(
+    file: File,
+    *,
+    at: At = None,
+    slice: Annotated[str | None, option("--slice SLICE", "Show only this slice of a tensor: '0:4,:'.")] = None,
+    all: Annotated[bool, option("--all", "Show all of it, however large.")] = False,
+) -> Shown:
     """The entry at an address of `file`: a tensor with its values (or a slice, `'0:4,:'`), a plain value, a dictionary.
 
     Of a tensor with more than 1,000 elements only the corners are read, unless `all`. Raises `UsageError` for an

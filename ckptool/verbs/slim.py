@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats import named
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._change import begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import ChangeOptions, Unpack
 
 
+@verb(("ckptool slim model.pt -o small.pt", "without optimizer state"))
 def slim(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: ChangedFiles,
+    out: Out = None,
     *,
-    dedup: bool = False,
-    keep_optimizer: bool = False,
-    at: str | None = None,
+    dedup: Annotated[
+        bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
+    ] = False,
+    keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
+    at: ChangedAt = None,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.

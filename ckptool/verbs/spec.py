@@ -5,28 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated
 
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import LimitExceeded, UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike, in_memory, open_whole, shown, split
+from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
+from ckptool.options import argument, verb
 from ckptool.output import check_target, replace_file
 from ckptool.reports.spec import Spec, is_spec, parse_spec
 from ckptool.reports.targets import Target, names_code, of_checkpoint
+from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
 
 MAX_SPEC = 64 << 20  # bytes
 
 
+@verb(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
 def spec(
-    target: CheckpointLike,
-    out: PathLike | None = None,
+    target: Annotated[
+        CheckpointLike,
+        argument("TARGET", "A checkpoint, FILE#ADDRESS for a part of it, file.py:factory, or pkg.module:factory."),
+    ],
+    out: Out = None,
     *,
-    at: str | None = None,
-    part: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
+    at: At = None,
+    part: IsPart = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
 ) -> Spec:
     """Names, shapes, types, ties and kinds of a model's tensors, written to `out` as JSON (`ckptool.spec/1`).
 

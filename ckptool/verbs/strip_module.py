@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, listed, printable
-from ckptool.formats.opening import CheckpointLike, PathLike
+from ckptool.options import option, verb
 from ckptool.reports.save import Written
 from ckptool.transforms.rename import Renamed, strip
 from ckptool.verbs._change import FileChange, begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts
 from ckptool.verbs._save import ChangeOptions, Unpack
 
 
+@verb(("ckptool strip-module model.pt -o clean.pt", "module.fc.weight becomes fc.weight"))
 def strip_module(
-    file: CheckpointLike,
-    out: PathLike | None = None,
+    file: ChangedFiles,
+    out: Out = None,
     *,
-    at: str | None = None,
-    prefix: str | Sequence[str] = (),
-    partial: bool = False,
+    at: ChangedAt = None,
+    prefix: Annotated[
+        Texts, option("--prefix PREFIX", "Remove this instead of the wrappers' prefixes. Repeatable.", several=True)
+    ] = (),
+    partial: Annotated[bool, option("--partial", "Go ahead where only some keys have module.")] = False,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights.

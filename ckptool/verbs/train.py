@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint.commands import several
-from ckptool.verbs._training import PathLike, Say, check_harness, configuration
+from ckptool.errors import UsageError
+from ckptool.options import argument, option, verb
+from ckptool.reports.train import Outcome, Page, Rehearsal
+from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
 
-if TYPE_CHECKING:
-    from ckptool.reports.train import Outcome, Rehearsal
-    from ckptool.training.config import Config
+
+def _words(
+    config: str | None = None,
+    set: Sequence[str] = (),
+    dry_run: Annotated[
+        bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
+    ] = False,
+    init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
+    schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
+    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
+) -> dict[str, Any] | Page | Rehearsal:
+    if init or schema:
+        return Page(example() if init else config_schema())
+    if config is None:
+        raise UsageError("train was given no configuration", "", "Create one: ckptool train --init > run.yaml")
+    return rehearse(config, set) if dry_run else {}
 
 
+@verb(
+    ("ckptool train --init > run.yaml", "every key, explained"),
+    ("ckptool train run.yaml -n", "a rehearsal of one step"),
+    ("ckptool train run.yaml --set optim.main.lr=3e-4", "override a value"),
+    words=_words,
+)
 def train(
-    config: PathLike | dict[str, Any] | Config,
-    set: str | Sequence[str] = (),
+    config: Annotated[
+        PathLike | dict[str, Any] | Config, argument("run.yaml", "The configuration of the run.", optional=True)
+    ],
+    set: Set = (),
     *,
-    resume: str = "never",
-    progress: Any = None,
-    say: Say | None = None,
+    resume: Annotated[
+        str,
+        option("--resume", "auto: start or resume the run; must: only resume it.", choices=("never", "auto", "must")),
+    ] = "never",
+    progress: Logged = None,
+    say: Lines = None,
 ) -> Outcome:
     """Trains the run that a configuration describes, saving on the way; `set` are `KEY=VALUE` changes.
 
@@ -34,13 +61,13 @@ def train(
     return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], progress=progress, say=say)
 
 
-def dry_run(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str] = ()) -> Rehearsal:
+def rehearse(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str] = ()) -> Rehearsal:
     """Builds everything, runs one step, saves, reloads, compares, and leaves nothing behind."""
     set = several(set)
     made = configuration(config, set)
-    from ckptool.training.start import rehearse
+    from ckptool.training.start import rehearse as rehearsed
 
-    return rehearse(made)
+    return rehearsed(made)
 
 
 def example() -> str:
@@ -51,7 +78,7 @@ def example() -> str:
     return page()
 
 
-def schema() -> str:
+def config_schema() -> str:
     """The JSON Schema of a configuration, for editors."""
     check_harness()
     from ckptool.training.example import schema_text

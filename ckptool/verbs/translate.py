@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.commands import several
@@ -15,33 +15,88 @@ from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.formats.sharded.writing import divided
+from ckptool.options import argument, option, verb
+from ckptool.reports.find_rules import FoundRules
 from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
-from ckptool.transforms.translate.layouts import LayoutRules, layout_or_file
+from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
 from ckptool.verbs._change import FileChange, begin_change
+from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
 from ckptool.verbs._save import ChangeOptions, Output, Unpack, save
+from ckptool.verbs.find_rules import find_rules
+from ckptool.verbs.layouts import layouts
 
 MANY = 12  # steps that are all shown without -n
 
 
+def _words(
+    words: Annotated[
+        Sequence[str],
+        argument(
+            "FILE|RULE",
+            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
+            " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md).",
+            several=True,
+        ),
+    ] = (),
+    rules_file: str | None = None,
+    shipped: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
+    find: Annotated[
+        bool, option("--find", "Of two files A B: find the rules that make B of A; -o writes them.")
+    ] = False,
+    **options: Any,
+) -> dict[str, Any] | LayoutList | FoundRules:
+    if shipped:
+        return layouts(rules_file)
+    if not words:
+        raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
+    files, rules = files_and_rules("translate", words, rules_file is not None or find)
+    if not find:
+        return {"file": files, "rules": rules}
+    if len(files) != 2 or rules or options.get("folder") or options.get("in_place"):
+        raise UsageError(
+            "translate --find takes two checkpoints and no rules",
+            "It finds the rules that make the second of the first.",
+            "For example: ckptool translate --find a.pt b.pt -o rules.yaml",
+        )
+    return find_rules(*files, **{name: options[name] for name in ("out", "overwrite", "dry_run") if name in options})
+
+
+@verb(
+    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
+    ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
+    ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
+    ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
+    words=_words,
+)
 def translate(
     file: CheckpointLike,
     rules: str | Sequence[str] = (),
-    out: PathLike | None = None,
+    out: Out = None,
     *,
-    rules_file: PathLike | None = None,
-    set: str | Sequence[str] | dict[str, int] = (),
-    reverse: bool = False,
-    rest: str = "refuse",
-    like: PathLike | None = None,
-    shard_size: int | str | None = None,
-    at: str | None = None,
+    rules_file: Annotated[
+        PathLike | None, option("--rules FILE.yaml|LAYOUT", "More rules, from a file; or a layout that ships.")
+    ] = None,
+    set: Annotated[
+        Texts | dict[str, int],
+        option("--set NAME=NUMBER", "A variable of the rules; else config.json has it. Repeatable.", several=True),
+    ] = (),
+    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
+    rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
+    like: Annotated[
+        PathLike | None,
+        option("--like DIR", "Take configuration and tokenizer for an output folder from this one."),
+    ] = None,
+    shard_size: Annotated[
+        str | int | None, option("--shard-size SIZE", "Write a folder of files of at most this size: 5GB.")
+    ] = None,
+    at: ChangedAt = None,
     **options: Unpack[ChangeOptions],
 ) -> Written | Any:
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
@@ -16,21 +16,26 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.formats.opening import PathLike, open_whole
+from ckptool.options import option, verb
 from ckptool.output import check_folder, replace_folder
 from ckptool.reports.save import SaveResult, Written
 from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
+from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, verifier, written
 from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
 
 
+@verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))
 def unbundle(
-    file: CheckpointLike,
-    folder: PathLike | None = None,
+    file: File,
+    folder: Annotated[
+        PathLike | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
+    ] = None,
     *,
-    only: str | Sequence[str] = (),
-    part: bool = False,
+    only: Annotated[Texts, option("--only NAME", "Write only this member. Repeatable.", several=True)] = (),
+    part: IsPart = False,
     **options: Unpack[SaveOptions],
 ) -> Written | Any:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, which `bundle` reads.

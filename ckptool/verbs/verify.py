@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, PartKind
@@ -23,13 +23,16 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     Truncated,
+    UsageError,
+    counted,
     listed,
     printable,
 )
 from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
-from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_file, open_source, part_of
+from ckptool.formats.opening import PathLike, counting_whole, in_memory, open_file, open_source, part_of
 from ckptool.formats.zip.directory import Archive, read_archive
+from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
 from ckptool.reports.fixes import Chain, runnable
@@ -49,6 +52,7 @@ from ckptool.reports.verify import (
     extent_of,
     non_finite,
 )
+from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
 if TYPE_CHECKING:
     from ckptool.formats.damaged import LostRecord, Salvaged
@@ -66,16 +70,35 @@ _SAID = (
 )
 
 
+def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, Any]:
+    if write_digest is not None and len(file) > 1:
+        raise UsageError(
+            f"the digests of {counted(len(file), 'file')} cannot be saved to one file",
+            "A file of digests describes one set of weights.",
+            "Verify them one by one.",
+        )
+    return {}
+
+
+@verb(
+    ("ckptool verify model.pt --finite", "every checksum, NaN and Inf"),
+    ("ckptool verify model.pt --write-digest model.digests", "for a later verify --against model.digests"),
+    words=_words,
+)
 def verify(
-    file: CheckpointLike,
+    file: Files,
     *,
-    at: str | None = None,
-    finite: bool = False,
-    digest: bool = False,
-    write_digest: PathLike | None = None,
-    against: PathLike | None = None,
-    overwrite: bool = False,
-    jobs: int = 1,
+    at: At = None,
+    finite: Annotated[bool, option("--finite", "Look for NaN and Inf as well.")] = False,
+    digest: Annotated[
+        bool, option("--digest", "Print a digest of every tensor of the weights, and one of all of them.")
+    ] = False,
+    write_digest: Annotated[PathLike | None, option("--write-digest DIGESTS", "Save the digests to this file.")] = None,
+    against: Annotated[
+        PathLike | None, option("--against DIGESTS", "Compare with saved digests, whatever the container.")
+    ] = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = 1,
     progress: Progress | None = None,
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
@@ -18,41 +18,74 @@ from ckptool.formats import marks
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
+from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.reports.fixes import Chain
 from ckptool.reports.quantization import refuse_codes
 from ckptool.reports.targets import PARAMETER, Target
 from ckptool.reports.warm_start import LoadReport, Suggestion, refusal
-from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.optimizer_state import as_state_dict, carried
-from ckptool.transforms.translate import translated_items, translation_in
-from ckptool.transforms.warm_start import filled
-from ckptool.transforms.warm_start_plan import WarmStartPlan, match_options, plan_warm_start
+from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import InMemory, Output, SaveOptions, Unpack, output_of, save
-from ckptool.verbs.layouts import translation_to
-from ckptool.verbs.spec import find_target
+
+if TYPE_CHECKING:
+    from ckptool.transforms.warm_start_plan import WarmStartPlan
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 
+@verb(
+    ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
+    ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
+    ("ckptool warm-start old.pt --against new.pt --resize 'wte*=rows(mean)' -o w.pt", "a larger vocabulary"),
+    without=("in_place",),
+)
 def warm_start(
-    file: CheckpointLike,
-    against: CheckpointLike,
-    out: PathLike | None = None,
+    file: File,
+    against: Annotated[
+        CheckpointLike,
+        option(
+            "--against TARGET",
+            "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory.",
+            show_default=False,
+        ),
+    ],
+    out: Out = None,
     *,
-    at: str | None = None,
-    rename: str | Sequence[str] | Mapping[str, str] = (),
-    rules_file: str | None = None,
-    only: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    on_mismatch: str = "error",
-    resize: str | Sequence[str] | Mapping[str, str] = (),
-    min_loaded: float | None = None,
-    strict: bool = False,
-    optimizer: bool = False,
-    suggest: PathLike | None = None,
-    part: bool = False,
+    at: At = None,
+    rename: Annotated[
+        Texts | Mapping[str, str],
+        option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True),
+    ] = (),
+    rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
+    only: Only = (),
+    exclude: Exclude = (),
+    on_mismatch: Annotated[
+        str,
+        option(
+            "--on-mismatch",
+            "Tensors of another shape: refuse, keep the model's, slice, pad, resize.",
+            choices=("error", "skip", "slice", "pad", "resize"),
+        ),
+    ] = "error",
+    resize: Annotated[
+        Texts | Mapping[str, str],
+        option(
+            "--resize PATTERN=HOW",
+            "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.",
+            several=True,
+        ),
+    ] = (),
+    min_loaded: Annotated[
+        float | None,
+        option("--min-loaded SHARE", "Share that must load: 0.95. Default: half, and all that suggested rules would."),
+    ] = None,
+    strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
+    optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
+    suggest: Annotated[
+        PathLike | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
+    ] = None,
+    part: IsPart = False,
     **options: Unpack[SaveOptions],
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
@@ -68,6 +101,12 @@ def warm_start(
     make more fit.  part: take also a part of a checkpoint (a rank's share, one shard of several).
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
+    from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
+    from ckptool.transforms.optimizer_state import carried
+    from ckptool.transforms.translate import translated_items, translation_in
+    from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
+    from ckptool.verbs.spec import find_target
+
     changing = translation_in(several(rename, " => "), rules_file)
     wanted = match_options(
         () if changing else rename,
@@ -109,6 +148,8 @@ def warm_start(
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
     """The report with the command that makes the weights those of the model's layout, where they are of another."""
+    from ckptool.verbs.layouts import translation_to
+
     found = translation_to({without_wrappers(k): v for k, v in root.node.items() if type(k) is str}, target.tensors)
     if found is None:
         return report
@@ -135,6 +176,9 @@ def _write(
 ) -> LoadReport:
     if output.in_place:
         raise UsageError("warm-start writes a new file", "The checkpoint stays what it was.", "A new file: -o OUT")
+    from ckptool.transforms.optimizer_state import as_state_dict
+    from ckptool.transforms.warm_start import filled
+
     full = filled(target, plan.chosen)
     tree: Any = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT

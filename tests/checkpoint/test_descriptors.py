@@ -65,6 +65,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long("four verbs, each in a process that may open few files")
 def test_a_thousand_ranks_with_two_files_each(of_ranks: Path, tmp_path: Path) -> None:
     assert "[1000, 3]" in limited("inspect", of_ranks)
     limited("verify", of_ranks)

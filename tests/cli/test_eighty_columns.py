@@ -27,7 +27,7 @@ LOOKS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "inspect --stats": (ckptool.inspect, {"stats": True}, {}),
     "inspect --only": (ckptool.inspect, {"only": "*"}, {}),
     "verify": (ckptool.verify, {"finite": True}, {}),
-    "verify --digest": (ckptool.verify, {"digest": True}, {"digests": True}),
+    "verify --digest": (ckptool.verify, {"digest": True}, {"digest": True}),
     "doctor": (ckptool.doctor, {}, {}),
     "scan": (ckptool.scan, {}, {}),
     "spec": (ckptool.spec, {}, {}),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool import errors
 from ckptool.cli import output
 from tests.support.cli import Ran
 from tests.support.looped import looped
@@ -141,7 +142,7 @@ def test_a_fault_of_ours_is_told_in_words(files: Path, run: Run, monkeypatch: py
     def broken(*args: object, **options: object) -> None:
         raise KeyError("\x1b[31m")
 
-    monkeypatch.setattr("ckptool.verbs.inspect.inspect", broken)
+    monkeypatch.setattr("ckptool.verbs.inspect.listing", broken)
     ran = run("inspect", "dp.pt")
     assert ran.code == 2 and ran.err.startswith("error[bug]: KeyError: ") and "bug in ckptool" in ran.err
     assert "\x1b" not in ran.err and "Traceback" not in ran.err
@@ -156,11 +157,32 @@ def test_limits_of_the_machine_are_told_in_words(error: Exception) -> None:
     assert told.exit_code == 2 and told.code in ("limit-exceeded", "io") and told.why
 
 
+def test_every_error_of_a_verb_keeps_its_code(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are errors of Python's, too, which the parser takes for a user who wants to stop."""
+    classes = [errors.CkptoolError]
+    for each in classes:
+        classes += [kind for kind in each.__subclasses__() if kind.__module__ == "ckptool.errors"]
+    assert any(issubclass(each, EOFError) for each in classes)
+    places = {"inspect dp.pt": "inspect.open_file", "cast dp.pt --dtype bf16 -o x.pt": "cast.begin_change"}
+    places |= {"translate --find dp.pt dp.pt": "find_rules.open_whole", "translate --list": "layouts.shipped"}
+    for each in classes:
+        error = each("it failed")
+        for line, place in places.items():
+
+            def fails(*_: object, error: errors.CkptoolError = error, **__: object) -> None:
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(f"ckptool.verbs.{place}", fails)
+                ran = run(*line.split())
+            assert ran.code == each.exit_code and ran.err.startswith(f"error[{each.code}]: it failed"), (line, each)
+
+
 def test_an_interrupt_ends_with_130(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptool.verbs.inspect.inspect", stopped)
+    monkeypatch.setattr("ckptool.verbs.inspect.listing", stopped)
     assert run("inspect", "dp.pt") == Ran(130, "", "interrupted\n")
 
 

@@ -16,13 +16,12 @@ from ckptool.cli import main
 from ckptool.reports.explain import all_codes, explain_text
 from tests.support.cli import Run, done
 from tests.support.files import saved, weights
-
-BIN = Path(sys.executable).parent
+from tests.support.programs import TORCH, path_with, programs
 
 
 def piped(line: str, folder: Path) -> tuple[int, str]:
     """The exit code of a line of bash, and what it printed."""
-    found = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    found = os.environ | {"PATH": f"{programs(*TORCH)}:{path_with()}"}
     ended = subprocess.run(["bash", "-c", line], cwd=folder, env=found, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -61,7 +60,7 @@ def test_our_own_output_is_explained_through_a_pipe(tmp_path: Path) -> None:
 
 def test_a_message_of_torch_gets_what_doctor_says(tmp_path: Path) -> None:
     script = "import torch; torch.nn.Linear(2, 3).load_state_dict({'module.weight': torch.ones(3, 2)})"
-    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} 2>&1 | ckptool"
+    line = f"python -c {shlex.quote(script)} 2>&1 | ckptool"
     code, text = piped(f"{line} explain -", tmp_path)
     assert code == 0 and "ckptool strip-module FILE -o OUT" in text
     assert text == piped(f"{line} doctor --error -", tmp_path)[1]

@@ -20,6 +20,7 @@ from ckptool.checkpoint.commands import ALIASES, VERBS
 from ckptool.cli import FIRST_STEPS, main
 from tests.support.cli import Ran, done
 from tests.support.files import saved, weights
+from tests.support.programs import path_with
 
 Run = Callable[..., Ran]
 PROGRAM = str(Path(sys.executable).parent)
@@ -94,7 +95,7 @@ def test_every_command_that_a_demo_prints_runs_as_it_stands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
-    environment = os.environ | {"PATH": f"{PROGRAM}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": path_with()}
 
     def sh(line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True)

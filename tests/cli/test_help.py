@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptool.cli import COMMANDS, function_of, main
+from ckptool.checkpoint.commands import VERBS as COMMANDS
+from ckptool.cli import main
+from ckptool.cli.verb import function_of
 from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
 from tests.support.looped import looped
 
-EXAMPLES = {name: function_of(name).examples for name in COMMANDS}
+EXAMPLES = {name: function_of(name).verb.examples for name in COMMANDS}
 TRAINING = (
     "train",
     "resume",

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.cli import COMMANDS
+from ckptool.checkpoint.commands import VERBS as COMMANDS
 from tests.support.cli import Ran
 from tests.support.command_options import Option, options_of
 from tests.support.looped import looped
+from tests.support.programs import programs
 
 Run = Callable[..., Ran]
 FOREIGN = ("Invalid value", "Possible options", "Value error", "No such", "Missing ", "Got unexpected", "Input should")
@@ -92,9 +93,8 @@ def test_a_file_in_the_place_of_a_command_is_to_be_inspected(files: Path, run: R
 )
 def test_a_rule_without_quotes_is_explained_after_a_real_shell(typed: str, files: Path) -> None:
     import subprocess
-    import sys
 
-    script = f'ckptool() {{ "{sys.executable}" -m ckptool "$@"; }}; ckptool {typed}'
+    script = f"{programs() / 'ckptool'} {typed}"
     ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and "quotes" in ran.stderr and ">" in ran.stderr, ran.stderr
     assert not Path("out.pt").exists()

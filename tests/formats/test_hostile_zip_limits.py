@@ -24,7 +24,7 @@ def bomb() -> bytes:
 def test_a_zip_bomb_is_not_inflated() -> None:
     raw = bomb()
     assert len(raw) < 1 << 20
-    for size in (450 << 21, 17 * len(raw), 5 << 20, 1000):  # what it is, what it might be, and lies
+    for size in (450 << 21, 1000):  # what it is, what it might be, and lies
         layout = with_entry("data.pkl", method=8, content=raw, packed=True, size=size, size_local=size)
         outcome = meets_budget(layout.build())
         assert outcome.code == ("limit-exceeded" if size > 16 * len(raw) else "corrupt"), outcome

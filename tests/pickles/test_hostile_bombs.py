@@ -24,7 +24,7 @@ SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples"
         "71-memo"}  # fmt: skip
 
 
-@looped("title", [title for title in BOMBS if title not in SLOW], here=9, at_once=3)
+@looped("title", [title for title in BOMBS if title not in SLOW], here=6, at_once=2)
 def test_bombs_stay_within_the_limits(title: str, see: Callable[..., Seen]) -> None:
     bomb(title, see, "inspect", "show", "diff itself", "convert --all")
 

@@ -11,7 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ckptool.cli import COMMANDS, function_of, main
+from ckptool.checkpoint.commands import VERBS as COMMANDS
+from ckptool.cli import main
+from ckptool.cli.verb import function_of
 from ckptool.render.markdown import LIMIT, markdown
 from tests.support.cli import Run, done
 from tests.support.command_options import options_of
@@ -125,7 +127,7 @@ def test_two_forms_at_once_are_refused(files: Path, run: Run) -> None:
 @looped("command", COMMANDS)
 def test_every_command_with_json_has_the_other_forms(command: str) -> None:
     flags = {option.flag for option in options_of(command)}
-    assert ("--format" in flags) == ("--json" in flags) and function_of(command).examples
+    assert ("--format" in flags) == ("--json" in flags) and function_of(command).verb.examples
 
 
 def test_an_error_in_markdown_stands_in_the_log_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

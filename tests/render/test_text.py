@@ -204,7 +204,7 @@ def test_differences_in_groups() -> None:
         assert expected in text, expected
     assert text.startswith("differ: 2 of 3 tensors changed, 1 entry changed, 1 only in")
     assert "\x1b" in diff_text(found, style=Style(colour=True)) and "\x1b" not in text
-    assert "values of tensors" in diff_text(found, stat=True)
+    assert "values of tensors" in diff_text(found, counts=True)
 
 
 def test_errors_have_three_lines() -> None:

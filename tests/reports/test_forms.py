@@ -18,9 +18,9 @@ from ckptool.reports.explain import explain
 from ckptool.reports.git_setup import GitSetup
 from ckptool.reports.plot import Curve, RunHistory
 from ckptool.reports.prove import CommandProof
-from ckptool.reports.schema import schema
 from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
-from ckptool.verbs._git_setup import git_check
+from ckptool.verbs._git_check import git_check
+from ckptool.verbs._schema import schema
 
 NASTY = "<script>alert('x')</script>\x1b[31m"
 REPORTS: dict[str, Callable[[], Any]] = {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, get_args
 
-from ckptool.cli import function_of
+from ckptool.cli.verb import function_of, typed_parameters
+from ckptool.options import Parameter
 
 
 @dataclass(frozen=True)
@@ -26,18 +24,11 @@ class Option:
 
 def options_of(command: str) -> list[Option]:
     """Every argument and option of a command."""
-    parameters = inspect.signature(function_of(command), eval_str=True).parameters.values()
-    return [_option(parameter) for parameter in parameters]
+    return [_option(parameter) for parameter in typed_parameters(function_of(command))]
 
 
-def _option(parameter: inspect.Parameter) -> Option:
-    (meta,) = parameter.annotation.__metadata__
-    kind: Any = parameter.annotation.__origin__
-    kinds = [kind, *get_args(kind)]
-    names = [meta.default, *(meta.param_decls or ())]
-    flags = [name for name in names if isinstance(name, str) and name.startswith("-")]
-    choices = [each.value for one in kinds if isinstance(one, type) and issubclass(one, Enum) for each in one]
-    number = next((one for one in kinds if one in (int, float)), None)
-    required = parameter.default is inspect.Parameter.empty
-    metavar = str(meta.metavar or "")
-    return Option(parameter.name, flags[-1] if flags else "", metavar, bool in kinds, required, tuple(choices), number)
+def _option(parameter: Parameter) -> Option:
+    name, kind, _, option = parameter
+    flag = option.flags[-1] if option.flags else ""
+    number = kind if kind in (int, float) else None
+    return Option(name, flag, option.metavar, kind is bool, parameter.is_needed, option.choices, number)

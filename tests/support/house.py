@@ -50,6 +50,10 @@ class Module:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def lines(self) -> int:
         return len(self.text.splitlines())
 
@@ -95,20 +99,25 @@ class House:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """Module -> the modules of the package that it imports when it runs, at the top or inside functions."""
-        return {name: self._imports(module.tree, types=False) for name, module in self.modules.items()}
+        return {name: self._imports(module, types=False) for name, module in self.modules.items()}
 
     @cached_property
     def imported_once(self) -> dict[str, str]:
         """Module -> the only module that imports it."""
         importers = defaultdict(set)
         for name, module in self.modules.items():
-            for target in self._imports(module.tree, types=True) - {name}:
+            for target in self._imports(module, types=True) - {name}:
                 importers[target].add(name)
         return {name: min(found) for name, found in sorted(importers.items()) if len(found) == 1}
 
-    def _imports(self, tree: ast.Module, types: bool) -> set[str]:
+    def _imports(self, module: Module, types: bool) -> set[str]:
+        """With those that only a checker of types sees, if it is for `types`."""
+        blocks = () if types else filter(_is_for_types, module.nodes)
+        left_out = {id(node) for block in blocks for node in ast.walk(block)}
         found = set()
-        for node in _statements(tree, types):
+        for node in module.nodes:
+            if id(node) in left_out:
+                continue
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -126,7 +135,7 @@ class House:
     @cached_property
     def circle_of_types(self) -> list[str]:
         """The same with the imports for types alone: what must be read together to be understood."""
-        edges = {name: self._imports(module.tree, types=True) for name, module in self.modules.items()}
+        edges = {name: self._imports(module, types=True) for name, module in self.modules.items()}
         return sorted(max(_circles(edges), key=len))
 
     @cached_property
@@ -160,7 +169,7 @@ class House:
         found = [
             Function(module.name, node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
             for module in self.modules.values()
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         ]
         return sorted(found, key=lambda function: (-function.lines, function.module, function.name))
@@ -196,7 +205,7 @@ class House:
             f"{module.name}:{node.lineno} {value}"
             for module in self.modules.values()
             if module.room != "formats"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Compare | ast.MatchValue)
             for value in _strings(node)
             if value in self.containers
@@ -241,14 +250,6 @@ def _header_lines(tree: ast.Module) -> int:
             break
         end = node.end_lineno or end
     return end
-
-
-def _statements(node: ast.AST, types: bool) -> Iterator[ast.AST]:
-    """All nodes below; without those that only a checker of types sees, if it is not for `types`."""
-    for child in ast.iter_child_nodes(node):
-        if types or not _is_for_types(child):
-            yield child
-            yield from _statements(child, types)
 
 
 def _is_for_types(node: ast.AST) -> bool:

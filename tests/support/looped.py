@@ -22,12 +22,11 @@ def examples(many: int) -> int:
 
 
 def sliced(values: Iterable[Any], here: int) -> list[Any]:
-    """Values of which `here` are for every run, drawn with a seed, and the others for `make soak`; in order."""
-    given = list(values)
+    """Values of which `here` are for every run, drawn with a seed, and the others for `make soak`; in order. A tuple
+    has one for each name."""
+    given = [value if isinstance(value, tuple) else (value,) for value in values]
     drawn = _drawn(len(given), here)
-    return [
-        value if index in drawn else pytest.param(value, marks=pytest.mark.soak) for index, value in enumerate(given)
-    ]
+    return [pytest.param(*value, marks=() if index in drawn else pytest.mark.soak) for index, value in enumerate(given)]
 
 
 def _drawn(count: int, here: int) -> set[int]:

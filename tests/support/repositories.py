@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import path_with
+
 BIN = Path(sys.executable).parent
 IDENTITY = "[user]\n\tname = n\n\temail = n@example.org\n[init]\n\tdefaultBranch = main\n"
 needs_lfs = pytest.mark.skipif(shutil.which("git-lfs") is None, reason="git-lfs is not installed")
@@ -24,7 +26,7 @@ def own_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (home / ".gitconfig").write_text(IDENTITY)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", path_with())
     return home
 
 

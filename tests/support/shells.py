@@ -9,11 +9,12 @@ import shlex
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import programs as quick_programs
 
 STARTED = {
     "bash": ["bash", "--noprofile", "--norc", "-i"],
@@ -26,7 +27,7 @@ QUIET = {
     "fish": "function fish_prompt; echo '> '; end; set -g fish_greeting; set -g fish_autosuggestion_enabled 0\r",
 }
 PROGRAM = """#!/bin/sh
-if [ "$1" = --complete ]; then exec {python} -m ckptool "$@"; fi
+if [ "$1" = --complete ]; then exec {ckptool} "$@"; fi
 for word in "$@"; do printf '%s\\0' "$word"; done > given.part; mv given.part given
 """
 
@@ -38,11 +39,11 @@ class Shell:
         if shutil.which(name) is None:
             pytest.skip(f"{name} is not installed")
         self.name, self.folder, self.shown = name, folder, ""
-        programs = folder / ".programs"
+        programs, own = folder / ".programs", quick_programs() / "ckptool"
         programs.mkdir(exist_ok=True)
-        (programs / "ckptool").write_text(PROGRAM.format(python=shlex.quote(sys.executable)))
+        (programs / "ckptool").write_text(PROGRAM.format(ckptool=own))
         (programs / "ckptool").chmod(stat.S_IRWXU)
-        script = subprocess.run([sys.executable, "-m", "ckptool", "completion", name], check=True, capture_output=True)
+        script = subprocess.run([own, "completion", name], check=True, capture_output=True)
         (programs / "script").write_bytes(script.stdout)
         self.process, self.terminal = pty.fork()
         if self.process == 0:  # pragma: no cover (the shell)

@@ -6,20 +6,18 @@ from __future__ import annotations
 import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckptool import cli
 from ckptool.cli.output import Bug, in_words
 from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
 from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks
 from ckptool.training.start import start
+from tests.support.programs import python
 from tests.support.small_runs import config
 
 # Everything of a user's that a run calls, each with the place of its fault.
@@ -250,12 +248,8 @@ def test_processes_that_cannot_meet(tmp_path: Path, given: dict[str, str], monke
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         given = {key: str(taken.getsockname()[1]) if value == "taken" else value for key, value in given.items()}
-        done = subprocess.run(
-            [sys.executable, "-c", "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))", "train",
-                "run.yaml"],
-            capture_output=True, text=True, check=False, timeout=100,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2]), **given},
-        )  # fmt: skip
+        code = "import sys; from ckptool import cli; sys.exit(cli.main(['train', 'run.yaml']))"
+        done = python(code, env={**os.environ, "OMP_NUM_THREADS": "1", **given})
     assert done.returncode == 2, done.stderr
     assert "bug" not in done.stderr
     said = ("the processes of this run could not connect", "WORLD_SIZE is 'two'", "has RANK 5, of 2 processes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from ckptool.errors import Conflict
 from ckptool.training.start import resume, start
+from tests.support.looped import sliced
 from tests.support.small_runs import ARGS, CONV, GAN, IMAGES, config, last, run_to_end, scheduled
 
 FIRST, STEPS = 10, 20
@@ -25,15 +27,16 @@ def extended(path: Path, *changes: str, **sections: Any) -> None:
         assert last(path / "whole") == last(parts), f"{first} steps and {STEPS - first}"
 
 
-@pytest.mark.parametrize("every", [3, 5, 7, 1000])
-@pytest.mark.parametrize("name", ["ReduceLROnPlateau", "warmup_cosine", "StepLR"])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    sliced(itertools.product(["ReduceLROnPlateau", "warmup_cosine", "StepLR"], [3, 5, 7, 1000]), 4),
+)
 def test_wherever_evaluation_falls(tmp_path: Path, name: str, every: int) -> None:
     """Also where the first part ends between two evaluations, and is judged once more for that."""
     extended(tmp_path, f"eval.every={every}", "train.ema=0.9", optim=scheduled(name))
 
 
-@pytest.mark.parametrize("per", ["step", "epoch"])
-@pytest.mark.parametrize("name", sorted(ARGS))
+@pytest.mark.parametrize(("name", "per"), sliced(itertools.product(sorted(ARGS), ["step", "epoch"]), 9))
 def test_every_schedule(tmp_path: Path, name: str, per: str) -> None:
     extended(tmp_path, "eval.every=4", optim=scheduled(name, per=per))
 

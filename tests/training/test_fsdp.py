@@ -51,18 +51,27 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def test_a_run_that_is_resumed_ends_the_same_and_a_save_at_step_0_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(TEXT, id="text", marks=pytest.mark.soak),
+        pytest.param({"data": IMAGES, "models": {"main": CONV}}, id="conv"),
+    ],
+)
+def test_a_run_that_is_resumed_ends_the_same_and_a_save_at_step_0_changes_nothing(
+    sections: dict[str, Any], tmp_path: Path
+) -> None:
     """Tied, frozen and averaged weights, clipping, accumulation, BatchNorm's buffers, dropout."""
-    for name, sections in {"text": TEXT, "conv": {"data": IMAGES, "models": {"main": CONV}}}.items():
-        whole, parts = tmp_path / name, tmp_path / f"{name}-parts"
-        processes(2, fsdp(whole, *PLAIN, **sections))
-        again = (*PLAIN, "save.at_start=true")
-        processes(2, fsdp(parts, *again, "train.steps=3", **sections), fsdp(parts, *again, **sections))
-        assert first_difference(end(whole), end(parts)) == ""
-        assert {"step-00000000.dcp", "step-00000003.dcp"} <= set(os.listdir(parts / "run/checkpoints"))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    processes(2, fsdp(whole, *PLAIN, **sections))
+    again = (*PLAIN, "save.at_start=true")
+    processes(2, fsdp(parts, *again, "train.steps=3", **sections), fsdp(parts, *again, **sections))
+    assert first_difference(end(whole), end(parts)) == ""
+    assert {"step-00000000.dcp", "step-00000003.dcp"} <= set(os.listdir(parts / "run/checkpoints"))
 
 
-@pytest.mark.parametrize("which", [slice(2, 4), pytest.param(slice(0, 4), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.long("three runs of several processes")
+@pytest.mark.parametrize("which", [slice(2, 3), pytest.param(slice(0, 4), marks=pytest.mark.soak)], ids=str)
 def test_it_goes_on_with_other_processes_and_under_other_strategies(which: slice, tmp_path: Path) -> None:
     """The samples of a step are the same for any number of processes; sums differ in their last bits."""
     processes(2, fsdp(tmp_path / "two", *PLAIN, **TEXT))

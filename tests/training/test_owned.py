@@ -3,6 +3,7 @@ another's checkpoints."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -58,8 +59,7 @@ def attempt(*ways: Any) -> list[CkptoolError]:
     return found
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-@looped("name", NAMES)
+@looped(("name", "content"), itertools.product(NAMES, CONTENTS), here=24, at_once=12)
 def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, content: str) -> None:
     """It is there before the run, or in its place when the run goes on: refused, or left as it was."""
     made = config("save.every=10", run=tmp_path / "run", **PROFILE)
@@ -82,8 +82,12 @@ def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, cont
     assert errors or (name, content) == ("lock", "nothing")
 
 
-@pytest.mark.parametrize("content", [each for each in CONTENTS if each not in ("nothing", "a text without an end")])
-@looped("name", NAMES)
+@looped(
+    ("name", "content"),
+    itertools.product(NAMES, [each for each in CONTENTS if each not in ("nothing", "a text without an end")]),
+    here=16,
+    at_once=8,
+)
 def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str, content: str) -> None:
     made = config("save.every=5", "train.steps=5", run=tmp_path / "run", **PROFILE)
     start(made)

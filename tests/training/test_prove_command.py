@@ -158,7 +158,7 @@ def test_what_was_not_saved_is_named(fault: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "site" / "sitecustomize.py").write_text(f"open({str(tmp_path / 'theirs')!r}, 'w').close()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     found = proved(tmp_path, TORCH, fault, kills=1, seed=3)
-    assert found.exit_code == 1 and found.kills[0].resumed
+    assert found.exit() == 1 and found.kills[0].resumed
     assert found.differs.startswith(f"the first step that differs is {found.kills[0].resumed + 1}; ")
     assert "the first tensor at the end is model/one.weight in last.pt" in found.differs
     assert found.causes[0].startswith(NAMED[fault]), found.causes
@@ -182,14 +182,14 @@ def test_a_correct_script_is_proved(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_file_written_in_place_is_torn(tmp_path: Path) -> None:
     found = proved(tmp_path, TORCH, "torn", kills=2, seed=1)
-    assert found.exit_code == 1 and "last.pt: the kill in half of a write" in found.findings[0]
+    assert found.exit() == 1 and "last.pt: the kill in half of a write" in found.findings[0]
     assert "ended with exit code 1" in found.findings[1]
 
 
 @pytest.mark.soak
 def test_an_unstable_script_is_told_first(tmp_path: Path) -> None:
     found = proved(tmp_path, TORCH, "unstable")
-    assert found.exit_code == 2 and not found.kills
+    assert found.exit() == 2 and not found.kills
     assert found.unstable[1:] == ["from step 1 on", "the global generator of torch is in another state"]
 
 
@@ -216,7 +216,7 @@ def test_a_torn_file_a_start_from_nothing_and_no_start_are_found(tmp_path: Path)
     assert torn.findings[1] == "after the kill in half of a write it ended with exit code 1: it is torn"
     assert torn.events["fsync"] == 10 and torn.events["half of a write"] >= 10
     stops = proved(tmp_path, PLAIN, "stops", kills=1)
-    assert stops.exit_code == 1 and stops.differs == "the first tensor at the end is w in last.safetensors"
+    assert stops.exit() == 1 and stops.differs == "the first tensor at the end is w in last.safetensors"
 
 
 def test_without_a_compiler_the_files_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
 from ckptool.training.start import first_difference
 from ckptool.training.store import Store
 from tests.support.own_loops import parts, seeded, train
+from tests.support.programs import python
 from tests.support.ranks import torchrun
 from tests.support.small_runs import flip_a_bit
 
@@ -325,7 +324,7 @@ def test_a_cell_that_is_run_again_takes_its_run_over_and_another_process_cannot(
     with pytest.raises(UsageError, match="the run is closed"):
         run.save()
     script = f"import ckptool, torch; ckptool.Run({str(tmp_path / 'run')!r}, model=torch.nn.Linear(1, 1))"
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    other = python(script)
     assert "is being written by another process" in other.stderr
     again.close()
 

@@ -75,7 +75,7 @@ def test_a_loop_that_is_killed_ten_times(server: ForkServer, tmp_path: Path, nam
     trial(server, tmp_path, name, kills=10, seed=seed)
 
 
-@pytest.mark.parametrize("every", [61, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [151, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_loop_killed_at_every_file_system_event_goes_on(every: int, server: ForkServer, tmp_path: Path) -> None:
     """Before each event, and in the middle of each write, of the run's folder, from its making to its end."""
     script, steps = str(LOOPS / "gan.py"), 11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.loop import _remember
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from tests.support.looped import sliced
 from tests.support.small_runs import config, events, killed_after, last, scheduled, trainer
 
 # A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is
@@ -54,13 +56,18 @@ def batches(path: Path) -> list[int]:
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 
 
-@pytest.mark.parametrize("evaluate", [PLAIN, GREEDY], ids=["plain", "catches everything"])
-@pytest.mark.parametrize("steps", [20, 13])
-@pytest.mark.parametrize("every", [5, 13])
-def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, evaluate: str) -> None:
+@pytest.mark.parametrize(
+    ("greedy", "steps", "every"),
+    sliced(product([False, True], [20, 13], [5, 13]), 3),
+)
+def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, greedy: bool) -> None:
     """The batch that is being computed is the last one; the state is saved, and the evaluation is done again."""
     changes = [f"train.steps={steps}", f"eval.every={every}", "data.val_fraction=0.5", "save.every=13", "log.every=1"]
-    changes += [evaluated(tmp_path, TERM, evaluate), "save.keep_last=9", f"data.workers={2 if steps == 13 else 0}"]
+    changes += [
+        evaluated(tmp_path, TERM, GREEDY if greedy else PLAIN),
+        "save.keep_last=9",
+        f"data.workers={2 if steps == 13 else 0}",
+    ]
     optim = scheduled("ReduceLROnPlateau")
     start(config(*changes, run=tmp_path / "whole" / "run", optim=optim))
     (tmp_path / "log").unlink()

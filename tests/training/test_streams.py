@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptool.training.parallel import World
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.trainer import Trainer
 from tests.support.killed_runs import ends_the_same, lab
+from tests.support.looped import sliced
 from tests.support.several_processes import processes
 from tests.support.small_runs import last, run_to_end, trainer
 
@@ -179,9 +181,7 @@ def test_workers_read_the_same(own: str, name: str) -> None:
     assert str(alone) == str(helped)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("begin", [1, 3, 4, 6, 9])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(("name", "begin", "workers"), sliced(product(STREAMS, [1, 3, 4, 6, 9], [0, 2]), 12))
 def test_a_stream_goes_on_where_it_was(own: str, name: str, begin: int, workers: int) -> None:
     """With any number of workers, before the state of a save and after it."""
     whole = steps_of(made(own, name))
@@ -283,8 +283,7 @@ def test_a_state_that_there_would_be_several_of_is_refused(own: str, change: str
 # Samplers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["weighted", "Curriculum"])
-@pytest.mark.parametrize("begin", [0, 2, 4, 7])
+@pytest.mark.parametrize(("sampler", "begin"), sliced(product(["weighted", "Curriculum"], [0, 2, 4, 7]), 4))
 def test_a_sampler_is_a_function_of_seed_and_epoch(own: str, sampler: str, begin: int) -> None:
     settings = {"sampler": f"{own}:{sampler}"}
     whole = steps_of(made(own, "Items", **settings))

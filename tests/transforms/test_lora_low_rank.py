@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ from ckptool.errors import Conflict
 from ckptool.transforms.lora import low_rank
 from ckptool.transforms.lora.low_rank import TensorDifference, Truncation
 from ckptool.transforms.views import padded
-from tests.support.looped import examples
+from tests.support.looped import examples, sliced
 
 Array = numpy.ndarray[Any, Any]
 F32 = by_name("f32")
@@ -53,10 +54,10 @@ def test_a_small_difference_is_taken_apart_exactly(height: int, width: int, rank
     assert error_of(matrix(height, width, decay, seed), rank) <= 1 + 1e-4
 
 
-@pytest.mark.parametrize("decay", [0.5, 1])
-@pytest.mark.parametrize("shape", [(200, 400), (400, 200)])
-@pytest.mark.parametrize("rank", [4, 32])
-@pytest.mark.parametrize("wide", [1 << 20, 0])
+@pytest.mark.parametrize(
+    ("decay", "shape", "rank", "wide"),
+    sliced(product([0.5, 1], [(200, 400), (400, 200)], [4, 32], [1 << 20, 0]), 6),
+)
 def test_a_large_one_within_two_percent_of_the_best(
     shape: tuple[int, int], rank: int, decay: float, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

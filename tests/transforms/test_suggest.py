@@ -437,10 +437,12 @@ def words_of(number: int) -> str:
             {f"b.{n % 10}.{n // 10 % 10}.{n // 100 + 1}.w": (n % 7, 4) for n in range(1000)},
         ),
     ],
+    at_once=5,
 )  # fmt: skip
 def test_a_thousand_keys_within_a_second(source: Shapes, target: Shapes) -> None:
-    assert quickest(lambda: suggest(source, target)) < 1
-    suggestions = suggest(source, target)
+    found: list[Any] = []
+    assert quickest(lambda: found.append(suggest(source, target)), 2) < 1
+    (suggestions, *_) = found
     assert isinstance(suggestions, list) and rules_file(suggestions)
 
 

@@ -267,7 +267,7 @@ def test_words_that_make_no_sense(
 
 def test_a_folder_for_one_file(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bundle", "a=G.pt", "-d", "out"]) == 2
-    assert "writes one file" in capsys.readouterr().err
+    assert "bundle has no option -d" in capsys.readouterr().err
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

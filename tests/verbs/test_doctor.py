@@ -27,6 +27,7 @@ from ckptool.reports.error_texts import KNOWN, recognised
 from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
 from tests.support.looped import looped
+from tests.support.programs import programs
 
 
 class Net(nn.Module):
@@ -337,7 +338,7 @@ def test_an_unknown_error_says_so() -> None:
 
 
 def test_every_command_of_the_table_exists() -> None:
-    from ckptool.cli import COMMANDS
+    from ckptool.checkpoint.commands import VERBS as COMMANDS
 
     for known in KNOWN:
         for fix in known.fixes:
@@ -357,7 +358,7 @@ def test_a_shell_runs_the_commands_whatever_the_name(
     os.truncate(cut, os.path.getsize(cut) - 5000)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"inside"))
     names = {name: ["strip-module"], f"{name}.cut.pt": ["recover"], f"{name}.gz": ["gzip"]}
-    program = f"{shlex.quote(sys.executable)} -c 'import sys; from ckptool.cli import main; sys.exit(main())' "
+    program = f"{programs() / 'ckptool'} "
     monkeypatch.chdir(tmp_path)
     for file, verbs in names.items():
         found = ckptool.doctor(file)

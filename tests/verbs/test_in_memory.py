@@ -21,6 +21,7 @@ import ckptool
 from tests.support.files import load, saved
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
+from tests.support.programs import python
 from tests.support.same import assert_same_objects
 
 
@@ -256,7 +257,7 @@ done = ckptool.edit(ckptool.rename(ckptool.strip_module(given), "0.weight => fir
 assert done["first"] is given["module.0.weight"] and len(done) == 9
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ended = python(code)
     scale = 1 if sys.platform == "darwin" else 1024
     assert int(ended.stdout) * scale < 32_000_000
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import ckptool
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import NoMatch
 from tests.support.cli import Run
+from tests.support.programs import programs
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_statistics_are_of_what_is_chosen(tmp_path: Path, run: Run) -> None:
 
 
 def test_names_are_for_a_shell_loop(file: str) -> None:
-    program = f"{shlex.quote(sys.executable)} -m ckptool"
+    program = str(programs() / "ckptool")
     script = (
         f"for name in $({program} inspect {file} -q --only '*.bias'); do {program} show {file}#$name || exit 9; done"
     )

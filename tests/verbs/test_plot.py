@@ -159,7 +159,7 @@ def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in
     assert repr(other.curve()) == repr(curve)  # in any order
 
 
-@pytest.mark.parametrize("points", [10**5, pytest.param(10**6, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("points", [3 * 10**4, pytest.param(10**6, marks=pytest.mark.soak)])
 def test_many_points_take_bounded_memory(points: int, tmp_path: Path) -> None:
     folder = run_of(tmp_path / "r", [])
     with (folder / "metrics.jsonl").open("w") as file:

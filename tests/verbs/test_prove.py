@@ -20,6 +20,8 @@ from ckptool.reports.train import Kill, Proof
 from ckptool.training.prove.fork_server import ForkServer, _end_of
 from ckptool.training.prove.proof import ProofRun, configured, processes_of, resumes
 from ckptool.training.store import Lines
+from ckptool.verbs._schema import schema
+from tests.support.schemas import judge
 from tests.support.small_runs import MLP, config
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -71,6 +73,7 @@ def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, server: ForkS
     assert "without" not in prove_text(proof)
 
 
+@pytest.mark.long("the command, which starts a server of its own")
 def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command: exit 1, the first step and tensor that differ, and both runs kept to be looked at."""
     (tmp_path / "mine.py").write_text(BROKEN)
@@ -78,6 +81,7 @@ def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.Cap
     path.write_text(yaml.safe_dump(MLP | {"task": f"{tmp_path / 'mine.py'}:task", "eval": {"every": 0}}))
     assert cli.main(["prove", str(path), "--steps", "12", "--kills", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
+    assert not list(judge(schema("prove").document, found))
     assert (found["schema"], found["proved"], found["reference"] != found["result"]) == ("ckptool.prove/1", False, True)
     assert "the first step that differs is 1;" in found["differs"]
     assert "the first tensor, at the end, is model_state_dict/1.weight" in found["differs"]
@@ -122,6 +126,7 @@ def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> Non
 # Several processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("each of its runs is one of two processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_a_run_of_several_processes_is_proved(tmp_path: Path, strategy: str) -> None:
     """They start as torchrun starts them; a kill is for all of them, and where the one that writes dies, the others end

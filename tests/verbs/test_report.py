@@ -29,6 +29,7 @@ from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved
 from tests.support.looped import looped
+from tests.support.programs import python
 from tests.support.small_runs import config, cut_short
 
 
@@ -186,9 +187,8 @@ def test_where_there_is_no_room_no_part_of_a_page_stays(force: bool, folder: Pat
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
     code = f"{limit}import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from ckptool.cli import main; "
     words = ["report", "a.pt", "-o", "page.html", *["-f"] * force]
-    command = [sys.executable, "-c", f"{code}sys.exit(main({words!r}))"]
     before = contents(folder)
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    ended = python(f"{code}sys.exit(main({words!r}))", cwd=folder)
     assert ended.returncode == 2 and "cannot write page.html" in ended.stderr, ended
     assert contents(folder) == before
 
@@ -199,7 +199,7 @@ def test_interrupted_it_leaves_the_old_page_or_the_new(how: signal.Signals, fold
     target = folder / "page.html"
     target.write_text("before")
     words = [sys.executable, "-m", "ckptool", "report", "many.pt", "-o", "page.html", "-f"]
-    for wait in (0.1, 0.6, 1.2, 1.8):
+    for wait in (0.4, 1.2):
         going = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(wait)
         going.send_signal(how)

@@ -8,18 +8,16 @@ import io
 import json
 import os
 import re
-import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptool import cli
 from ckptool.cli.output import _pace
 from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
+from tests.support.programs import python
 from tests.support.small_runs import Typed, contents_but_lock, flip_a_bit, train_typed
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -289,15 +287,9 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     train_typed(typed)
     before = contents_but_lock("runs/x/checkpoints")
     size = (Path("runs/x/checkpoints") / name_of(20)).stat().st_size
-    program = "import sys; from ckptool import cli; sys.exit(cli.main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "resume", "runs/x", "-q", "--set", "train.steps=25"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, size - 100)),
-    )
+    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 100}, {size - 100}))\n"
+    code += "from ckptool import cli; sys.exit(cli.main(['resume', 'runs/x', '-q', '--set', 'train.steps=25']))"
+    done = python(code, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 2
     assert "the limit on file sizes was reached" in done.stderr
     assert "Make room, then resume: ckptool resume runs/x" in done.stderr

@@ -73,7 +73,7 @@ def prove_command(
     proof = CommandProof(tuple(command), runs.watch.name)
     try:
         runs.fill(proof, kills)
-        if proof.unstable or proof.exit_code == 1:
+        if proof.unstable or proof.exit() == 1:
             proof.kept = folder
     finally:
         if not proof.kept:

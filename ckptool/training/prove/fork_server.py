@@ -189,7 +189,7 @@ def _train(request: dict[str, Any]) -> int:
 def main() -> None:
     """Serves training processes."""
     # What the first step of an optimizer imports is there too.
-    names = ("torch", "torch._dynamo", "ckptool.cli", "ckptool.cli.use", "ckptool.bridge.modules")
+    names = ("torch", "torch._dynamo", "ckptool.cli", "ckptool.cli.verb", "ckptool.bridge.modules")
     for name in (*names, "ckptool.training.start"):
         import_module(name)
     serve(_train)

@@ -1,0 +1,91 @@
+"""The help, of the program and of each verb: written from what the verbs declare, without the parser."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from ckptool.checkpoint.commands import ALIASES, VERBS
+from ckptool.options import Declared, Parameter
+from ckptool.render.style import Style
+
+FLAGS = ("-h", "--help")
+WIDEST = 100  # columns; longer lines are hard to read
+ABOUT = """\
+Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
+
+See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place, or replaced without -f."""
+_ROOM = 24  # columns for the names; what is longer has a line of its own
+
+
+def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
+    """The verbs by their groups, each with its line."""
+    is_whole = len(verbs) == len(VERBS)
+    prose = [textwrap.wrap(text, _width(style)) for text in ABOUT.split("\n\n")] if is_whole else []
+    blocks = [["Usage: ckptool COMMAND [OPTIONS] …"], *prose]
+    for group in dict.fromkeys(VERBS[verb].group for verb in verbs):
+        rows = [(verb, VERBS[verb].about) for verb in verbs if VERBS[verb].group == group]
+        blocks.append(_table(style, group.capitalize(), rows))
+    rows = [("-h, --help", "Show this message, or of a command: ckptool inspect --help")]
+    rows += [("--version", "Print the version.")] if is_whole else []
+    return _page([*blocks, _table(style, "Options", rows)])
+
+
+def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], style: Style) -> str:
+    """All that a verb takes, by the parts of the help, and its examples."""
+    blocks = [[usage(verb, parameters)], textwrap.wrap(VERBS[verb].about, _width(style))]
+    shown = [each for each in parameters if not each.option.hidden]
+    own = [(called(each), about(each)) for each in shown if not each.option.flags]
+    blocks += [_table(style, "Arguments", own)] if own else []
+    for panel in dict.fromkeys([None, *(each.option.panel for each in shown)]):
+        rows = [(called(each), about(each)) for each in shown if each.option.flags and each.option.panel == panel]
+        rows += [("-h, --help", "Show this message.")] if panel is None else []
+        blocks.append(_table(style, panel or "Options", rows))
+    examples = [part for line, purpose in declared.examples for part in (f"  # {purpose}", f"  {line}")]
+    blocks.append([style.bold("Examples" if len(examples) > 2 else "Example"), *examples])
+    others = [f"ckptool {alias}" for alias, meant in ALIASES.items() if meant == verb]
+    return _page([*blocks, *([[f"Also: {', '.join(others)}"]] if others else [])])
+
+
+def usage(verb: str, parameters: Iterable[Parameter]) -> str:
+    """`Usage: ckptool diff [OPTIONS] A B`."""
+    arguments = [each for each in parameters if not each.option.flags]
+    words = [called(each) if each.is_needed else f"[{called(each).strip('[]')}]" for each in arguments]
+    return " ".join(["Usage: ckptool", verb, "[OPTIONS]", *words])
+
+
+def called(parameter: Parameter) -> str:
+    """A parameter as its help calls it: `-o, --out OUT`, `FILE…`."""
+    option = parameter.option
+    if not option.flags:
+        return option.metavar + "…" * ((option.several or option.each) and not option.metavar.endswith("…"))
+    value = "|".join(option.choices) or option.metavar
+    return ", ".join(option.flags) + (f" {value}" if parameter.kind is not bool else "")
+
+
+def about(parameter: Parameter) -> str:
+    """What the help says of a parameter."""
+    option, default = parameter.option, parameter.default
+    least = f" [at least {option.least:g}]" if option.least is not None and option.least > 0 else ""
+    needed = " [required]" if parameter.is_needed and option.flags else ""
+    is_told = option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags)
+    return option.help + least + needed + (f" [default: {default}]" if is_told else "")
+
+
+def _table(style: Style, title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    room = min(_ROOM, max(len(name) for name, _ in rows))
+    lines = [style.bold(title)]
+    for name, text in rows:
+        indent = " " * (room + 4)
+        wrapped = textwrap.wrap(text, _width(style) - len(indent), break_on_hyphens=False) or [""]
+        first, *rest = wrapped if len(name) <= room else ["", *wrapped]
+        lines += [f"  {name:{room}}  {first}".rstrip(), *(indent + line for line in rest)]
+    return lines
+
+
+def _width(style: Style) -> int:
+    return max(min(style.width or 80, WIDEST), 40)
+
+
+def _page(blocks: Iterable[Sequence[str]]) -> str:
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"

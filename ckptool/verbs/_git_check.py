@@ -1,0 +1,79 @@
+"""`git-check`: whether a file may be committed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from typing import Annotated
+
+from ckptool.checkpoint.files import Source
+from ckptool.errors import CkptoolError, listed, quoted
+from ckptool.options import argument, option, verb
+from ckptool.render.style import WHOLE
+from ckptool.render.style import size as size_text
+from ckptool.reports.git_setup import GitCheck
+from ckptool.reports.verify import Problem
+from ckptool.verbs._git_setup import POINTER, SMALL, git
+from ckptool.verbs.scan import scan
+from ckptool.verbs.verify import verify
+
+
+@verb(
+    ("ckptool git-check model.pt", "may it be committed?"),
+    ("ckptool git-check model.pt --allow non-finite", "NaN and Inf are accepted"),
+)
+def git_check(
+    file: Annotated[str, argument("FILE", "Files to be committed.", each=True)],
+    *,
+    max_size: Annotated[
+        float, option("--max-size MB", "Largest file that git may store without git-lfs.", least=0)
+    ] = 10,
+    allow: Annotated[Collection[str], option("--allow CODE", "Accept this problem. Repeatable.", several=True)] = (),
+) -> GitCheck:
+    """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
+
+    max_size: megabytes that git may store of a file without git-lfs.  allow: codes of problems to accept.
+    Outside of a repository only the contents are checked.
+    """
+    source = Source(file)
+    pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
+    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(file))]
+    return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
+
+
+def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Problem]:
+    """Problems with where git would store a file: what is staged takes precedence over what the attributes promise."""
+    said = git("check-attr", "-z", "filter", "--", file, ok=(0, 128))
+    if said is None:
+        return
+    in_lfs = said.split("\0")[2] == "lfs"
+    staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
+    held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
+    if pointer and not in_lfs:
+        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
+        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {_track(file)}")
+    if held > max(most, SMALL):
+        why = (
+            "git-lfs should have stored it, by the attributes, but did not: git lfs install; git add --renormalize ."
+            if in_lfs
+            else f"Every version of it would stay in the repository forever. {_track(file)}"
+        )
+        yield Problem("large-file", f"git itself would store {size_text(held)}", why)
+
+
+def _track(file: str) -> str:
+    return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
+
+
+def _contents(file: str) -> Iterator[Problem]:
+    try:
+        found = verify(file, finite=True)
+        yield from found.problems
+        for row in found.non_finite or ():
+            yield Problem("non-finite", f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}")
+        if not found.problems:
+            calls = [call.name for one in scan(file).files for call in one.calls]
+            if calls:
+                yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
+    except CkptoolError as error:
+        yield Problem(error.code, error.what, error.why)

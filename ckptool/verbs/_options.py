@@ -1,0 +1,145 @@
+"""The options that several verbs have, each declared once, and the values of those that are pairs or numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from ckptool.checkpoint.paths import file_problem, refused_place
+from ckptool.checkpoint.workers import Progress
+from ckptool.errors import UsageError
+from ckptool.formats.opening import CheckpointLike, PathLike, split
+from ckptool.options import Watched, argument, option
+
+# An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
+# change a file act there.
+_ONE = "A checkpoint, or FILE#ADDRESS for a part of it."
+File = Annotated[CheckpointLike, argument("FILE", _ONE)]
+Files = Annotated[CheckpointLike, argument("FILE", "Checkpoints, or FILE#ADDRESS for a part of one.", each=True)]
+At = Annotated[
+    str | None, option("--at ADDRESS", "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS.")
+]
+_CHANGED = "Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file."
+ChangedFiles = Annotated[CheckpointLike, argument("FILE", _CHANGED, each=True)]
+ChangedAt = Annotated[
+    str | None, option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.")
+]
+_PAYS = "Work on N files at a time, each in its own process. Pays for many files, with several cores or slow storage."
+Jobs = Annotated[int, option("--jobs N", _PAYS)]
+Texts = str | Sequence[str]
+_MATCH = "Only keys that match; * also matches dots, re: starts a regular expression. Repeatable."
+Only = Annotated[Texts, option("--only PATTERN", _MATCH, several=True)]
+Exclude = Annotated[Texts, option("--exclude PATTERN", "Skip keys that match. Repeatable.", several=True)]
+IsPart = Annotated[
+    bool, option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.")
+]
+Bar = Annotated[Progress | None, Watched("bar")]
+
+_OUTPUT = "Where to"
+_output = partial(option, panel=_OUTPUT)
+Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file.")]
+Folder = Annotated[
+    PathLike | None, _output("-d --dir DIR", "Write into this folder, under the same names; it is created if needed.")
+]
+InPlace = Annotated[
+    bool, _output("--in-place", "Change the files themselves; killed at any instant, they stay intact.")
+]
+Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
+DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
+_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
+Verify = Annotated[bool, _output("--verify", _CHECKED)]
+_KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
+KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT)]
+_CONTAINERS = "Write this container (torch-zip, safetensors, sharded, sharded-bin, dcp, npz), whatever the suffix."
+Container = Annotated[str | None, _output("--to CONTAINER", _CONTAINERS)]
+SkipRefused = Annotated[
+    bool, _output("--skip-refused", "If one of several files is refused, write the others. Exit 1.")
+]
+Extract = Annotated[bool, _output("--extract", "Write only the part at the address, changed.")]
+
+QUOTE_RULES = (
+    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
+    "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
+)
+
+
+def was_redirected(words: Iterable[str]) -> bool:
+    """True where a word is the rest of a rule `OLD => NEW` of which the shell took `> NEW` for itself."""
+    return any(word.endswith("=") and not os.path.lexists(word) for word in words)
+
+
+def pairs(
+    option: str, example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
+) -> Callable[[Iterable[str]], dict[str, str]]:
+    """What makes a dictionary of `OLD=NEW`; the last `=` separates, so that addresses may have one, unless `split`
+    does."""
+
+    def parse(texts: Iterable[str]) -> dict[str, str]:
+        found: list[tuple[str, str]] = []
+        for text in texts:
+            old, _, new = split(text, "=")
+            if not (old and new):
+                raise UsageError(
+                    f"{option} {text!r} is not of the form OLD=NEW",
+                    "Both sides are needed.",
+                    f"For example: {example}",
+                )
+            found.append((old, new))
+        return once(option, found)
+
+    return parse
+
+
+def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
+    names = [name for name, _ in pairs]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            raise UsageError(f"{option} was given {name!r} twice", "Only one can apply.")
+    return dict(pairs)
+
+
+def numbers(flag: str) -> Callable[[str], list[float]]:
+    """What makes numbers of `0.5,0.3,0.2`."""
+
+    def parse(text: str) -> list[float]:
+        try:
+            return [float(part) for part in text.split(",")]
+        except ValueError:
+            example = f"For example: {flag} 0.5,0.3,0.2"
+            raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
+
+    return parse
+
+
+def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
+    """The words that are files, and those that are rules.  more: there are rules beside them."""
+
+    rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
+    files = [word for word in words if word not in rules]
+    if was_redirected(files):
+        raise UsageError(f"{verb} was given only part of a rule: it ends at its =", *QUOTE_RULES)
+    ruled = bool(rules) or more or len(files) == 1
+    example = f"For example: ckptool {verb} model.pt 'a.* => b.*' -o OUT"
+    for word in files:
+        odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
+        if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):
+            why = "A rule is 'OLD => NEW', in quotes and with => between them."
+            raise UsageError(f"'{word}' is neither a file nor a rule", why, example)
+    if not files:
+        raise UsageError(f"{verb} was given no file", "All of its arguments are rules.", example)
+    return files, rules
+
+
+MAX_TEXT = 1 << 20  # bytes
+
+
+def standard_input() -> str:
+    """The text that is piped in, up to a limit."""
+    try:
+        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
+    except (OSError, AttributeError) as problem:
+        raise file_problem(OSError(str(problem)), "standard input", "read") from problem
