@@ -57,6 +57,9 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
+    what: str
+    why: str
+    fix: str
 
     def __init_subclass__(cls, code: str = "", exit_code: int = 0, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -65,9 +68,7 @@ class CkptoolError(Exception):
             cls.code = code
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        self.what = printable(what)
-        self.why = why if isinstance(why, TextLines) else printable(why)
-        self.fix = printable(fix)
+        self.what, self.why, self.fix = map(escaped, (what, why, fix))
         # An OSError would take them for its number and file.
         Exception.__init__(self, self.what, self.why, self.fix)
 
@@ -81,7 +82,7 @@ class CkptoolError(Exception):
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
-        return self if printable(place) in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
+        return self if printable(place) in self.what else type(self)(f"{place}: " + self.what, self.why, self.fix)
 
 
 class UsageError(CkptoolError, ValueError, code="usage"):
@@ -293,6 +294,11 @@ def printable(text: str) -> str:
     return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
 
 
+def escaped(text: Any) -> Any:
+    """A text as `printable`; what is escaped already, and a command, as it is."""
+    return printable(text) if isinstance(text, str) and not isinstance(text, Text) else text
+
+
 def _escape(character: str) -> str:
     """As Python's `unicode_escape`, which is a module that there may be no more room to import."""
     number = ord(character)
@@ -302,13 +308,48 @@ def _escape(character: str) -> str:
     )
 
 
-class TextLines(str):
+class Text(str):
+    """A text, escaped, that reads as for a shell, and whose `python` has the words that Python has for the same.
+
+    parts: the texts and commands that it was put together of, in order; none of one that is given both ways.
+    """
+
+    __slots__ = ("parts", "python")
+    parts: tuple[Any, ...]
+    python: str
+
+    def __new__(cls, *parts: Any, python: str | None = None) -> Text:
+        shown = tuple(each for part in parts for each in getattr(part, "parts", ()) or (escaped(part),))
+        text = super().__new__(cls, "".join(map(str, shown)))
+        text.parts = shown if python is None else ()
+        text.python = "".join(map(in_python, shown)) if python is None else python
+        return text
+
+    def __add__(self, more: Any) -> Text:
+        return Text(self, more)
+
+    def __radd__(self, before: str) -> Text:
+        return Text(before, self)
+
+    @property
+    def commands(self) -> tuple[Any, ...]:
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+    def filled(self, fill: Callable[[Any], Any]) -> Text:
+        """The same text with its commands filled in."""
+        return Text(*(part if isinstance(part, str) else fill(part) for part in self.parts or (self,)))
+
+
+class TextLines(Text):
     """Several lines, each escaped: the one text of an error that has line breaks."""
 
     __slots__ = ()
 
     def __new__(cls, *lines: str) -> TextLines:
-        return super().__new__(cls, "\n".join(map(printable, lines)))
+        shown = list(map(escaped, lines))
+        text = str.__new__(cls, "\n".join(shown))
+        text.parts, text.python = (), "\n".join(map(in_python, shown))
+        return text
 
     def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.split("\n"))
@@ -362,8 +403,8 @@ _NO_CALL = SHELL | {"--find", "--list", "…", ">"}
 
 def in_python(text: str) -> str:
     """The text, with the options and commands that stand in it as the arguments and calls that they are in Python."""
-    parts = getattr(text, "parts", (text,))  # of an advice: texts, and commands as their words
-    return "".join(_translated(part) if isinstance(part, str) else _call(str(part), part) for part in parts)
+    said: str | None = getattr(text, "python", None)
+    return _translated(text) if said is None else said
 
 
 def _translated(text: str) -> str:

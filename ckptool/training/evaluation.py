@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptool.analysis.train import Evaluated
-from ckptool.commands import nearest
 from ckptool.errors import UsageError, listed
+from ckptool.options import nearest
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
 from ckptool.training.extensions import name_culprits

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 from ckptool.analysis.save import Written
 from ckptool.checkpoint import TensorEntry
-from ckptool.commands import several
 from ckptool.errors import UsageError, listed, printable
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs

@@ -15,11 +15,11 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import FILE, OUT, Advice, command, several
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.output import check_folder, replace_folder
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs._options import File, IsPart, Texts
