@@ -9,11 +9,14 @@ function has; a test holds them to its signature. File names are filled in by `a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ckptool.errors import Text, quoted
+from ckptool.errors import INTO as INTO
+from ckptool.errors import Command as Command
+from ckptool.errors import Slot as Slot
+from ckptool.errors import Text
 
 Words = tuple[str, ...]
 
@@ -148,69 +151,17 @@ def with_verb(words: Sequence[str]) -> list[str]:
     return [ALIASES.get(word, word) for word in words[:1]] + list(words[1:])
 
 
-class Slot(str):
-    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE, OUT.
-
-    suffix: that of an output, where it is another than the input's.  address: of the part of the input that is meant.
-    """
-
-    __slots__ = ("address", "suffix")
-    suffix: str | None
-    address: str
-
-    def __new__(cls, text: str, suffix: str | None = None, address: str = "") -> Slot:
-        slot = super().__new__(cls, text)
-        slot.suffix, slot.address = suffix, address
-        return slot
-
-    @property
-    def is_output(self) -> bool:
-        return self.startswith("OUT")
-
-    def __truediv__(self, address: str) -> Slot:
-        """The part of the input at an address; the whole for the empty one."""
-        return Slot(f"{self}#{address}", self.suffix, address) if address else self
-
-
 FILE = Slot("FILE")
 OUT = Slot("OUT")
-OUT_PT = Slot("OUT.pt", ".pt")
-OUT_SAFETENSORS = Slot("OUT.safetensors", ".safetensors")
+OUT_PT = Slot("OUT.pt")
+OUT_SAFETENSORS = Slot("OUT.safetensors")
 MODEL = Slot("MODEL")
 RULES = Slot("RULES.yaml")
 FOLDER = Slot("FOLDER")
+DIR = Slot("DIR")
 NAME = Slot("NAME")
 ADDRESS = Slot("ADDRESS")
 PATTERN = Slot("PATTERN")
-INTO = Slot(">")  # the shell's own
-
-
-class Command(tuple[str, ...]):
-    """The words of a command; `str()` is the line to type. python: the call that does the same, or the line."""
-
-    python: str
-
-    def __new__(cls, words: Iterable[str] = (), python: str = "") -> Command:
-        new = super().__new__(cls, words)
-        new.python = python or str(new)
-        return new
-
-    def __str__(self) -> str:
-        return " ".join(word if isinstance(word, Slot) and word == INTO else quoted(word) for word in self)
-
-    def __add__(self, more: str) -> Text:  # type: ignore[override]
-        return Text(self, more)
-
-    def __radd__(self, before: str) -> Text:
-        return Text(before, self)
-
-    @property
-    def writes(self) -> bool:
-        return any(isinstance(word, Slot) and word.is_output for word in self)
-
-    def with_words(self, words: Mapping[str, str]) -> Command:
-        """The command with a word in place of each slot of that name."""
-        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
 
 
 Value = str | bool | float | Sequence[str] | Mapping[str, Any]
@@ -230,12 +181,12 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     return Command(line, f"ckptool.{function_name(verb)}({', '.join([*positional, *_keywords(given)])})")
 
 
-def arg(name: str = "", /, **options: Value) -> Text:
+def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, energy=0.99)`."""
     if name:
-        return Text(_flag(name), python=name)
+        return Command((_flag(name),), name)
     words = (word for each, value in options.items() for word in _typed(each, value))
-    return Text(" ".join(map(quoted, words)), python=", ".join(_keywords(options)))
+    return Command(words, ", ".join(_keywords(options)))
 
 
 def _flag(name: str) -> str:
@@ -246,8 +197,9 @@ def _typed(name: str, value: Value) -> Iterator[str]:
     """The words of an option: `{"epoch": 3}` is `epoch:=3`, and `{"a": "b"}` `a=b`."""
     if isinstance(value, Mapping):
         value = [f"{key}={each}" if isinstance(each, str) else f"{key}:={each}" for key, each in value.items()]
+    flag = [_flag(name)] if _flag(name) else []
     for each in [value] if isinstance(value, (str, bool, float, int)) else value:
-        yield from filter(None, (_flag(name), "" if each is True else each if isinstance(each, str) else str(each)))
+        yield from flag if each is True else [*flag, each if isinstance(each, str) else str(each)]
 
 
 def _keywords(options: Mapping[str, Value]) -> Iterator[str]:

@@ -42,7 +42,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EEXIST
 from typing import Any
@@ -67,7 +67,7 @@ class CkptoolError(Exception):
         if code:
             cls.code = code
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
         self.what, self.why, self.fix = map(escaped, (what, why, fix))
         # An OSError would take them for its number and file.
         Exception.__init__(self, self.what, self.why, self.fix)
@@ -185,7 +185,7 @@ class Truncated(CkptoolError, EOFError, code="truncated"):
 class Corrupt(CkptoolError, code="corrupt"):
     """The bytes contradict themselves."""
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
         super().__init__(what, why or "It was damaged after it was written.", fix)
 
 
@@ -291,12 +291,9 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
+    if _MARKED.search(text):
+        return str(Text(text))
     return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
-
-
-def escaped(text: Any) -> Any:
-    """A text as `printable`; what is escaped already, and a command, as it is."""
-    return printable(text) if isinstance(text, str) and not isinstance(text, Text) else text
 
 
 def _escape(character: str) -> str:
@@ -308,36 +305,96 @@ def _escape(character: str) -> str:
     )
 
 
-class Text(str):
-    """A text, escaped, that reads as for a shell, and whose `python` has the words that Python has for the same.
+# A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
+_MARK = f"\ue000{os.urandom(8).hex()}"
+_MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
 
-    parts: the texts and commands that it was put together of, in order; none of one that is given both ways.
+
+class Slot(str):
+    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, OUT.pt."""
+
+    __slots__ = ()
+
+    @property
+    def is_output(self) -> bool:
+        return self.startswith("OUT")
+
+    @property
+    def suffix(self) -> str | None:
+        """That of an output, where it is another than the input's."""
+        return self[3:] or None
+
+    def __truediv__(self, address: str) -> Slot:
+        """The part of the input at an address; the whole for the empty one."""
+        return Slot(f"{self}#{address}") if address else self
+
+
+INTO = Slot(">")  # the shell's own
+
+
+class Command(tuple[str, ...]):
+    """The words of a command, or of options. `str()` is what a shell takes, `python` what Python does; in an f-string
+    it is both, until the text enters an error."""
+
+    python: str
+
+    def __new__(cls, words: Iterable[str] = (), python: str = "") -> Command:
+        new = super().__new__(cls, words)
+        new.python = python or str(new)
+        return new
+
+    def __str__(self) -> str:
+        return " ".join(word if word == INTO and isinstance(word, Slot) else quoted(word) for word in self)
+
+    def __format__(self, _: str) -> str:
+        words = ("-+"[isinstance(word, Slot)] + word for word in self)
+        return f"{_MARK}({_MARK.join([self.python, *words])}{_MARK})"
+
+    @classmethod
+    def marked(cls, text: str) -> Command:
+        """The command that was formatted so."""
+        python, *words = text.split(_MARK)
+        return cls((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
+
+    @property
+    def writes(self) -> bool:
+        return any(isinstance(word, Slot) and word.is_output for word in self)
+
+    def with_words(self, words: Mapping[str, str]) -> Command:
+        """The command with a word in place of each slot of that name."""
+        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
+
+
+class Text(str):
+    """A text as people who use a shell read it, escaped; `python` is the same for those who write Python.
+
+    parts: texts and the commands between them.
     """
 
     __slots__ = ("parts", "python")
-    parts: tuple[Any, ...]
+    parts: tuple[str | Command, ...]
     python: str
 
-    def __new__(cls, *parts: Any, python: str | None = None) -> Text:
-        shown = tuple(each for part in parts for each in getattr(part, "parts", ()) or (escaped(part),))
+    def __new__(cls, *parts: str | Command, python: str | None = None) -> Text:
+        shown = [each for part in parts for each in _parts(part)]
         text = super().__new__(cls, "".join(map(str, shown)))
-        text.parts = shown if python is None else ()
+        text.parts = tuple(shown) if python is None else ()
         text.python = "".join(map(in_python, shown)) if python is None else python
         return text
 
-    def __add__(self, more: Any) -> Text:
+    def __add__(self, more: str) -> Text:
         return Text(self, more)
 
     def __radd__(self, before: str) -> Text:
         return Text(before, self)
 
     @property
-    def commands(self) -> tuple[Any, ...]:
-        return tuple(part for part in self.parts if not isinstance(part, str))
+    def commands(self) -> tuple[Command, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Command) and not part[0].startswith("-"))
 
-    def filled(self, fill: Callable[[Any], Any]) -> Text:
+    def filled(self, fill: Callable[[Command], Command]) -> Text:
         """The same text with its commands filled in."""
-        return Text(*(part if isinstance(part, str) else fill(part) for part in self.parts or (self,)))
+        return Text(*(fill(part) if part in self.commands else part for part in self.parts))
 
 
 class TextLines(Text):
@@ -353,6 +410,24 @@ class TextLines(Text):
 
     def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.split("\n"))
+
+
+def escaped(text: str | Command) -> str:
+    """A text as `printable`, in which both spellings of commands are known; what is escaped already as it is."""
+    if isinstance(text, Text):
+        return text
+    return Text(text) if isinstance(text, Command) or _MARK in text else printable(text)
+
+
+def _parts(text: str | Command) -> Iterator[str | Command]:
+    if isinstance(text, Command):
+        yield text
+    elif isinstance(text, Text):
+        yield from text.parts or (text,)
+    else:
+        for number, part in enumerate(_MARKED.split(text)):
+            if part:
+                yield Command.marked(part) if number % 2 else printable(part)
 
 
 # Options that are not called as their argument is.
@@ -401,10 +476,10 @@ _COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?!\()(?:'[^']*'|[^
 _NO_CALL = SHELL | {"--find", "--list", "…", ">"}
 
 
-def in_python(text: str) -> str:
+def in_python(text: str | Command) -> str:
     """The text, with the options and commands that stand in it as the arguments and calls that they are in Python."""
     said: str | None = getattr(text, "python", None)
-    return _translated(text) if said is None else said
+    return _translated(str(text)) if said is None else said
 
 
 def _translated(text: str) -> str:
