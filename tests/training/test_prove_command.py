@@ -258,7 +258,8 @@ def test_what_cannot_be_tried(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    words = [sys.executable, str(tmp_path / "train.py"), "{run}", "stops, slow"]  # so that the kill comes after the first file
+    # Slow, so that the kill comes after the first file.
+    words = [sys.executable, str(tmp_path / "train.py"), "{run}", "stops, slow"]
     assert cli.main(["prove", "--kills", "1", "--json", "--", *words]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["proved"]) == ("ckptool.prove_command/1", False)
