@@ -50,7 +50,7 @@ from ckptool.reports.inspect import (
 from ckptool.reports.memory import memory_needs
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 
 LINES = 40  # of the outline of a file, unless more is asked for

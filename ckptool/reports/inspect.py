@@ -34,7 +34,7 @@ from ckptool.pickles.weights_only import takes, weights_only
 from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one

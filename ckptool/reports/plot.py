@@ -25,8 +25,18 @@ class Curve:
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
-    points: int
+    points: int = 0
     not_finite: int = 0
+
+    @property
+    def low(self) -> float | None:
+        """The lowest finite value."""
+        return min((value for _, value in self.finite), default=None)
+
+    @property
+    def high(self) -> float | None:
+        """The highest finite value."""
+        return max((value for _, value in self.finite), default=None)
 
     @property
     def finite(self) -> list[Point]:

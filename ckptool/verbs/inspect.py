@@ -16,7 +16,7 @@ from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 
 def _of_run(file: str) -> Any:
@@ -73,7 +73,7 @@ def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:
     """The statistics of every plain tensor by its address; tensors that are one view of the data are read once."""
-    from ckptool.reports.statistics import statistics
+    from ckptool.analysis.statistics import statistics
 
     numbers: dict[str, Statistics] = {}
     known: dict[tuple[object, ...], Statistics] = {}

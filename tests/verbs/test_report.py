@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
-from ckptool.reports.report import CheckpointReport
+from ckptool.verbs.report import CheckpointReport
 from ckptool.training.start import start
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
@@ -215,34 +215,6 @@ def test_without_jinja2_it_says_what_to_install(folder: Path, monkeypatch: pytes
     ran = run("report", "a.pt", "-o", "page.html")
     assert ran.code == 2 and "pip install 'ckptool[report]'" in ran.err and not Path("page.html").exists()
     assert run("report", "a.pt", "--json").code == 0
-
-
-# Several files --------------------------------------------------------------------------------------------------------
-
-
-def test_distances_are_what_numpy_computes(folder: Path) -> None:
-    third = state(2, "module.")
-    third["module.fc0.weight"] = state()["fc0.weight"].clone()  # the same bytes as in the first
-    third["module.fc1.weight"] = torch.randn(7, 5)  # of another shape: nobody shares it
-    third["module.fc2.weight"] = third["module.fc2.weight"].t().contiguous().t()
-    third["module.packed"] = torch.zeros(3, dtype=torch.complex64)
-    saved(third, folder / "c.pt")
-    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
-    assert found is not None and found.names == ("a.pt", "b.pt", "c.pt")
-    assert found.shared == ((3, 3, 2), (3, 3, 2), (2, 2, 4))
-    assert found.equal[0][2] == 0.5 and found.equal[0][1] == 0 and found.equal[2][2] == 1
-    a, c = ([one["fc0.weight"], one["fc2.weight"]] for one in (state(), {k[7:]: v for k, v in third.items()}))
-    one, other = (numpy.concatenate([each.double().numpy().ravel() for each in side]) for side in (a, c))
-    expected = one @ other / math.sqrt((one @ one) * (other @ other))
-    assert found.cosine[0][2] == found.cosine[2][0] == pytest.approx(expected, rel=1e-9)
-    assert found.cosine[1][1] == pytest.approx(1)
-
-
-def test_files_with_nothing_in_common(folder: Path) -> None:
-    saved({"other.weight": torch.randn(2, 2)}, folder / "c.pt")
-    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
-    assert found is not None and found.shared[0][2] == 0
-    assert found.equal[0][2] is None and found.cosine[0][2] is None
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
