@@ -1,0 +1,1 @@
+"""Facts about one or two checkpoints, as dataclasses."""

@@ -34,13 +34,13 @@ from ckptool.render.diff import (
 from ckptool.render.inspect import branch_detail, overview
 from ckptool.render.memory_line import memory_text
 from ckptool.render.outline import Branch, outline
-from ckptool.render.style import WHOLE, number, size
-from ckptool.reports.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
-from ckptool.reports.memory import memory_needs
-from ckptool.reports.plot import Curve
+from ckptool.facts import WHOLE, number, size
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
+from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.plot import Curve
 
 if TYPE_CHECKING:
-    from ckptool.reports.diff import Diff, Difference
+    from ckptool.analysis.diff import Diff, Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
+from ckptool.facts import size
 from ckptool.formats import named
 from ckptool.render.json import document
-from ckptool.render.style import PLAIN, Style, notes_text, size
-from ckptool.reports.save import Written
+from ckptool.render.style import PLAIN, Style, notes_text
 
 
 @provides("text", Written)

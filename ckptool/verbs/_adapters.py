@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
+from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
@@ -17,7 +18,6 @@ from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, Model
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option
-from ckptool.reports.save import SaveResult, Written
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Output, SaveOptions, output_of, save, written

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, Storage
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
 from ckptool.errors import Conflict, UsageError
 from ckptool.formats.model_folder import ModelFolder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
-from ckptool.reports.save import SaveResult, Written
 from ckptool.verbs._save import ChangeOptions, Output, output_of, save, written
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckptool import formats
+from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, FileRange, Note
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, storages, tensors
+from ckptool.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -36,13 +37,12 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.reports.save import SaveResult, Written
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
 
-    from ckptool.reports.diff import Diff
+    from ckptool.analysis.diff import Diff
 else:
     Unpack = None  # of `**options: Unpack[SaveOptions]`, which nobody evaluates
 
@@ -180,7 +180,7 @@ def save(
             "A new file: -o OUT; the file itself: --in-place",
         )
     if output.verify and not output.dry_run:
-        from ckptool.reports.verify import refuse_damaged
+        from ckptool.analysis.verify import refuse_damaged
 
         refuse_damaged(original)
     if output.live:
@@ -407,8 +407,8 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
     """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
 
-    from ckptool.reports.diff import diff
-    from ckptool.reports.verify import refuse_damaged
+    from ckptool.analysis.diff import diff
+    from ckptool.analysis.verify import refuse_damaged
 
     def verify(path: str) -> None:
         written = formats.read(path)

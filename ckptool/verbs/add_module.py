@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms.rename import add
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms import bake as folding
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import FILE, OUT, command, several
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
+from ckptool.commands import FILE, OUT, command, several
 from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.options import argument, option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms.bundles import (
     Member,
     Shared,

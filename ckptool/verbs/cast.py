@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+from ckptool.analysis.quantization import refuse_quantized
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.commands import several
 from ckptool.errors import NoMatch, UsageError, counted, listed, printable
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.options import option, verb
-from ckptool.reports.quantization import refuse_quantized
-from ckptool.reports.save import Written
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized

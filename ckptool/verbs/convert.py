@@ -8,8 +8,8 @@ from dataclasses import replace
 from glob import escape
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, OrderedDict
@@ -17,6 +17,7 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
+from ckptool.commands import OUT, Advice, command, several
 from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import DCP, SHARDED, Format, for_output, members, named
 from ckptool.formats.model_folder import ModelFolder, model_folder
@@ -25,7 +26,6 @@ from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
 from ckptool.options import option, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
-from ckptool.reports.save import Written
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
     Lost,

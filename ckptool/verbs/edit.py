@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.commands import several
+from ckptool.commands import several
 from ckptool.errors import UsageError, listed, printable
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs

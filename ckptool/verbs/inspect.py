@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool.analysis.fixes import runnable
+from ckptool.analysis.inspect import Inspection, Listing, listing, matching_only
 from ckptool.checkpoint import Composite, Note
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import unchanged
+from ckptool.commands import several
 from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import open_file
 from ckptool.options import option, verb
-from ckptool.reports.fixes import runnable
-from ckptool.reports.inspect import Inspection, Listing, listing, matching_only
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
@@ -32,7 +32,7 @@ def _of_run(file: str) -> Any:
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
     instead=_of_run,
     exits=False,
-    also=("ckptool.reports.train.RunReport",),
+    also=("ckptool.analysis.train.RunReport",),
     apart=True,
 )
 def inspect(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms.lora.schemes import SCHEMES, convert
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptool.analysis.save import Written
 from ckptool.options import verb
-from ckptool.reports.save import Written
 from ckptool.transforms.lora.resize_rank import resize
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.errors import UsageError, counted, printable
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms import locations
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs

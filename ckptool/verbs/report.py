@@ -6,33 +6,28 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from html import escape
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from ckptool.analysis.diff import Diff
+from ckptool.analysis.doctor import Diagnosis
 from ckptool.analysis.health import Health, health
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
+from ckptool.analysis.plot import RunHistory
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
-from ckptool.checkpoint.commands import Advice, command
+from ckptool.commands import Advice, command
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.registry import Report, provides
-from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted, printable
+from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
+from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
-from ckptool.render.json import document, facts_of
-from ckptool.render.style import PLAIN, Style, notes_text, size
-from ckptool.reports.inspect import Inspection, listing
-from ckptool.reports.train import GOOD, RunReport
+from ckptool.analysis.inspect import Inspection, listing
+from ckptool.analysis.train import GOOD, RunReport
 from ckptool.training import is_run
 from ckptool.verbs._options import Out, Overwrite
-
-if TYPE_CHECKING:
-    from ckptool.reports.diff import Diff
-    from ckptool.reports.doctor import Diagnosis
-    from ckptool.reports.plot import RunHistory
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -60,6 +55,8 @@ class CheckpointReport(Report):
     notes: on the page as a file.
     """
 
+    schema = "report/2"
+
     files: tuple[FileReport, ...]
     diff: Diff | None = None
     fit: Diagnosis | None = None
@@ -67,8 +64,17 @@ class CheckpointReport(Report):
     history: RunHistory | None = None
     norms: NormsOverTime | None = None
     out: str = ""
-    bytes: int = 0
+    bytes: Bytes = 0
     notes: tuple[Note, ...] = ()
+
+    def told(self) -> Told:
+        read, total = (sum(getattr(file.health, name) for file in self.files) for name in ("read", "tensors"))
+        tensors = counted(total, "tensor") if read == total else f"{read:,} of {counted(total, 'tensor')}"
+        files = f"{counted(len(self.files), 'file')}, " if len(self.files) > 1 else ""
+        problems = yellow(counted(self.problems, "problem")) if self.problems else green("no problems")
+        where = f" → {self.out} ({size(self.bytes)})" if self.out else "; no page was written: -o OUT.html"
+        yield f"report: {files}{tensors} read, ", problems, where
+        yield from self.notes
 
     @property
     def problems(self) -> int:
@@ -87,29 +93,6 @@ class CheckpointReport(Report):
         from ckptool.render.page import page
 
         return page(self)
-
-
-@provides("text", CheckpointReport)
-def _text(found: CheckpointReport, *, style: Style = PLAIN) -> str:
-    """One line: the tensors that were read, the problems, and where the page is; then what to know of the file."""
-    read, total = (sum(getattr(file.health, name) for file in found.files) for name in ("read", "tensors"))
-    tensors = counted(total, "tensor") if read == total else f"{read:,} of {counted(total, 'tensor')}"
-    facts = f"{counted(len(found.files), 'file')}, " * (len(found.files) > 1) + f"{tensors} read"
-    count = found.problems
-    problems = style.yellow(counted(count, "problem")) if count else style.green("no problems")
-    where = f" → {printable(found.out)} ({size(found.bytes)})" if found.out else "; no page was written: -o OUT.html"
-    notes = notes_text(found.notes, style)
-    return f"report: {facts}, {problems}{where}\n" + (f"{notes}\n" if notes else "")
-
-
-document(CheckpointReport, "report", "files diff fit run history norms out bytes notes")
-facts_of(FileReport, "inspect=inspection doctor=diagnosis pictures health")
-
-
-@provides("html", CheckpointReport)
-def _html(found: CheckpointReport) -> str:
-    """A summary for notebooks; `.html()` gives the page."""
-    return f"<div>{escape(str(found))}</div>"
 
 
 @verb(

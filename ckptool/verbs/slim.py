@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import Note
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats import named
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._change import begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out

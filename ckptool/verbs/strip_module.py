@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+from ckptool.analysis.save import Written
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts, optimizers
 from ckptool.checkpoint.tree import address
+from ckptool.commands import several
 from ckptool.errors import counted, listed, printable
 from ckptool.options import option, verb
-from ckptool.reports.save import Written
 from ckptool.transforms.rename import Renamed, strip
 from ckptool.verbs._change import FileChange, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts

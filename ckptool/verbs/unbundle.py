@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.save import SaveResult, Written
+from ckptool.analysis.verify import refuse_damaged
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import FILE, OUT, Advice, command, several
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.options import option, verb
 from ckptool.output import check_folder, replace_folder
-from ckptool.reports.save import SaveResult, Written
-from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
 from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, verifier, written

@@ -1,1 +1,0 @@
-"""Facts about one or two checkpoints, as dataclasses."""
