@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from ckptool.analysis.inspect import Listing
 from ckptool.analysis.statistics import Statistics
 from ckptool.errors import counted
-from ckptool.analysis.inspect import Listing
 
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
 _FLOATS = ("float", "complex")

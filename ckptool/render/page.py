@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
+from ckptool.analysis.curves import Curve
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
+from ckptool.analysis.memory import memory_needs
 from ckptool.analysis.statistics import Statistics, TensorPicture
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
 from ckptool.checkpoint.tree import address
 from ckptool.errors import counted, printable, quoted
+from ckptool.facts import WHOLE, number, size
 from ckptool.render.diff import (
     EVIDENCE,
     aspect_rows,
@@ -34,10 +38,6 @@ from ckptool.render.diff import (
 from ckptool.render.inspect import branch_detail, overview
 from ckptool.render.memory_line import memory_text
 from ckptool.render.outline import Branch, outline
-from ckptool.facts import WHOLE, number, size
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
-from ckptool.analysis.memory import memory_needs
-from ckptool.analysis.plot import Curve
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff, Difference

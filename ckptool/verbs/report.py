@@ -11,23 +11,23 @@ from typing import Annotated
 from ckptool.analysis.diff import Diff
 from ckptool.analysis.doctor import Diagnosis
 from ckptool.analysis.health import Health, health
+from ckptool.analysis.inspect import Inspection, listing
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
-from ckptool.analysis.plot import RunHistory
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
+from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
-from ckptool.commands import Advice, command
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
-from ckptool.analysis.inspect import Inspection, listing
-from ckptool.analysis.train import GOOD, RunReport
 from ckptool.training import is_run
 from ckptool.verbs._options import Out, Overwrite
+from ckptool.verbs.plot import RunHistory, plot
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -125,7 +125,6 @@ def report(
     """
     from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
     from ckptool.verbs.inspect_run import inspect_run
-    from ckptool.verbs.plot import plot
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import blocks
 from ckptool.analysis import statistics
-from ckptool.analysis.statistics import QUANTILES, detail, pictured
-from ckptool.analysis.statistics import BINS, TensorPicture
+from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, pictured
+from ckptool.checkpoint import blocks
 from tests.support.entries import entry_of
 from tests.support.looped import examples
 from tests.support.random_tensors import DTYPES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import shutil
 import signal
 import subprocess
@@ -23,8 +22,8 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
-from ckptool.verbs.report import CheckpointReport
 from ckptool.training.start import start
+from ckptool.verbs.report import CheckpointReport
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved
@@ -50,8 +49,8 @@ def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
     found = ckptool.report("a.pt", "b.pt", against="b.pt")
     (one, _), facts = found.files, found.to_dict()
     assert one.inspection is not None
-    assert facts["files"][0]["inspect"] == ckptool.inspect("a.pt", stats=True).to_dict()
-    assert facts["files"][0]["doctor"] == ckptool.doctor("a.pt").to_dict()
+    assert facts["files"][0]["inspection"] == ckptool.inspect("a.pt", stats=True).to_dict()
+    assert facts["files"][0]["diagnosis"] == ckptool.doctor("a.pt").to_dict()
     assert facts["fit"] == ckptool.doctor("a.pt", against="b.pt").to_dict()
     assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
     assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
@@ -67,7 +66,7 @@ def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, f
 
 def test_a_part_of_a_file(folder: Path) -> None:
     found = ckptool.report("a.pt#sd", "b.pt#sd")
-    assert found.to_dict()["files"][0]["inspect"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
+    assert found.to_dict()["files"][0]["inspection"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
     assert found.to_dict()["diff"] == ckptool.diff("a.pt#sd", "b.pt#sd").to_dict()
     with pytest.raises(UsageError):
         ckptool.report("a.pt#nothing")
@@ -97,7 +96,7 @@ def test_a_file_that_cannot_be_opened_is_a_page_with_its_diagnosis(kind: str, fo
     found = ckptool.report(path, "b.pt")
     assert found.files[0].inspection is None and found.files[0].diagnosis.findings
     assert found.files[1].inspection is not None and found.diff is None and found.problems >= 1
-    assert found.to_dict()["files"][0]["inspect"] is None and found.html()
+    assert found.to_dict()["files"][0]["inspection"] is None and found.html()
 
 
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
