@@ -102,6 +102,7 @@ PROVIDERS = {
     "Report": "render.html",
     "TensorEntry": "bridge",
     "TensorEntry.cast": "transforms.casting",
+    "Written": "verbs._written",
 }
 
 

@@ -21,7 +21,6 @@ import ckptool
 from ckptool import errors
 from ckptool import reports as ckptool_reports
 from ckptool.checkpoint import registry
-from ckptool.verbs import _save
 from tests.support.looped import looped
 
 VERBS = sorted(
@@ -222,8 +221,3 @@ def test_the_functions_of_a_noun_are_where_the_package_says(name: str, form: str
 def test_a_type_without_a_renderer_is_named() -> None:
     with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
         registry.provide("text", {})
-
-
-def test_the_options_of_an_output_have_one_list_of_names() -> None:
-    names = {field.name for field in fields(_save.Output)} - {"verb", "path", "live"}
-    assert names == set(_save.SaveOptions.__annotations__)
