@@ -15,13 +15,13 @@ TYPE_CHECKING = False  # as checkers of types read it: True
 if TYPE_CHECKING:
     from typing import Any
 
+    from ckptool.analysis.warm_start import LoadReport as LoadReport
     from ckptool.checkpoint import Checkpoint as Checkpoint
     from ckptool.checkpoint import Composite as Composite
     from ckptool.checkpoint import Note as Note
     from ckptool.checkpoint import Storage as Storage
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
-    from ckptool.reports.warm_start import LoadReport as LoadReport
     from ckptool.training.run import Run as Run
     from ckptool.verbs._live import load_into as load_into
     from ckptool.verbs.add_module import add_module as add_module
@@ -72,7 +72,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "CkptoolError": "errors",
     "Composite": "checkpoint",
-    "LoadReport": "reports.warm_start",
+    "LoadReport": "analysis.warm_start",
     "Note": "checkpoint",
     "Run": "training.run",
     "Storage": "checkpoint",
@@ -99,10 +99,11 @@ PROVIDERS = {
     "Composite.cast": "transforms.casting",
     "LayoutList": "render.layouts",
     "Memory": "bridge.live",
-    "Report": "render.html",
+    "Report.html": "render.html",
+    "Report.json": "render.json",
+    "Report.text": "render.lines",
     "TensorEntry": "bridge",
     "TensorEntry.cast": "transforms.casting",
-    "Written": "verbs._written",
 }
 
 
@@ -141,7 +142,7 @@ def _without_torch(name: str) -> "Any":
 
 def _verbs() -> dict[str, str]:
     """The function of every command that has one, and its module."""
-    from ckptool.checkpoint.commands import VERBS, function_name
+    from ckptool.commands import VERBS, function_name
 
     names = [function_name(name) for name, verb in VERBS.items() if verb.in_python]
     return {name: f"verbs.{name}" for name in names}

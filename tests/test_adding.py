@@ -21,7 +21,7 @@ def test_a_verb_is_one_file_and_one_line(tmp_path: Path) -> None:
     package = tmp_path / "ckptool"
     shutil.copytree(HOME / "ckptool", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "verbs" / "count.py").write_text(source)
-    table = package / "checkpoint" / "commands.py"
+    table = package / "commands.py"
     table.write_text(table.read_text().replace("VERBS = {\n", f"VERBS = {{\n{line}", 1))
     torch.save({"a": torch.ones(3), "b": {"c": torch.ones(2, dtype=torch.float16)}}, tmp_path / "m.pt")
 
@@ -38,8 +38,11 @@ def test_a_verb_is_one_file_and_one_line(tmp_path: Path) -> None:
     assert "--dtype DTYPE" in run("count", "--help") and "Count the tensors" in run("--help")
     assert "--dtype" in run("--complete", "fish", "ckptool count --d")
     found = json.loads(run("count", "m.pt", "--json"))
-    assert found == {"schema": "ckptool.count/1", "file": "m.pt", "tensors": 2, "bytes": 16}
+    assert found == {"schema": "ckptool.count/2", "file": "m.pt", "tensors": 2, "bytes": 16}
     document = json.loads(run("schema", "count"))
     jsonschema.Draft202012Validator(document).validate(found)
-    assert document["$defs"]["count"]["properties"]["bytes"] == {"type": "integer", "description": "of their values"}
+    assert document["$defs"]["count"]["properties"]["bytes"] == {
+        "type": "integer",
+        "description": "of their values, in bytes",
+    }
     assert run("-c", "import ckptool; print(ckptool.count('m.pt').tensors)") == "2\n"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ckptool.verbs._written import Written
 from safetensors.torch import load_file
 
 import ckptool
@@ -22,6 +21,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
+from ckptool.verbs._written import Written
 from tests.support.files import CORPUS, load
 from tests.support.same import assert_same_objects, assert_same_tree
 

@@ -18,12 +18,12 @@ import pytest
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.commands import VERBS as COMMANDS
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import walk
 from ckptool.cli import main
+from ckptool.commands import VERBS as COMMANDS
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, FileProblem, MissingKey, TextLines, printable
 from ckptool.formats import torch_zip
 from ckptool.output import replace_file

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS_OF_THE_PROGRAM
+from ckptool.commands import VERBS as COMMANDS_OF_THE_PROGRAM
 from tests.support.files import saved, weights
 
 DECOYS = [

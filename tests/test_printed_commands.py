@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, command, other_program
+from ckptool.analysis.fixes import Chain
 from ckptool.checkpoint.paths import parted
-from ckptool.reports.fixes import Chain
+from ckptool.commands import FILE, OUT, OUT_PT, Advice, command, other_program
 
 
 def test_options_are_words() -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -18,9 +14,10 @@ import numpy
 import pytest
 
 import ckptool
-from ckptool import errors
-from ckptool import reports as ckptool_reports
+from ckptool import commands, errors
 from ckptool.checkpoint import registry
+from ckptool.facts import Report
+from ckptool.verbs import _change, _save, _schema
 from tests.support.looped import looped
 
 VERBS = sorted(
@@ -107,7 +104,8 @@ def test_help_shows_every_option(name: str) -> None:
     shown = inspect.signature(function).parameters
     declared = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__.get("options")))
     assert "options" not in shown
-    for option in getattr(_save, declared[1]).__annotations__ if declared else ():
+    options = vars(_save) | vars(_change)
+    for option in options[declared[1]].__annotations__ if declared else ():
         assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
         assert f"{option}: " in (function.__doc__ or "")
 
@@ -189,24 +187,15 @@ except ckptool.CkptoolError as error:
 # What a layer above does ----------------------------------------------------------------------------------------------
 
 
-def reports() -> Iterator[type]:
-    """The classes of reports that commands give as answers: those that their renderer's module registers."""
-    for module in pkgutil.iter_modules(ckptool_reports.__path__, "ckptool.reports."):
-        with suppress(ModuleNotFoundError):
-            import_module(module.name.replace("reports", "render"))
-    yield from {kind for kind, _ in registry._FUNCTIONS if kind.__module__.startswith("ckptool.reports.")}
+def reports() -> set[type]:
+    """The classes of reports that commands give as answers."""
+    kinds = {kind for verb in commands.VERBS for kind in _schema._reports_of(verb)}
+    return {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Report)}
 
 
 @looped("kind", sorted(reports(), key=str), ids=lambda kind: kind.__name__)
-def test_every_report_has_its_renderer_in_the_module_of_its_name(kind: type) -> None:
-    assert {form for one, form in registry._FUNCTIONS if one is kind} >= {"text", "json"}
-    assert issubclass(kind, registry.Report)
-    functions = [function for (one, _), function in registry._FUNCTIONS.items() if one is kind]
-    assert {function.__module__ for function in functions} <= {
-        kind.__module__.replace("reports", "render"),
-        "ckptool.render.html",
-        "ckptool.render.json",  # `document`
-    }
+def test_every_report_is_told_in_every_form(kind: type) -> None:
+    assert all(callable(registry.provider(form, kind)) for form in ("text", "json", "html"))
 
 
 @pytest.mark.parametrize(

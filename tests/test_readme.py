@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptool.checkpoint.commands import VERBS
 from ckptool.cli.verb import function_of, typed_parameters
+from ckptool.commands import VERBS
 from fixtures.readme import make_readme_files
 from tests.support.looped import looped
 from tests.support.programs import TORCH, path_with, python
@@ -164,7 +164,7 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
 
 def test_the_page_of_codes_is_in_the_package_itself() -> None:
     """A link, so that the text lives once; a wheel holds a copy."""
-    assert (HOME / "ckptool" / "reports" / "codes.md").resolve() == HOME / "docs" / "codes.md"
+    assert (HOME / "ckptool" / "analysis" / "codes.md").resolve() == HOME / "docs" / "codes.md"
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

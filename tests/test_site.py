@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from ckptool.checkpoint.commands import VERBS, function_name
+from ckptool.analysis.error_texts import KNOWN, recognised
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.reports.error_texts import KNOWN, recognised
+from ckptool.commands import VERBS, function_name
 from ckptool.verbs._schema import schema
 from tests.support.looped import looped
 

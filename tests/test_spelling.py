@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint.commands import (
+from ckptool.cli import main
+from ckptool.commands import (
     FILE,
     FOLDER,
     MODEL,
@@ -25,7 +26,6 @@ from ckptool.checkpoint.commands import (
     function_name,
     other_program,
 )
-from ckptool.cli import main
 from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
 from ckptool.verbs import _save
 from tests.support.command_options import options_of

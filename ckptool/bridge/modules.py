@@ -16,6 +16,10 @@ from torch import nn
 from torch.optim import swa_utils
 
 from ckptool import bridge
+from ckptool.analysis.quantization import refuse_codes
+from ckptool.analysis.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
+from ckptool.analysis.torch_versions import COUNTER
+from ckptool.analysis.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import verify
@@ -24,10 +28,6 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
-from ckptool.reports.quantization import refuse_codes
-from ckptool.reports.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
-from ckptool.reports.torch_versions import COUNTER
-from ckptool.reports.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.optimizer_state import Carried, carried

@@ -13,12 +13,12 @@ from ckptool.bridge.stock_safetensors import load_plain
 from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.blocks import check_files, verify
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
+from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
 

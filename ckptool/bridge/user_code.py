@@ -13,9 +13,9 @@ import sys
 import traceback
 from typing import Any
 
+from ckptool.analysis.targets import names_code
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, TextLines, UsageError, UserCodeFailed, listed
-from ckptool.reports.targets import names_code
 
 
 def import_user_code(name: str, what: str) -> Any:

@@ -18,6 +18,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
 from ckptool.checkpoint.registry import provide
 from ckptool.errors import BadTensor, printable
+from ckptool.facts import Note as Note
 
 if TYPE_CHECKING:
     import numpy
@@ -384,18 +385,6 @@ def _are_ints(values: tuple[Any, ...]) -> bool:
 
 
 Tensor = TensorEntry | Composite
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something about a file that its user should know, escaped. `fix`: the command that fixes it, as argv."""
-
-    code: str
-    message: str
-    fix: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "message", printable(self.message))
 
 
 class PartKind(str, Enum):

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.descriptors import Descriptor, open_descriptor, open_files
 from ckptool.checkpoint.paths import file_problem
+from ckptool.commands import Advice, command, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 
-from ckptool.checkpoint.commands import Advice, Command, other_program
+from ckptool.commands import Advice, Command, other_program
 from ckptool.errors import (
     BrokenLink,
     CkptoolError,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
+
+from ckptool.facts import Report as Report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,48 +46,10 @@ def provider(form: str, kind: type) -> Callable[..., Any]:
 
 def _provider(kind: type, form: str) -> str:
     """The module with the function for a type of ours; empty for any other."""
-    if kind.__module__.startswith("ckptool.reports."):
-        return kind.__module__.replace("reports", "render", 1)
+    if kind.__module__.startswith("ckptool.analysis.") and getattr(kind, "told", None) is Report.told:
+        return kind.__module__.replace("analysis", "render", 1)
     if not kind.__module__.startswith("ckptool."):
         return ""
     homes: dict[str, str] = import_module("ckptool").PROVIDERS
     found = homes.get(f"{kind.__name__}.{form}") or homes.get(kind.__name__)
     return f"ckptool.{found}" if found else ""
-
-
-class Report:
-    """The base of all that functions report: text, plain values, and a table for notebooks, whatever it is about.
-
-    verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess.
-    """
-
-    __slots__ = ()
-    verdict: ClassVar[str] = ""
-
-    def exit(self) -> int:
-        """The exit code of the command that reports it: 1 where the verdict is no."""
-        return int(not getattr(self, self.verdict)) if self.verdict else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything in it as plain values of JSON: what `--json` prints."""
-        facts: dict[str, Any] = provide("json", self)
-        return facts
-
-    def __str__(self) -> str:
-        """The text that the command prints."""
-        text: str = provide("text", self)
-        return text.rstrip("\n")
-
-    def __repr__(self) -> str:
-        line = str(self).partition("\n")[0]
-        return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
-
-    def _repr_html_(self) -> str:
-        html: str = provide("html", self)
-        return html
-
-    def __bool__(self) -> bool:
-        if self.verdict:
-            name = type(self).__name__
-            raise TypeError(f"a {name} is neither true nor false: ask for its .{self.verdict}, or whether it is None")
-        return True

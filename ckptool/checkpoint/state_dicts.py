@@ -15,11 +15,11 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.adapter_keys import adapter_detail
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
+from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"

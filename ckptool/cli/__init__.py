@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint.commands import ALIASES, VERBS, with_verb
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
@@ -28,6 +27,7 @@ from ckptool.cli.output import (
     tell,
     unknown_command,
 )
+from ckptool.commands import ALIASES, VERBS, with_verb
 from ckptool.errors import CkptoolError, printable
 
 if TYPE_CHECKING:

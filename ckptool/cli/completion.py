@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from ckptool.checkpoint.commands import VERBS
 from ckptool.cli.help import FLAGS
 from ckptool.cli.verb import function_of, typed_parameters
+from ckptool.commands import VERBS
 from ckptool.options import Parameter
 from ckptool.verbs._complete import Candidate, addresses, keys
 
@@ -25,7 +25,7 @@ def _containers() -> list[str]:
 
 
 def _differences() -> Sequence[str]:
-    from ckptool.reports.diff import IGNORABLE
+    from ckptool.analysis.diff import IGNORABLE
 
     return IGNORABLE
 
@@ -43,7 +43,7 @@ def _shipped_layouts() -> Sequence[str]:
 
 
 def _codes() -> Sequence[str]:
-    from ckptool.reports.explain import all_codes
+    from ckptool.analysis.explain import all_codes
 
     return list(all_codes())
 

@@ -17,11 +17,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ckptool.checkpoint.commands import nearest
 from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.workers import Task, in_turn
+from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
-from ckptool.render.style import Style, bar, size
+from ckptool.facts import bar, size
+from ckptool.render.style import Style
 
 if TYPE_CHECKING:
     from ckptool.output.sink import Progress

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptool.checkpoint.commands import nearest
 from ckptool.cli.help import usage
+from ckptool.commands import nearest
 from ckptool.errors import UsageError, quoted
 from ckptool.options import Parameter
 from ckptool.verbs._options import QUOTE_RULES, was_redirected

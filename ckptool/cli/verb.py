@@ -12,8 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, get_args
 
-from ckptool.checkpoint.commands import function_name, module_of
-from ckptool.checkpoint.registry import Report, provider
+from ckptool.checkpoint.registry import provider
 from ckptool.checkpoint.workers import Progress, checked_jobs
 from ckptool.cli.many_files import WAYS, OutputOptions, write_each
 from ckptool.cli.output import (
@@ -27,7 +26,9 @@ from ckptool.cli.output import (
     tell,
     training_progress,
 )
+from ckptool.commands import function_name, module_of
 from ckptool.errors import UsageError, printable
+from ckptool.facts import Report
 from ckptool.options import Declared, Option, Parameter, option, parameters_of, signature_of, watched
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
@@ -85,7 +86,12 @@ def _views(functions: tuple[Any, ...]) -> Iterator[Any]:
         kind = signature_of(function).return_annotation
         for each in get_args(kind) or (kind,):
             if isinstance(each, type) and issubclass(each, Report):
-                yield provider("text", each)
+                yield view_of(each)
+
+
+def view_of(kind: type[Report]) -> Any:
+    """What makes the text of a report of this class: its keyword arguments are the options of its printing."""
+    return kind.told if kind.told is not Report.told else provider("text", kind)
 
 
 def answers(verb: str, function: Any, typed: Arguments) -> Answers:
@@ -166,7 +172,7 @@ def _report(
         several = arguments.pop(first) if _takes_several(function) else ()
         report = function(*several, **arguments)
     if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
-        from ckptool.reports.train import Page
+        from ckptool.analysis.train import Page
 
         return Answer(Page(), {}, report.exit())  # under torchrun the first process tells
     return _answer(report, given, declared.exits)
@@ -178,7 +184,7 @@ def _takes_several(function: Any) -> bool:
 
 
 def _answer(report: Any, given: Arguments, exits: bool = True) -> Answer:
-    return Answer(report, _named(provider("text", type(report)), given), report.exit() if exits else 0)
+    return Answer(report, _named(view_of(type(report)), given), report.exit() if exits else 0)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
-from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.commands import Advice, other_program
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import storages
+from ckptool.commands import OUT, Advice, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
+from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.zip import directory
@@ -57,7 +58,7 @@ class LostRecord:
 
     name: str
     offset: int | None
-    nbytes: int
+    nbytes: Bytes
     why: str
 
 

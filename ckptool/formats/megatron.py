@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
 from ckptool.checkpoint.paths import absolute
+from ckptool.commands import Advice, command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.state_dicts import optimizers
+from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats import FORMATS, named, read_alone
 from ckptool.formats.parts import (

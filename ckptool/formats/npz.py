@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled

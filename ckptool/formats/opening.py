@@ -1,4 +1,4 @@
-"""`FILE#address`: which file, and which part of it. What that means to a verb stands in `checkpoint.commands`."""
+"""`FILE#address`: which file, and which part of it. What that means to a verb stands in `commands`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
-from ckptool.checkpoint.commands import OUT_PT, Advice, Command, command
 from ckptool.checkpoint.file_objects import source_of
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.tree import find
+from ckptool.commands import OUT_PT, Advice, Command, command
 from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 from ckptool.formats.in_memory import checkpoint_in_memory

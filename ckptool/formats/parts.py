@@ -20,10 +20,10 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.commands import command
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
+from ckptool.commands import command
 from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
 
 CODE, MEMBERS = "part", "members"  # of the notes

@@ -28,11 +28,11 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.blocks import Crc
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.errors import (
     Ambiguous,
     BadTensor,

@@ -20,8 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, Note
 from ckptool.checkpoint import InlineBytes as InMemory
-from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.files import Input, Source
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     CkptoolError,
     Corrupt,

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, Storage, StorageRef
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Readable
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import command
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
+from ckptool.commands import command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form
 from ckptool.formats import torchscript_setstate as setstate
 from ckptool.formats.nested_streams import BUILDERS

@@ -14,9 +14,9 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from typing import Any
 
-from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Readable, Source
 from ckptool.checkpoint.paths import parted
+from ckptool.commands import Advice, command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, quoted
 
 # By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.

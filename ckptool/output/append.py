@@ -12,11 +12,11 @@ import fcntl
 import os
 from collections.abc import Callable
 
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
+from ckptool.commands import Advice, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem

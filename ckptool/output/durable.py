@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
+from ckptool.commands import Advice, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve

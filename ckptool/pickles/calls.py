@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
-from ckptool.checkpoint.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import address, matching
+from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
 from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 

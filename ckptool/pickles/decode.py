@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import Global
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed
 from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert

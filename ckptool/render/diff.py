@@ -6,18 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Annotated, Any, TypeVar
 
+from ckptool.analysis.compare import ValueDifference
+from ckptool.analysis.diff import Diff, Difference
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, listed, printable
+from ckptool.facts import number
 from ckptool.options import option
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, fields_json, finite, path_json, type_name
 from ckptool.render.key_groups import grouped
-from ckptool.render.style import PLAIN, WHOLE, Style, columns, number, tensor_text, value_text
-from ckptool.reports.compare import ValueDifference
-from ckptool.reports.diff import Diff, Difference
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, tensor_text, value_text
 
 STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
 Item = TypeVar("Item")

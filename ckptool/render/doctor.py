@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.findings import Finding
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
-from ckptool.render.json import Json, document, facts_of, fields_json
+from ckptool.render.json import Json, document, fields_json, picked_of
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.doctor import Diagnosis
-from ckptool.reports.findings import Finding
 
 
 @provides("text", Diagnosis)
@@ -51,5 +51,5 @@ def _finding_json(finding: Finding) -> Json:
     return {**facts, "fixes": fixes, "advice": finding.advice or None}
 
 
-facts_of(Finding, _finding_json)
+picked_of(Finding, _finding_json)
 document(Diagnosis, "doctor", "file? is=is_a? loads unread? against? findings")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.explain import Explanation
 from ckptool.checkpoint.registry import provides
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.explain import Explanation
 
 WIDTH = 25  # columns of a code in the list
 

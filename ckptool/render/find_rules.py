@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from ckptool.checkpoint.commands import OUT, command
+from ckptool.analysis.find_rules import FoundRule, FoundRules
 from ckptool.checkpoint.registry import provides
+from ckptool.commands import OUT, command
 from ckptool.errors import counted, listed, printable
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text
-from ckptool.reports.find_rules import FoundRule, FoundRules
 
 SHOWN = 6
 

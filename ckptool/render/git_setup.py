@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.git_setup import GitCheck, GitSetup
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable, quoted
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text
-from ckptool.reports.git_setup import GitCheck, GitSetup
 
 
 @provides("text", GitSetup)

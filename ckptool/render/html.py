@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import Any
 
-from ckptool.checkpoint.registry import Report, provides
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import printable
+from ckptool.facts import Note, Report, Table, Told
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
@@ -50,7 +53,46 @@ def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
 
 @provides("html", Report)
 def report_html(report: Report) -> str:
-    """A report without a table of its own: its text, whose first line is its title unless it is a row already."""
-    text = str(report)
-    title, _, rest = text.partition("\n")
-    return page_html("", "", (), text) if "  " in title else page_html(title, "", (), rest.strip("\n"))
+    """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
+    from ckptool.render.lines import lines
+
+    told = getattr(report, "told", None)
+    if type(report).told is Report.told or told is None:  # told by a function of `render`
+        text = str(report)
+        title, _, rest = text.partition("\n")
+        return page_html("", "", (), text) if "  " in title else page_html(title, "", (), rest.strip("\n"))
+    pieces: list[str] = []
+    begun: list[Any] = []
+
+    def end_lines() -> None:
+        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun))
+        pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
+        begun.clear()
+
+    for number, part in enumerate(_parts(report.told())):
+        if number == 0 and isinstance(part, (str, tuple)):
+            pieces.append(f"<b>{escape(_cut(next(lines([part]), ''), 1_000))}</b>")
+        elif isinstance(part, Table) and part.rows:
+            end_lines()
+            pieces += _table(part)
+        else:
+            begun.append(part)
+    end_lines()
+    return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
+
+
+def _parts(told: Told) -> Iterator[Any]:
+    for part in told:
+        yield from [part] if isinstance(part, (str, tuple, Note)) else _parts(part(None))
+
+
+def _table(table: Table) -> Iterator[str]:
+    rows, _, left = table.cells()
+    if table.title:
+        yield f"<div><b>{escape(_cut(printable(table.title), 1_000))}</b></div>"
+    shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
+    cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
+    body = fitting([f"<tr>{row}</tr>" for row in cells], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
+    yield f"<table>{body}</table>"
+    if left:
+        yield f"<div>{escape(table.more.format(f'{left:,}').strip())}</div>"

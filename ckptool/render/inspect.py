@@ -8,34 +8,7 @@ from html import escape
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note
-from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.registry import provides
-from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
-from ckptool.checkpoint.tree import address, children, segment_text
-from ckptool.errors import counted, listed, printable
-from ckptool.formats import named
-from ckptool.options import option
-from ckptool.pickles.plain.text import to_json, to_jsons
-from ckptool.render.html import bar_html, page_html
-from ckptool.render.json import Json, fields_json, finite, path_json, tensor_json, type_name
-from ckptool.render.memory_line import memory_json, memory_text
-from ckptool.render.outline import SHOWN, Branch, outline
-from ckptool.render.style import (
-    BAR,
-    PLAIN,
-    WHOLE,
-    Style,
-    bar,
-    columns,
-    notes_text,
-    number,
-    short,
-    size,
-    tensor_text,
-    value_text,
-)
-from ckptool.reports.inspect import (
+from ckptool.analysis.inspect import (
     ENGINE,
     Inspection,
     Listing,
@@ -47,10 +20,25 @@ from ckptool.reports.inspect import (
     parts,
     same_names,
 )
-from ckptool.reports.memory import memory_needs
+from ckptool.analysis.memory import memory_needs
+from ckptool.checkpoint import Checkpoint, Composite, Note
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.registry import provides
+from ckptool.checkpoint.state_dicts import PLAIN as PLAIN_VALUES
+from ckptool.checkpoint.tree import address, children, segment_text
+from ckptool.errors import counted, listed, printable
+from ckptool.facts import BAR, bar, number, short, size
+from ckptool.formats import named
+from ckptool.options import option
+from ckptool.pickles.plain.text import to_json, to_jsons
+from ckptool.render.html import bar_html, page_html
+from ckptool.render.json import Json, fields_json, finite, path_json, tensor_json, type_name
+from ckptool.render.memory_line import memory_json, memory_text
+from ckptool.render.outline import SHOWN, Branch, outline
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, tensor_text, value_text
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 
 LINES = 40  # of the outline of a file, unless more is asked for

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import Report, provides
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import printable
+from ckptool.facts import facts_of, schema_of
 from ckptool.pickles.plain.text import summary
 
 Json = dict[str, Any]
@@ -42,18 +44,36 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return facts_json(value) if hasattr(value, "_fields") else [finite(item) for item in value]
     if isinstance(value, Report):
         return value.to_dict()
     if isinstance(value, PartOf):
         return part_json(value)
     if isinstance(value, DType):
         return value.name
+    if isinstance(value, Enum):
+        return value.value
     told = _FACTS.get(type(value), "")
-    return told(value) if callable(told) else fields_json(value) if is_dataclass(value) else value
+    if told:
+        return told(value) if callable(told) else fields_json(value)
+    return facts_json(value) if is_dataclass(value) else value
 
 
-class Fact(NamedTuple):
+def facts_json(value: Any) -> Json:
+    """The facts of a report or row: its fields and properties, those of a unit with its own JSON in that form."""
+    return {
+        name: finite(getattr(value, name)) if unit.json is None else unit.json(getattr(value, name))
+        for name, (_, unit) in facts_of(type(value)).items()
+    }
+
+
+@provides("json", Report)
+def report_json(report: Report) -> Json:
+    """What `--json` prints: the schema, then the facts."""
+    return {"schema": f"ckptool.{schema_of(type(report))}", **facts_json(report)}
+
+
+class Pick(NamedTuple):
     key: str
     names: list[str]
     or_null: str
@@ -86,14 +106,14 @@ def fields_json(value: Any, names: str = "") -> Json:
 
 
 @cache
-def facts_in(kind: Any, names: str = "") -> tuple[Fact, ...]:
+def facts_in(kind: Any, names: str = "") -> tuple[Pick, ...]:
     """The facts that are printed of a type, by these names, as `fields_json` takes them, or by those said for it."""
     text = str(names or _FACTS.get(kind, "*")).replace("*", " ".join(field.name for field in fields(kind)))
     matches = [match for word in text.split() if (match := _FACT.fullmatch(word))]
-    return tuple(Fact(match[1] or match[2], match[2].split("."), match[3], match[4] or "") for match in matches)
+    return tuple(Pick(match[1] or match[2], match[2].split("."), match[3], match[4] or "") for match in matches)
 
 
-def facts_of(kind: type, facts: str | Callable[[Any], Json]) -> None:
+def picked_of(kind: type, facts: str | Callable[[Any], Json]) -> None:
     """Says which facts of values of a type are printed, wherever they stand: names as `fields_json` takes them, or what
     a function gives."""
     _FACTS[kind] = facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
-from ckptool.render.json import Json, facts_of, fields_json
+from ckptool.render.json import Json, fields_json, picked_of
 from ckptool.render.style import PLAIN, Style
 from ckptool.transforms.translate.layouts import LayoutList, LayoutSide
 
@@ -49,4 +49,4 @@ def layouts_json(found: LayoutList) -> Json:
     return {"schema": "ckptool.layouts/1", "layouts": layouts}
 
 
-facts_of(LayoutSide, "name has lacks refused=refuse:what,why")
+picked_of(LayoutSide, "name has lacks refused=refuse:what,why")

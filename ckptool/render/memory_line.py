@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from ckptool.analysis.memory import MemoryNeeds
 from ckptool.errors import counted
+from ckptool.facts import short, size
 from ckptool.render.json import Json
-from ckptool.render.style import short, size
-from ckptool.reports.memory import MemoryNeeds
 
 
 def memory_text(needs: MemoryNeeds) -> str:

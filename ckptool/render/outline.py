@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ckptool.analysis.folds import FOLDED, label, runs, structure
+from ckptool.analysis.inspect import PartSummary
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import printable
-from ckptool.reports.folds import FOLDED, label, runs, structure
-from ckptool.reports.inspect import PartSummary
 
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one

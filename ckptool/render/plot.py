@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from ckptool.analysis.plot import Curve, RunHistory, column
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
+from ckptool.facts import number
 from ckptool.render.html import page_html
 from ckptool.render.json import document
-from ckptool.render.style import PLAIN, Style, columns, number
-from ckptool.reports.plot import Curve, RunHistory, column
+from ckptool.render.style import PLAIN, Style, columns
 
 WIDTH, HEIGHT = 80, 6  # characters
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # of a braille character, from below

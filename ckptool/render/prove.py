@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ckptool.analysis.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style
-from ckptool.reports.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 
 WAYS = {
     PRELOAD: "calls, by a preloaded library; each kill comes before one, or half way through a write",

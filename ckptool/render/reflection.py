@@ -9,11 +9,11 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ckptool.checkpoint import PartOf
 from ckptool.checkpoint.dtypes import DType
-from ckptool.render.json import DOCUMENTS, facts_in
+from ckptool.facts import TEXT, Report, Unit, facts_of, schema_of
+from ckptool.render.json import _FACTS, DOCUMENTS, facts_in
 
 Json = dict[str, Any]
 NUMBER: Json = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -22,12 +22,18 @@ _PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
 BY_HAND = {"Note": "note", "PartOf": "part", "Finding": "finding", "Inspection": "inspect", "Diff": "diff"}
 
 
-def document(schema: str, used: Json) -> Json:
+def document(kind: Any, used: Json) -> Json:
     """The schema of what is printed of a report; the types that it refers to are added to `used`."""
-    kind, names = DOCUMENTS[schema]
-    found = _object(kind, names, used)
-    found["properties"] = {"schema": {"const": f"ckptool.{schema}/1"}, **found["properties"]}
+    schema, names = picked(kind)
+    found = _object(kind, names, used) if names is not None else _row(kind, used)
+    found["properties"] = {"schema": {"const": f"ckptool.{schema}"}, **found["properties"]}
     return {"description": about(kind), **found, "required": ["schema", *found["required"]]}
+
+
+def picked(kind: Any) -> tuple[str, str | None]:
+    """The name and version of a report's schema, and which facts it prints, where those are not all of its own."""
+    named = next(((f"{name}/1", names) for name, (report, names) in DOCUMENTS.items() if report is kind), None)
+    return named or (schema_of(kind), None)
 
 
 def about(kind: type) -> str:
@@ -65,6 +71,16 @@ def _object(kind: Any, names: str, used: Json) -> Json:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
+def _row(kind: Any, used: Json) -> Json:
+    """An object with the facts of a report, a row, or a named tuple."""
+    properties = {name: _type(fact.kind, used) for name, fact in facts_of(kind).items()}
+    for name, said in _said(kind).items():
+        if name in properties:
+            unit = properties[name].get("description", "")
+            properties[name] |= {"description": f"{said}, {unit}" if unit else said}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 def _sides(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
@@ -98,6 +114,10 @@ def _columns(hint: Any, names: list[str], used: Json) -> Json:
 
 def _type(hint: Any, used: Json) -> Json:
     origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        unit = next((each for each in inner[1:] if isinstance(each, Unit)), TEXT)
+        schema = dict(unit.schema) if unit.schema is not None else _type(inner[0], used)
+        return schema | ({"description": unit.about} if unit.about else {})
     if origin in (Union, UnionType):
         return {"anyOf": [_type(each, used) for each in inner]}
     if origin is Literal:
@@ -112,7 +132,7 @@ def _type(hint: Any, used: Json) -> Json:
         return {"type": "string"}
     if issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": _type(inner[1], used) if inner else {}}
-    if is_dataclass(origin) or origin is PartOf:
+    if is_dataclass(origin) or hasattr(origin, "_fields"):
         return _named(origin, used)
     if issubclass(origin, Enum):
         return {"enum": [each.value for each in origin]}
@@ -125,9 +145,11 @@ def _named(kind: type, used: Json) -> Json:
     if kind.__name__ in BY_HAND:
         used.setdefault(BY_HAND[kind.__name__], {})
         return {"$ref": f"#/$defs/{BY_HAND[kind.__name__]}"}
-    schema = next((name for name, (report, _) in DOCUMENTS.items() if report is kind), "")
-    name = schema or kind.__name__
+    is_report = issubclass(kind, Report)
+    name = picked(kind)[0].partition("/")[0] if is_report else kind.__name__
     if name not in used:
         used[name] = {}  # it may refer to itself
-        used[name] |= document(schema, used) if schema else _object(kind, "", used) | {"description": about(kind)}
+        old = DOCUMENTS.get(name) or kind in _FACTS
+        row = _object(kind, "", used) if old else _row(kind, used)
+        used[name] |= document(kind, used) if is_report else row | {"description": about(kind)}
     return {"$ref": f"#/$defs/{name}"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from html import escape
 
+from ckptool.analysis.report import CheckpointReport, FileReport
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import MissingExtra, counted, printable
-from ckptool.render.json import document, facts_of
-from ckptool.render.style import PLAIN, Style, notes_text, size
-from ckptool.reports.report import CheckpointReport, FileReport
+from ckptool.facts import size
+from ckptool.render.json import document, picked_of
+from ckptool.render.style import PLAIN, Style, notes_text
 
 
 @provides("page", CheckpointReport)
@@ -41,7 +42,7 @@ def report_text(found: CheckpointReport, *, style: Style = PLAIN) -> str:
 
 
 document(CheckpointReport, "report", "files diff fit run history norms distances out bytes notes")
-facts_of(FileReport, "inspect=inspection doctor=diagnosis pictures health")
+picked_of(FileReport, "inspect=inspection doctor=diagnosis pictures health")
 
 
 @provides("html", CheckpointReport)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from ckptool.analysis.diff import Diff
+from ckptool.analysis.report import CheckpointReport, Distances, FileReport, NormsOverTime
 from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import counted, printable
+from ckptool.facts import number
 from ckptool.render.diff import (
     EVIDENCE,
     aspect_rows,
@@ -21,10 +24,8 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
-from ckptool.render.style import WHOLE, number
+from ckptool.render.style import WHOLE
 from ckptool.render.svg import polyline
-from ckptool.reports.diff import Diff
-from ckptool.reports.report import CheckpointReport, Distances, FileReport, NormsOverTime
 
 LAYERS, KINDS, LISTED = 60, 36, 300  # rows and columns of a heatmap, rows of a list
 WIDE, HIGH = 24, 16  # of a cell with its gap

@@ -11,17 +11,17 @@ from pathlib import Path
 from re import finditer
 from typing import TYPE_CHECKING, Any
 
+from ckptool.analysis.inspect import engine_of, parts
+from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.report import CheckpointReport, FileReport
 from ckptool.errors import counted, printable, quoted
+from ckptool.facts import size
 from ckptool.render.inspect import branch_detail, overview
 from ckptool.render.memory_line import memory_text
 from ckptool.render.outline import Branch, outline
 from ckptool.render.report_changes import PageNote, changes, distance_rows, place, run_facts
 from ckptool.render.report_table import packed, parts_of
-from ckptool.render.style import size
 from ckptool.render.svg import treemap
-from ckptool.reports.inspect import engine_of, parts
-from ckptool.reports.memory import memory_needs
-from ckptool.reports.report import CheckpointReport, FileReport
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -10,15 +10,15 @@ from math import isfinite, isqrt
 from typing import Any
 from zlib import compress
 
+from ckptool.analysis.diff import Diff, Difference
+from ckptool.analysis.inspect import PartSummary, TensorRow, parts, summary_of
+from ckptool.analysis.report import CheckpointReport, FileReport, TensorPicture
+from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict
 from ckptool.checkpoint.tree import address
 from ckptool.errors import printable
 from ckptool.render.report_changes import place
-from ckptool.reports.diff import Diff, Difference
-from ckptool.reports.inspect import PartSummary, TensorRow, parts, summary_of
-from ckptool.reports.report import CheckpointReport, FileReport, TensorPicture
-from ckptool.reports.statistics import Statistics
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # heights of a histogram's bars
 SHADES = 15  # of a thumbnail: -7 … 7, as digits 0 … e, and f where nothing is finite

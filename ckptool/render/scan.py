@@ -7,16 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
+from ckptool.analysis.inspect import WEIGHTS_ONLY
+from ckptool.analysis.scan import MEMBER, Call, Scan, ScannedFile
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, listed, printable
+from ckptool.facts import age, size
 from ckptool.formats import marks
 from ckptool.options import option
-from ckptool.render.json import document, facts_of
-from ckptool.render.style import PLAIN, Style, columns, size
-from ckptool.reports.inspect import WEIGHTS_ONLY
-from ckptool.reports.scan import MEMBER, Call, Scan, ScannedFile
-
-_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+from ckptool.render.json import document, picked_of
+from ckptool.render.style import PLAIN, Style, columns
 
 
 @provides("text", Scan)
@@ -124,14 +123,6 @@ def _reason(file: ScannedFile) -> str:
     return said[len(own) :].lstrip(": ") if said.startswith(own) else said
 
 
-def age(seconds: float) -> str:
-    """An age in the largest unit that fits: `3 d`, `5 min`."""
-    for length, unit in _UNITS:
-        if seconds >= length:
-            return f"{int(seconds / length):,} {unit}"
-    return f"{max(0, int(seconds))} s"
-
-
 def _relative(found: Scan, file: ScannedFile) -> str:
     return printable(os.path.relpath(file.path, found.path) if found.is_folder else file.path)
 
@@ -181,7 +172,7 @@ document(
     "scan",
     "path folder=is_folder findings latest_good=latest.path latest_by=by? other_files=others full files",
 )
-facts_of(
+picked_of(
     ScannedFile,
     "path state problem? part members? container? step epoch bytes modified=modified_at holds notes calls",
 )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ckptool.analysis.show import Shown
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.tree import segment_text, walk
 from ckptool.errors import counted, printable
+from ckptool.facts import size
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.json import Json, finite, tensor_json, type_name
-from ckptool.render.style import PLAIN, Style, size, tensor_text, value_text
-from ckptool.reports.show import Shown
+from ckptool.render.style import PLAIN, Style, tensor_text, value_text
 
 SHOWN_LINES = 1_000
 WIDEST = 10_000  # characters of one value below the one that is shown

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.spec import Spec, spec_of
+from ckptool.analysis.targets import BUFFER, PARAMETER, tie_groups
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable
+from ckptool.facts import short
 from ckptool.render.json import Json, dumps
-from ckptool.render.style import PLAIN, Style, short
-from ckptool.reports.spec import Spec, spec_of
-from ckptool.reports.targets import BUFFER, PARAMETER, tie_groups
+from ckptool.render.style import PLAIN, Style
 
 
 @provides("text", Spec)

@@ -13,9 +13,8 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.errors import printable, quoted
 
 if TYPE_CHECKING:
-    from ckptool.reports.inspect import PartSummary
+    from ckptool.analysis.inspect import PartSummary
 
-BAR = 12  # characters
 WIDEST = 72  # column
 
 
@@ -119,39 +118,6 @@ class Style:
 
 
 PLAIN = Style()
-
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people, three digits: `44.7 MB` (10^6), `512 B`."""
-    for unit, name in _UNITS:
-        if nbytes >= unit * 0.9995:
-            return f"{_three_digits(nbytes / unit)} {name}"
-    return f"{nbytes} B"
-
-
-def short(count: int) -> str:
-    """A count for people: `950`, `78.2k`, `11.2M`."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit * 0.9995:
-            return f"{_three_digits(count / unit)}{name}"
-    return str(count)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
-def bar(part: int, whole: int, width: int = BAR) -> str:
-    """A bar as long as `part` is of `whole`, in eighths of a character."""
-    eighths = round(part * width * 8 / whole) if whole else 0
-    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
-
-
-def number(value: float | int | None) -> str:
-    """A number for people, five significant digits; `–` for none."""
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", gap: str = "  ") -> list[str]:

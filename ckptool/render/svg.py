@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from ckptool.analysis.inspect import PartSummary
+from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint.tree import address
-from ckptool.reports.inspect import PartSummary
-from ckptool.reports.statistics import Statistics
 
 Box = tuple[float, float, float, float]
 """Left, top, width, height."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ckptool.analysis.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, printable, quoted
+from ckptool.facts import age, short, size
 from ckptool.render.json import document
-from ckptool.render.scan import age
-from ckptool.render.style import PLAIN, Style, columns, short, size
-from ckptool.reports.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunCheckpoint, RunReport
+from ckptool.render.style import PLAIN, Style, columns
 
 
 @provides("text", Outcome)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from ckptool.analysis.digests import Compared
+from ckptool.analysis.verify import ALL, NONE, Problem, Verification
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import counted, form, listed, printable, quoted
+from ckptool.facts import short, size
 from ckptool.options import option
 from ckptool.render.json import Json, fields_json
-from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text, short, size
-from ckptool.reports.digests import Compared
-from ckptool.reports.verify import ALL, NONE, Problem, Verification
+from ckptool.render.style import PLAIN, WHOLE, Style, columns, notes_text
 
 SHOWN = 20
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ckptool.checkpoint.registry import provides
-from ckptool.errors import counted, form, printable
-from ckptool.render.html import page_html
-from ckptool.render.json import Json, facts_of, fields_json, finite
-from ckptool.render.key_groups import grouped
-from ckptool.render.style import PLAIN, Style, short, size
-from ckptool.reports.targets import BUFFER
-from ckptool.reports.warm_start import (
+from ckptool.analysis.targets import BUFFER
+from ckptool.analysis.warm_start import (
     AS_IT_IS,
     Absent,
     DtypeChange,
@@ -22,6 +16,13 @@ from ckptool.reports.warm_start import (
     described,
     percent,
 )
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import counted, form, printable
+from ckptool.facts import short, size
+from ckptool.render.html import page_html
+from ckptool.render.json import Json, fields_json, finite, picked_of
+from ckptool.render.key_groups import grouped
+from ckptool.render.style import PLAIN, Style
 
 _LINES = 16  # of one kind on a terminal; elsewhere, all
 
@@ -198,9 +199,9 @@ def _mismatch_json(fact: Mismatch) -> Json:
     return {**fields_json(fact, "source target kind about done how"), **sides}
 
 
-facts_of(Mismatch, _mismatch_json)
-facts_of(DtypeChange, "source target from=old to=new exact changed overflowed")
-facts_of(OptimizerReport, "address known_by carried fresh left_out:name,why")
+picked_of(Mismatch, _mismatch_json)
+picked_of(DtypeChange, "source target from=old to=new exact changed overflowed")
+picked_of(OptimizerReport, "address known_by carried fresh left_out:name,why")
 
 
 # HTML ----------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ckptool.analysis.targets import names_code
 from ckptool.checkpoint.paths import absolute
-from ckptool.reports.targets import names_code
 
 
 def _names_file(text: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, TextLines, UsageError, counted
 from ckptool.training import is_run
 from ckptool.training.code_paths import rooted

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptool.checkpoint.commands import nearest
+from ckptool.analysis.train import Evaluated
+from ckptool.commands import nearest
 from ckptool.errors import UsageError, listed
-from ckptool.reports.train import Evaluated
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
 from ckptool.training.extensions import name_culprits

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
-from ckptool.reports.targets import names_code
 
 
 def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:

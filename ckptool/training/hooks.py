@@ -64,7 +64,7 @@ class Hooks:
             by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
             self.each.append(("profile", Profiler(config.profile, folder, by)))
         if trainer.world.is_first and config.log.csv:
-            self.each.append(("csv", Table(folder)))
+            self.each.append(("csv", CsvLog(folder)))
         if trainer.world.is_first and config.log.tensorboard:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
         try:
@@ -239,7 +239,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-class Table:
+class CsvLog:
     """The lines of the metrics as metrics.csv: a column for each name, in the order in which they appear.
 
     It is made of metrics.jsonl, which was cut back, when a run begins, and again when a line has a new name.

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ckptool.analysis.train import Outcome
 from ckptool.bridge.user_code import call_user_code
-from ckptool.checkpoint.commands import Advice, command
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted
-from ckptool.reports.train import Outcome
 from ckptool.training.config import Config
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import numbers

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from ckptool.analysis.warm_start import LoadReport, described, percent
 from ckptool.bridge.user_code import call_user_code
-from ckptool.checkpoint.commands import Advice, command
+from ckptool.commands import Advice, command
 from ckptool.errors import PlanRefused, UsageError, counted, listed, printable, quoted
-from ckptool.reports.warm_start import LoadReport, described, percent
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.extensions import find_named, load_named
 from ckptool.training.matching import Patterns, modules_matching, outermost

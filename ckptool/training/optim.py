@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckptool.analysis.targets import names_code
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.reports.targets import names_code
 from ckptool.training.extensions import class_of, load_named
 from ckptool.training.matching import parameters_matching
 from ckptool.training.shards import divided_like, is_divided, local

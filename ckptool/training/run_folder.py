@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ckptool import __version__
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import read_small_text
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
 from ckptool.output import make_folder
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ckptool.checkpoint.commands import Advice
+from ckptool.commands import Advice
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import CONFIG, LOOP, configfile, run_folder
 from ckptool.training.config import Config

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckptool.checkpoint.commands import Advice, command
+from ckptool.commands import Advice, command
 from ckptool.errors import DiskFull, RunFailed, UsageError
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder

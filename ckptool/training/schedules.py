@@ -11,9 +11,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import CkptoolError, UsageError, printable
-from ckptool.reports.targets import names_code
 from ckptool.training.config import Schedule
 from ckptool.training.extensions import class_of, find_named, load_named
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ckptool.analysis.train import Outcome, Rehearsal
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Corrupt, UsageError, listed, printable
-from ckptool.reports.train import Outcome, Rehearsal
 from ckptool.training import CHANGED, CONFIG, TABLE, configfile
 from ckptool.training.code_paths import code_names
 from ckptool.training.config import Config, changes, refuse_fixed

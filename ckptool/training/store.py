@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, InlineBytes
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
 from ckptool.output import (
     NewFolder,

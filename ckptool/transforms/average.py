@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import BlockReader, Prefetcher, fill
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
-from ckptool.reports.diff import diff
 from ckptool.transforms.casting import rounded
 from ckptool.transforms.merging import METHODS, Mean, Merge
 

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import same_kind
@@ -21,7 +22,6 @@ from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
-from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

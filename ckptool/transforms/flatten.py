@@ -9,7 +9,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
-from ckptool.checkpoint.commands import input_of
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
@@ -23,6 +22,7 @@ from ckptool.checkpoint.state_dicts import (
     unnamed_tensors,
 )
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
+from ckptool.commands import input_of
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.formats import marks
 from ckptool.formats.sidecar import holds

@@ -20,10 +20,10 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
+from ckptool.commands import Advice, command
 from ckptool.errors import (
     Conflict,
     Corrupt,

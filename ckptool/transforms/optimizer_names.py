@@ -12,15 +12,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from ckptool.analysis.targets import BUFFER, PARAMETER, Target
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.commands import MODEL, OUT, Advice, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.checkpoint.tree import address, holders, replaced_at
+from ckptool.commands import MODEL, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
-from ckptool.reports.targets import BUFFER, PARAMETER, Target
 from ckptool.transforms.optimizer_state import (
     BY_NAMES,
     check_groups,

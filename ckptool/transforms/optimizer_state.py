@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
+from ckptool.analysis.warm_start import OptimizerReport
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
-from ckptool.reports.targets import PARAMETER, Target, kind_by_name
-from ckptool.reports.warm_start import OptimizerReport
 from ckptool.transforms.warm_start_plan import Assignment
 
 Shapes = Mapping[str, tuple[int, ...]]

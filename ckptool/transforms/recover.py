@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Set, same_kind
@@ -14,7 +15,6 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, item_at, rebuild, stored_parts, walk
 from ckptool.formats import marks
 from ckptool.formats.damaged import Salvaged
-from ckptool.reports.compare import same_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.analysis.targets import Expected, Target
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Conflict, listed
-from ckptool.reports.targets import Expected, Target
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
 from ckptool.transforms.warm_start_plan import Assignment
 

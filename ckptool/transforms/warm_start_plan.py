@@ -13,18 +13,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.commands import several
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
-from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.reports.compare import same_bytes
-from ckptool.reports.targets import Expected, Target, kind_by_name, tie_groups
-from ckptool.reports.torch_versions import Accepted, accepted
-from ckptool.reports.warm_start import (
+from ckptool.analysis.compare import same_bytes
+from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
+from ckptool.analysis.torch_versions import Accepted, accepted
+from ckptool.analysis.warm_start import (
     PADDED,
     REFUSED,
     RESIZED,
@@ -42,6 +34,14 @@ from ckptool.reports.warm_start import (
     little,
     unmet,
 )
+from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
+from ckptool.checkpoint.strided import row_major
+from ckptool.commands import several
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle

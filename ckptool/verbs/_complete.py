@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint.commands import VERBS, Use, with_verb
+from ckptool.commands import VERBS, Use, with_verb
 from ckptool.errors import counted, printable
 
 SECONDS = 3

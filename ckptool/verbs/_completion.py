@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from ckptool.analysis.train import Page
 from ckptool.options import argument, verb
-from ckptool.reports.train import Page
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool.analysis.train import Page
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
-from ckptool.checkpoint.commands import Command, as_argument, command
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import Command, as_argument, command
 from ckptool.errors import printable
 from ckptool.formats import torch_zip
 from ckptool.options import argument, verb
 from ckptool.output import replace_folder
 from ckptool.pickles.reduce import array_entry, from_live
-from ckptool.reports.train import Page
 from ckptool.verbs._options import Overwrite
 
 if TYPE_CHECKING:

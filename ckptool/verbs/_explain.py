@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.explain import Explanation, explain_text
+from ckptool.analysis.explain import explain as explained
 from ckptool.options import argument, verb
-from ckptool.reports.doctor import Diagnosis
-from ckptool.reports.explain import Explanation, explain_text
-from ckptool.reports.explain import explain as explained
 from ckptool.verbs._options import standard_input
 
 

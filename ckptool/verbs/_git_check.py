@@ -6,13 +6,13 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Annotated
 
+from ckptool.analysis.git_setup import GitCheck
+from ckptool.analysis.verify import Problem
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError, listed, quoted
+from ckptool.facts import size as size_text
 from ckptool.options import argument, option, verb
 from ckptool.render.style import WHOLE
-from ckptool.render.style import size as size_text
-from ckptool.reports.git_setup import GitCheck
-from ckptool.reports.verify import Problem
 from ckptool.verbs._git_setup import POINTER, SMALL, git
 from ckptool.verbs.scan import scan
 from ckptool.verbs.verify import verify

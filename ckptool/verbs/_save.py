@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note
-from ckptool.checkpoint.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, storages, tensors
+from ckptool.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -128,7 +128,7 @@ class Change:
                 "A new file: -o OUT; the file itself: --in-place",
             )
         if asked["verify"] and not asked["dry_run"]:
-            from ckptool.reports.verify import refuse_damaged
+            from ckptool.analysis.verify import refuse_damaged
 
             refuse_damaged(original)
         if self.live:
@@ -389,8 +389,8 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str], None]:
     """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
-    from ckptool.reports.diff import diff
-    from ckptool.reports.verify import refuse_damaged
+    from ckptool.analysis.diff import diff
+    from ckptool.analysis.verify import refuse_damaged
 
     def verify(path: str) -> None:
         written = formats.read(path)

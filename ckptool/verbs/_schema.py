@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from ckptool import render
-from ckptool.checkpoint.commands import VERBS, Advice, Command, function_name, module_of, nearest
-from ckptool.checkpoint.registry import Report, provides
+from ckptool.checkpoint.registry import provides
+from ckptool.commands import VERBS, Advice, Command, function_name, module_of, nearest
 from ckptool.errors import NoMatch
+from ckptool.facts import Report, schema_of
 from ckptool.options import argument, signature_of, verb
 from ckptool.render.json import DOCUMENTS
-from ckptool.render.reflection import BY_HAND, about, document
+from ckptool.render.reflection import BY_HAND, about, document, picked
 from ckptool.render.style import PLAIN, Style
 
 Json = dict[str, Any]
@@ -83,9 +84,26 @@ def _names() -> dict[str, tuple[str, tuple[str, ...]]]:
         import_module(f"ckptool.render.{module.name}")
     found = {name: (each["about"], tuple(each.get("verbs", "").split(", "))) for name, each in _tables()[1].items()}
     printed = {verb: {*_reports_of(verb)} for verb in VERBS}
-    for name, (kind, _) in DOCUMENTS.items():
+    for name, kind in _reports().items():
         found[name] = about(kind), tuple(verb for verb, kinds in printed.items() if kind in kinds)
     return found
+
+
+@cache
+def _reports() -> dict[str, Any]:
+    """The classes of the reports that verbs give, by the names of their schemas."""
+    kinds = {
+        kind for verb in VERBS for kind in _reports_of(verb) if isinstance(kind, type) and issubclass(kind, Report)
+    }
+    told = {kind for kind in kinds if kind.told is not Report.told}
+    return {name: kind for name, (kind, _) in DOCUMENTS.items()} | {
+        schema_of(kind).partition("/")[0]: kind for kind in sorted(told, key=schema_of)
+    }
+
+
+def _version(name: str) -> str:
+    """The schema with its version: `ckptool.scan/2`."""
+    return f"ckptool.{picked(_reports()[name])[0] if name in _reports() else f'{name}/1'}"
 
 
 def _reports_of(verb: str) -> Iterator[Any]:
@@ -114,8 +132,8 @@ def _add(name: str, used: dict[str, Json]) -> None:
         return
     types, schemas = _tables()
     used[name] = {}  # it may refer to itself
-    if name in DOCUMENTS:
-        used[name] |= document(name, used)
+    if name in _reports():
+        used[name] |= document(_reports()[name], used)
         for each in [each for each in BY_HAND.values() if used.get(each) == {}]:  # what is left to the table
             del used[each]
             _add(each, used)
@@ -164,7 +182,7 @@ def schema_text(found: SchemaReport, *, style: Style = PLAIN) -> str:
         return json.dumps(found.document, indent=2, ensure_ascii=True) + "\n"
     lines = []
     for name, (what, verbs) in found.names.items():
-        lines += [style.bold(f"ckptool.{name}/1"), *style.prose(f"  {what}")]
+        lines += [style.bold(_version(name)), *style.prose(f"  {what}")]
         lines += style.prose(f"  printed by: {', '.join(verbs)}", "    ") if verbs[0] else []
     return "\n".join(lines) + "\n"
 
@@ -173,7 +191,7 @@ def schema_text(found: SchemaReport, *, style: Style = PLAIN) -> str:
 def schema_json(found: SchemaReport) -> Json:
     """The schema itself, which is JSON; of a list `ckptool.schemas/1`."""
     listed = [
-        {"schema": f"ckptool.{name}/1", "about": what, "verbs": [verb for verb in verbs if verb]}
+        {"schema": _version(name), "about": what, "verbs": [verb for verb in verbs if verb]}
         for name, (what, verbs) in found.names.items()
     ]
     return found.document or {"schema": "ckptool.schemas/1", "schemas": listed}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from ckptool.checkpoint import Note
-from ckptool.checkpoint.registry import Report, provides
-from ckptool.errors import listed, printable
+from ckptool.errors import listed
+from ckptool.facts import LIVE, Bytes, Note, Report, Told, bold, size
 from ckptool.formats import named
-from ckptool.render.json import document
-from ckptool.render.style import PLAIN, Style, notes_text, size
 
 
 class Row(NamedTuple):
@@ -22,10 +19,9 @@ class Row(NamedTuple):
     lines: Iterable[str] = ()
 
     @classmethod
-    def named(cls, key: str, names: Iterable[str], label: str, most: int = 8) -> Row:
+    def named(cls, key: str, names: Sequence[str], label: str, most: int = 8) -> Row:
         """Names, listed in one line behind the label where there are any."""
-        shown = [printable(name) for name in names]
-        return cls(key, list(names), [f"{label} {listed(shown, most)}"] if shown else [])
+        return cls(key, list(names), [f"{label} {listed(names, most)}"] if names else [])
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -34,6 +30,8 @@ class Written(Report):
 
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
+    made: what the verb gives in place of this report, where nothing was to be written.  left: notes on what of the
+    original is not in the output.
     """
 
     is_written: ClassVar[bool] = True
@@ -43,18 +41,16 @@ class Written(Report):
     output: str
     container: str
     how: str
-    bytes_written: int
-    file_bytes: int
+    bytes_written: Bytes
+    file_bytes: Bytes
     summary: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     dry_run: bool = False
     verified: bool = False
-    made: tuple[Any, ...] = ()
-    """What the verb gives in place of this report, where nothing was to be written."""
-    left: tuple[Note, ...] = ()
-    """Notes on what of the original is not in the output, before those of writing it."""
+    made: Annotated[tuple[Any, ...], LIVE] = ()
+    left: Annotated[tuple[Note, ...], LIVE] = ()
 
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written | Any:
         """The same with what the verb did, in rows, lines and facts; what it made, where nothing was to be written."""
@@ -65,32 +61,18 @@ class Written(Report):
         details, notes = (*lines, *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=summary, facts=facts, details=details, notes=notes, made=(), left=())
 
-
-@provides("text", Written)
-def save_text(written: Written, style: Style = PLAIN) -> str:
-    """What a verb wrote, or would write: one line, then details and notes."""
-    facts = [size(written.file_bytes), "in place" if written.how == "in place" else written.how]
-    if written.how == "in place":
-        facts[1] = f"in place, {written.bytes_written:,} bytes {'to be ' if written.dry_run else ''}added"
-    elif written.how == "new file" and named(written.container).writes_folder:
-        facts[1] = "new folder"
-    if written.how == "nothing":
-        facts[1] = "unchanged"
-    facts += ["verified"] if written.verified else []
-    where = f"written to {printable(written.output)}" if written.output else "returned"
-    where += f" ({', '.join(facts)})"
-    verb = style.bold(written.verb)
-    if written.dry_run:
-        lines = [f"{verb}: {written.summary}; would be {where}", "  dry run: nothing was written"]
-    else:
-        lines = [f"{verb}: {written.summary} → {where.removeprefix('written to ')}"]
-    lines += [f"  {line}" for line in written.details]
-    notes = notes_text(written.notes, style)
-    return "\n".join([*lines, *([notes] if notes else [])]) + "\n"
-
-
-document(
-    Written,
-    "written",
-    "verb file output container how dry_run verified bytes_written file_bytes summary facts details notes",
-)
+    def told(self) -> Told:
+        how = {"nothing": "unchanged"}.get(self.how, self.how)
+        if self.how == "in place":
+            how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
+        elif self.how == "new file" and named(self.container).writes_folder:
+            how = "new folder"
+        facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
+        where = f"written to {self.output}" if self.output else "returned"
+        if self.dry_run:
+            yield bold(self.verb), f": {self.summary}; would be {where} ({facts})"
+            yield "  dry run: nothing was written"
+        else:
+            yield bold(self.verb), f": {self.summary} → {self.output or where} ({facts})"
+        yield from (f"  {line}" for line in self.details)
+        yield from self.notes

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import FILE, OUT, command, several
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
+from ckptool.commands import FILE, OUT, command, several
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together

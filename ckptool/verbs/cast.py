@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
+from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.commands import several
 from ckptool.errors import NoMatch, UsageError, counted, listed, printable
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.options import option, verb
-from ckptool.reports.quantization import refuse_quantized
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized

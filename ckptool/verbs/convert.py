@@ -9,7 +9,6 @@ from glob import escape
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, same_kind
@@ -17,6 +16,7 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
+from ckptool.commands import OUT, Advice, command, several
 from ckptool.errors import Unsupported, UsageError, counted, printable
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder

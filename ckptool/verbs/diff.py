@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
+from ckptool.analysis.diff import Diff
+from ckptool.analysis.diff import diff as compare
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.checkpoint.tree import Path, walk
+from ckptool.commands import several
 from ckptool.errors import listed, printable
 from ckptool.formats import members
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
 from ckptool.options import argument, option, verb
-from ckptool.reports.diff import Diff
-from ckptool.reports.diff import diff as compare
 from ckptool.transforms.rename import strip
 from ckptool.verbs._options import Texts
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
+from ckptool.analysis.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
+from ckptool.analysis.inspect import Listing, listing
+from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
 from ckptool.options import argument, option, verb
 from ckptool.pickles.weights_only import weights_only
-from ckptool.reports.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
-from ckptool.reports.inspect import Listing, listing
-from ckptool.reports.targets import Target
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 from ckptool.verbs._options import standard_input

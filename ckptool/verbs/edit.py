@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.commands import several
+from ckptool.commands import several
 from ckptool.errors import UsageError
 from ckptool.options import option, verb
 from ckptool.transforms import edit as edits

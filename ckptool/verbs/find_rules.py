@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
-from ckptool.reports.find_rules import FoundRules
 
 
 def find_rules(

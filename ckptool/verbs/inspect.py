@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool.analysis.fixes import runnable
+from ckptool.analysis.inspect import Inspection, Listing, listing, matching_only
 from ckptool.checkpoint import Composite, Note
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.files import unchanged
+from ckptool.commands import several
 from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import open_file
 from ckptool.options import option, verb
-from ckptool.reports.fixes import runnable
-from ckptool.reports.inspect import Inspection, Listing, listing, matching_only
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 
 def _of_run(file: str) -> Any:
@@ -32,7 +32,7 @@ def _of_run(file: str) -> Any:
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
     instead=_of_run,
     exits=False,
-    also=("ckptool.reports.train.RunReport",),
+    also=("ckptool.analysis.train.RunReport",),
     apart=True,
 )
 def inspect(
@@ -73,7 +73,7 @@ def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:
     """The statistics of every plain tensor by its address; tensors that are one view of the data are read once."""
-    from ckptool.reports.statistics import statistics
+    from ckptool.analysis.statistics import statistics
 
     numbers: dict[str, Statistics] = {}
     known: dict[tuple[object, ...], Statistics] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptool.checkpoint.commands import FILE, OUT, Command, command
+from ckptool.commands import FILE, OUT, Command, command
 from ckptool.errors import UsageError, listed
 from ckptool.transforms.translate.layouts import LayoutList, layout_between, read_layout, shipped
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from ckptool.checkpoint.commands import several
+from ckptool.analysis.plot import CurveBuilder, RunHistory
 from ckptool.checkpoint.patterns import matcher
+from ckptool.commands import several
 from ckptool.errors import NoMatch, listed
 from ckptool.formats.opening import refuse_address
 from ckptool.options import option, verb
-from ckptool.reports.plot import CurveBuilder, RunHistory
 from ckptool.training import HISTORY, METRICS
 from ckptool.training.store import Lines
 from ckptool.verbs._options import Texts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from ckptool.checkpoint.commands import several
+from ckptool.analysis.train import Pruned
+from ckptool.commands import several
 from ckptool.formats.opening import refuse_address
 from ckptool.options import option, verb
-from ckptool.reports.train import Pruned
 from ckptool.verbs._training import RunFolder, Set, check_harness
 
 

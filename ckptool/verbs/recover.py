@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
@@ -12,15 +12,122 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError
-from ckptool.formats.damaged import Salvaged, salvage
+from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
+from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
+from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.reports.recover import LostTensorRow, Recovery
 from ckptool.transforms.recover import LostTensor, Restored, restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
+
+SHOWN = 20  # of a kind
+
+
+@dataclass(frozen=True, slots=True)
+class LostTensorRow:
+    """A tensor that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its values."""
+
+    address: Address
+    record: str
+    offset: int | None
+    nbytes: Bytes
+    why: str
+
+
+class FilledIn(NamedTuple):
+    """A lost tensor that another checkpoint gave.  there: its address in that."""
+
+    address: str
+    there: str
+
+
+class NotFilled(NamedTuple):
+    """A lost tensor that the other checkpoint could not give, and why."""
+
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Recovery(Report):
+    """The parts of a damaged file that were written to `output`, and those that were not.
+
+    damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
+    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of
+    records.
+    lost: tensors that are not in the output.  dropped: what had to go along with them.
+    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing.
+    """
+
+    schema = "recovery/2"
+    verdict = "complete"
+
+    damage: str
+    how: str
+    tensors: int | None
+    back: int
+    records: int
+    whole: int
+    lost: tuple[LostTensorRow, ...]
+    dropped: tuple[str, ...]
+    filled: tuple[FilledIn, ...]
+    filled_from: str
+    refused: tuple[NotFilled, ...]
+    lost_records: tuple[LostRecord, ...]
+    proven: bool
+    raw: bool
+    file: str = ""
+    output: str = ""
+    container: str = ""
+    file_bytes: Bytes = 0
+    dry_run: bool = False
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """True if everything came back from the file itself."""
+        return not (self.lost or self.filled or self.raw)
+
+    def told(self) -> Told:
+        records = f"{self.whole:,} of {counted(self.records, 'record')} {'proven' if self.proven else 'there'}"
+        tensors = f"{counted(self.tensors or 0, 'tensor')} ({records})"
+        if self.raw:
+            yield bold(self.file), ": ", yellow("bytes only"), f", {records}"
+            lost = "its pickle, which says which record is which tensor, is lost"
+            yield f"  {lost}: each record is kept as bytes by its name"
+        elif self.complete:
+            verdict = "everything was recovered" if self.damage or self.how else "nothing is missing"
+            yield bold(self.file), ": ", green(verdict), f", {tensors}"
+        else:
+            gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
+            back = f"{self.back:,} of {counted(self.tensors or 0, 'tensor')} recovered"
+            yield bold(self.file), ": ", yellow("incomplete"), f", {back}, {gone} ({records})"
+        if self.damage:
+            yield f"  found: {self.damage}"
+        if self.how:
+            yield f"  {self.how}"
+        if not self.proven and not self.raw:
+            yield "  the file has no checksums: nothing proves that these are the right bytes"
+        if self.raw:
+            yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
+        else:
+            yield Table(self.lost, "address nbytes why", f"lost ({len(self.lost):,})", limit=SHOWN)
+        if self.dropped:
+            names = listed(self.dropped, SHOWN)
+            yield f"  dropped with them, as half of an optimizer's state is worse than none: {names}"
+        title = f"filled in from {self.filled_from} ({len(self.filled):,}); every later inspect reports it"
+        taken = [(here if here == there else f"{here} from {there}",) for here, there in self.filled]
+        yield Table(taken, title=title, limit=SHOWN)
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.refused:
+            reasons.setdefault(why, []).append(name)
+        because = [(f"{why}: {listed(names, SHOWN)}",) for why, names in reasons.items()]
+        yield Table(because, title=f"not filled in ({len(self.refused):,})")
+        where = f"{self.output} ({self.container}, {size(self.file_bytes)})"
+        yield f"would be written to {where}; dry run: nothing was written" if self.dry_run else f"→ {where}"
+        yield from self.notes
 
 
 @verb(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
@@ -101,9 +208,9 @@ def _report(damage: str, done: Salvaged, found: Restored, filled_from: str) -> R
         whole=done.whole,
         lost=tuple(_lost(item, done) for item in found.still_lost),
         dropped=tuple(found.dropped),
-        filled=tuple(found.filled),
+        filled=tuple(FilledIn(*pair) for pair in found.filled),
         filled_from=filled_from,
-        refused=tuple(found.refused),
+        refused=tuple(NotFilled(*pair) for pair in found.refused),
         lost_records=done.lost_records,
         proven=done.proven,
         raw=done.raw,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.commands import several
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, option, verb

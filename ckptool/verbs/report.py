@@ -8,23 +8,23 @@ from dataclasses import replace
 from heapq import nlargest
 from typing import Annotated, NamedTuple
 
+from ckptool.analysis.diff import Diff
+from ckptool.analysis.distances import Unreadable, Weights, distances, norms_over_time, weights_of
+from ckptool.analysis.health import health
+from ckptool.analysis.inspect import Inspection, Listing, listing
+from ckptool.analysis.pictures import MOST_THUMBNAILS, detail, pictured
+from ckptool.analysis.report import CheckpointReport, Distances, FileReport, Health, NormsOverTime, TensorPicture
+from ckptool.analysis.statistics import Statistics
+from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
-from ckptool.reports.diff import Diff
-from ckptool.reports.distances import Unreadable, Weights, distances, norms_over_time, weights_of
-from ckptool.reports.health import health
-from ckptool.reports.inspect import Inspection, Listing, listing
-from ckptool.reports.pictures import MOST_THUMBNAILS, detail, pictured
-from ckptool.reports.report import CheckpointReport, Distances, FileReport, Health, NormsOverTime, TensorPicture
-from ckptool.reports.statistics import Statistics
-from ckptool.reports.train import GOOD, RunReport
 from ckptool.training import is_run
 from ckptool.verbs._options import Out, Overwrite
 from ckptool.verbs.inspect import inspection_notes

@@ -9,6 +9,9 @@ from functools import partial
 from typing import Annotated
 
 from ckptool import formats
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
+from ckptool.analysis.train import RunReport
 from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.paths import file_problem
@@ -19,9 +22,6 @@ from ckptool.formats.files_beside import is_pickled
 from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.options import argument, option, verb
 from ckptool.pickles.skeleton import reaches_a_call
-from ckptool.reports.inspect import listing
-from ckptool.reports.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
-from ckptool.reports.train import RunReport
 from ckptool.training import is_run
 from ckptool.verbs._options import Jobs
 

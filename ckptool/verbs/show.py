@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from ckptool.analysis.show import Shown
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
@@ -13,7 +14,6 @@ from ckptool.checkpoint.tree import address, find
 from ckptool.errors import UsageError
 from ckptool.formats.opening import open_file
 from ckptool.options import option, verb
-from ckptool.reports.show import Shown
 from ckptool.verbs._options import At, File
 
 WHOLE = 1_000  # elements up to which all of a tensor is read

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated
 
+from ckptool.analysis.spec import Spec, is_spec, parse_spec
+from ckptool.analysis.targets import Target, names_code, of_checkpoint
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import refused_place
@@ -15,8 +17,6 @@ from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
 from ckptool.options import argument, verb
 from ckptool.output import check_target, replace_file
-from ckptool.reports.spec import Spec, is_spec, parse_spec
-from ckptool.reports.targets import Target, names_code, of_checkpoint
 from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
 
 MAX_SPEC = 64 << 20  # bytes

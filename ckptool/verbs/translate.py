@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
+from ckptool.commands import several
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option, verb
-from ckptool.reports.find_rules import FoundRules
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined

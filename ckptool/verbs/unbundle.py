@@ -8,18 +8,18 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.verify import refuse_damaged
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command, several
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
+from ckptool.commands import FILE, OUT, Advice, command, several
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.options import option, verb
-from ckptool.reports.verify import refuse_damaged
 from ckptool.transforms.bundles import (
     CONTAINERS,
     check_names,

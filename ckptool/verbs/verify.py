@@ -10,13 +10,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
+from ckptool.analysis.fixes import Chain, runnable
+from ckptool.analysis.inspect import use_notes
+from ckptool.analysis.verify import (
+    ALL,
+    NONE,
+    SOME,
+    Problem,
+    Progress,
+    Verification,
+    archive_of,
+    check_archive,
+    check_by_reading,
+    check_storages,
+    check_views,
+    extent_of,
+    non_finite,
+)
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, PartKind
-from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
 from ckptool.checkpoint.tree import address, storages, tensors
 from ckptool.checkpoint.workers import Task, checked_jobs, in_turn
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -34,24 +52,6 @@ from ckptool.formats.opening import PathLike, counting_whole, in_memory, open_fi
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.reports.digests import MAX_FILE, Digests, compare_digests, digests_file, read_digests, root_digests
-from ckptool.reports.fixes import Chain, runnable
-from ckptool.reports.inspect import use_notes
-from ckptool.reports.verify import (
-    ALL,
-    NONE,
-    SOME,
-    Problem,
-    Progress,
-    Verification,
-    archive_of,
-    check_archive,
-    check_by_reading,
-    check_storages,
-    check_views,
-    extent_of,
-    non_finite,
-)
 from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
 if TYPE_CHECKING:

@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.fixes import Chain
+from ckptool.analysis.quantization import refuse_codes
+from ckptool.analysis.targets import PARAMETER, Target
+from ckptool.analysis.warm_start import LoadReport, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
-from ckptool.checkpoint.commands import several
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
+from ckptool.commands import several
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
@@ -20,10 +24,6 @@ from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.reports.fixes import Chain
-from ckptool.reports.quantization import refuse_codes
-from ckptool.reports.targets import PARAMETER, Target
-from ckptool.reports.warm_start import LoadReport, Suggestion, refusal
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, change_of
 

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
 from ckptool.cli import main
+from ckptool.commands import VERBS as COMMANDS
 from tests.support.cli import Ran, done
 from tests.support.files import load
 from tests.support.looped import looped

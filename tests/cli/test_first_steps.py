@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint.commands import ALIASES, VERBS
 from ckptool.cli import FIRST_STEPS, main
+from ckptool.commands import ALIASES, VERBS
 from tests.support.cli import Ran, done
 from tests.support.files import saved, weights
 from tests.support.programs import path_with

@@ -293,7 +293,7 @@ def test_an_empty_set_and_what_there_is_no_room_to_list_are_seen(
 ) -> None:
     torch.save({"a": 1, "set": set(), "b": frozenset()}, tmp_path / "a.pt")
     assert [line.split()[0] for line in shown(tmp_path / "a.pt", run)] == ["a", "b", "set"]
-    monkeypatch.setattr("ckptool.reports.inspect.MAX_ENTRIES", 2)
+    monkeypatch.setattr("ckptool.analysis.inspect.MAX_ENTRIES", 2)
     texts = []
     for last in (1, 2):
         torch.save({"a": 1, "b": 2, "c": 3, "d": last}, tmp_path / "a.pt")

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
 from ckptool.cli import main
 from ckptool.cli.verb import function_of
+from ckptool.commands import VERBS as COMMANDS
 from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
 from tests.support.looped import looped

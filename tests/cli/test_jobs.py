@@ -18,10 +18,10 @@ import torch
 
 import ckptool
 from ckptool import errors
-from ckptool.checkpoint.commands import FILE, INTO, OUT, Advice, command, other_program
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.workers import MAX_JOBS, in_turn
 from ckptool.cli import main
+from ckptool.commands import FILE, INTO, OUT, Advice, command, other_program
 from ckptool.errors import CkptoolError, RunFailed, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.errors import three_parts

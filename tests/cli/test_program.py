@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
 from ckptool.cli.output import progress_bar
+from ckptool.commands import VERBS as COMMANDS
 from fixtures.sparse import make_sparse
 from tests.support.processes import default_signals
 from tests.support.programs import programs

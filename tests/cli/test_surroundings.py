@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
+from ckptool.commands import VERBS as COMMANDS
 from tests.support.command_options import options_of
 from tests.support.small_files import HARNESS, kinds_and_bytes, plain_words
 from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings

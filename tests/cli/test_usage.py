@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
+from ckptool.commands import VERBS as COMMANDS
 from tests.support.cli import Ran
 from tests.support.command_options import Option, options_of
 from tests.support.looped import looped

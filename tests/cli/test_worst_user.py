@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ckptool.checkpoint.commands import VERBS as COMMANDS
 from ckptool.cli import main
+from ckptool.commands import VERBS as COMMANDS
 from tests.support.command_options import Option, options_of
 from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, plain_words
 

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.analysis.verify import check_by_reading
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.reports.verify import check_by_reading
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint.commands import VERBS
+from ckptool.commands import VERBS
 from ckptool.errors import OnlyAPart
 from tests.support.files import contents
 from tests.support.part_files import (

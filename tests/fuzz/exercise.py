@@ -15,6 +15,9 @@ from itertools import islice
 from typing import Any
 
 from ckptool import formats
+from ckptool.analysis.diff import diff
+from ckptool.analysis.inspect import Inspection, listing
+from ckptool.analysis.show import Shown
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry, tree
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors, walk
@@ -27,9 +30,6 @@ from ckptool.pickles.plain.text import summary
 from ckptool.render.inspect import inspect_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
-from ckptool.reports.diff import diff
-from ckptool.reports.inspect import Inspection, listing
-from ckptool.reports.show import Shown
 
 SECONDS = 2.0  # for a dozen reports
 MEGABYTES = 300

@@ -6,6 +6,8 @@ hostile files and odd usage.
     python -m tests.golden --against OLD        compares with another version of the program, value by value
         [--only VERB]... [--cases TEXT] [--every N] [--jobs N] [-v]
 
+Differences are shown by kind: one example each, and how many there are like it; -v lists all.
+
 `record/VERB.txt` has a line for each case and a word for each command line, in the order of `commands.py`:
 
     CODE[error-code]:JSON:WORDS:FILES

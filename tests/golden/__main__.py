@@ -22,7 +22,7 @@ from tests.golden import __doc__ as usage
 from tests.golden import cases, commands, compare, record, worker
 
 WORK = cases.ROOT / "build" / "golden"
-SHOWN = 40  # differences
+SHOWN = 60  # kinds of differences
 MAKING = Lock()  # torch has one generator
 
 
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", metavar="TEXT", default="", help="only the cases with this in their names")
     parser.add_argument("--every", metavar="N", type=int, default=1, help="only every N-th case")
     parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="cases at a time")
-    parser.add_argument("-v", action="store_true", help="every difference, those of words too")
+    parser.add_argument("-v", action="store_true", help="every difference, not one of each kind")
     options = parser.parse_args(arguments)
     if options.write and (options.only or options.cases or options.every > 1):
         parser.error("--write makes the whole record")
@@ -153,8 +153,12 @@ def main(arguments: list[str] | None = None) -> int:
         for corpus, made in new.items():
             if made:
                 record.write(folders[corpus], made)
-    shown = [difference for difference in found if difference.matters or options.v]
-    print(*shown[: None if options.v else SHOWN], sep="\n", end="\n" if shown else "")
+    shown = [difference for difference in found if difference.matters or options.v or options.against]
+    groups = Counter(difference.group for difference in shown)
+    first = {difference.group: difference for difference in reversed(shown)}
+    for group, count in groups.most_common(None if options.v else SHOWN):
+        print(*([each for each in shown if each.group == group] if options.v else [first[group]]), sep="\n")
+        print(*([f"    {count:,} like it"] if count > 1 and not options.v else []), sep="\n")
     kinds = Counter(difference.kind for difference in found)
     print(", ".join(f"{count:,} {what}" for what, count in counts.items()), end="; ")
     print(", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "no difference", end="; ")

@@ -20,13 +20,21 @@ class Difference:
     where: str
     old: str
     new: str
+    path: str = ""  # in JSON
 
     @property
     def matters(self) -> bool:
         return self.kind != "words"
 
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """What it is an example of: differences of one verb in one place."""
+        words = self.where.partition(": ")[2].split()
+        keys = f"{self.old} {self.new}" if "keys" in self.old else ""
+        return self.kind, words[0] if words else "", re.sub(r"\[\d+\]", "[]", self.path) + keys
+
     def __str__(self) -> str:
-        return f"{self.kind:<10} {self.where}\n    old: {self.old[:400]}\n    new: {self.new[:400]}"
+        return f"{self.kind:<10} {self.where} {self.path}\n    old: {self.old[:400]}\n    new: {self.new[:400]}"
 
 
 def answers(where: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Difference]:
@@ -60,18 +68,19 @@ def normal(text: str) -> str:
     return SUGGESTED.sub("SUGGESTED", MOMENT.sub(b"*", text.encode()).decode())
 
 
-def json_differences(where: str, old: Any, new: Any) -> Iterator[Difference]:
-    """What differs between two JSON values. Texts of several words are for people."""
+def json_differences(where: str, old: Any, new: Any, path: str = "") -> Iterator[Difference]:
+    """What differs between two JSON values, but for the order of keys. Texts of several words are for people."""
     if old == new:
         return
     if isinstance(old, dict) and isinstance(new, dict):
-        if list(old) != list(new):
-            yield Difference("json", where, f"keys {list(old)}", f"keys {list(new)}")
+        if old.keys() != new.keys():
+            gone, more = ([name for name in one if name not in other] for one, other in ((old, new), (new, old)))
+            yield Difference("json", where, f"keys {gone}", f"keys {more}", path)
         for name in old.keys() & new.keys():
-            yield from json_differences(f"{where} .{name}", old[name], new[name])
+            yield from json_differences(where, old[name], new[name], f"{path}.{name}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for number, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from json_differences(f"{where}[{number}]", one, other)
+            yield from json_differences(where, one, other, f"{path}[{number}]")
     else:
         words = all(isinstance(value, str) and " " in value for value in (old, new))
-        yield Difference("words" if words else "json", where, json.dumps(old), json.dumps(new))
+        yield Difference("words" if words else "json", where, json.dumps(old), json.dumps(new), path)

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.analysis.diff import Diff, diff
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.render.diff import LAYERS, STRIP, diff_text
 from ckptool.render.style import Style
-from ckptool.reports.diff import Diff, diff
 from tests.support.expanded_keys import expand
 
 

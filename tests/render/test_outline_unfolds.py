@@ -10,11 +10,11 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from ckptool.analysis.inspect import PartSummary, listing, parts
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Flags, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.tree import address
 from ckptool.render.outline import Branch, outline
-from ckptool.reports.inspect import PartSummary, listing, parts
 from tests.support.looped import examples
 
 Fact = tuple[object, ...]

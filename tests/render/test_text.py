@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from ckptool.analysis.diff import diff
+from ckptool.analysis.inspect import Inspection, like_others, listing, parts
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.facts import bar, short, size
 from ckptool.render.diff import diff_text
 from ckptool.render.error import error_text
 from ckptool.render.inspect import inspect_text
 from ckptool.render.outline import outline
-from ckptool.render.style import PLAIN, Style, bar, columns, short, size
-from ckptool.reports.diff import diff
-from ckptool.reports.inspect import Inspection, like_others, listing, parts
+from ckptool.render.style import PLAIN, Style, columns
 
 F32 = by_name("f32")
 

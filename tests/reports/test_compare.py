@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
 from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
-from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
 from tests.support.entries import entry_of
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.diff import IGNORABLE, Diff, diff
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Conflict, UsageError
 from ckptool.formats import read
-from ckptool.reports.diff import IGNORABLE, Diff, diff
 from ckptool.transforms.locations import remap
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model

@@ -11,11 +11,7 @@ import numpy
 import pytest
 import torch
 
-from ckptool.checkpoint import Composite, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
-from ckptool.errors import Corrupt, LimitExceeded, Unsupported
-from ckptool.formats import read
-from ckptool.reports.digests import (
+from ckptool.analysis.digests import (
     Digests,
     TensorDigest,
     compare_digests,
@@ -25,6 +21,10 @@ from ckptool.reports.digests import (
     root_digests,
     tensor_digest,
 )
+from ckptool.checkpoint import Composite, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
+from ckptool.errors import Corrupt, LimitExceeded, Unsupported
+from ckptool.formats import read
 from ckptool.verbs.convert import convert
 from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, written

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis.inspect import Listing, listing, parts
 from ckptool.checkpoint import Composite, Note
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.reports.inspect import Listing, listing, parts
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, weights
@@ -195,7 +195,7 @@ def test_listing_reads_no_tensor_data(tmp_path: Path) -> None:
     path.write_bytes(data.replace(torch.ones(1000).numpy().tobytes(), bytes(4000)))
     assert listing(read(path)).tensor_bytes == 4000
     code = (
-        "import sys; from ckptool.formats import read; from ckptool.reports.inspect import listing;"
+        "import sys; from ckptool.formats import read; from ckptool.analysis.inspect import listing;"
         f"listing(read({str(path)!r})); print('numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

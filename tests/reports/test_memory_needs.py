@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.memory import MemoryNeeds, memory_needs
 from ckptool.render.memory_line import memory_text
-from ckptool.reports.inspect import listing
-from ckptool.reports.memory import MemoryNeeds, memory_needs
 from tests.support.files import opened
 
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptool.analysis import pictures, statistics
+from ckptool.analysis.pictures import QUANTILES, detail, pictured
+from ckptool.analysis.report import BINS, TensorPicture
 from ckptool.checkpoint import blocks
-from ckptool.reports import pictures, statistics
-from ckptool.reports.pictures import QUANTILES, detail, pictured
-from ckptool.reports.report import BINS, TensorPicture
 from tests.support.entries import entry_of
 from tests.support.looped import examples
 from tests.support.random_tensors import DTYPES

@@ -10,11 +10,11 @@ import numpy
 import pytest
 import torch
 
+from ckptool.analysis.statistics import Statistics, statistics
 from ckptool.checkpoint import FileRange, InlineBytes, Storage, TensorEntry, strided
 from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Unsupported
-from ckptool.reports.statistics import Statistics, statistics
 from tests.support.entries import entry_of
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies
 
+from ckptool.analysis.targets import of_checkpoint
+from ckptool.analysis.warm_start import LoadReport
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.state_dicts import one_state_dict
@@ -18,8 +20,6 @@ from ckptool.errors import Conflict, PlanRefused
 from ckptool.pickles.reduce import array_entry
 from ckptool.render.style import Style
 from ckptool.render.warm_start import warm_start_html, warm_start_json, warm_start_text
-from ckptool.reports.targets import of_checkpoint
-from ckptool.reports.warm_start import LoadReport
 from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names

@@ -227,7 +227,7 @@ def warm() -> None:
     import importlib
     import pkgutil
 
-    for package in ("formats", "pickles", "transforms", "reports", "output", "render"):
+    for package in ("formats", "pickles", "transforms", "analysis", "output", "render"):
         for module in pkgutil.walk_packages(
             importlib.import_module(f"ckptool.{package}").__path__, f"ckptool.{package}."
         ):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ckptool.checkpoint.commands import VERBS, function_name
+from ckptool.commands import VERBS, function_name
 
 PACKAGE = "ckptool"
 NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")

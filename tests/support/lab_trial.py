@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 import ckptool
+from ckptool.analysis.doctor import Diagnosis
 from ckptool.cli import main
-from ckptool.reports.doctor import Diagnosis
 from fixtures import lab
 
 # Findings that say something about a file that loads, and loads as what one expects.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptool.reports.train import Outcome
+from ckptool.analysis.train import Outcome
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks

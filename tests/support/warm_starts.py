@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptool
-from ckptool.reports.warm_start import LoadReport
+from ckptool.analysis.warm_start import LoadReport
 from tests.support.files import load
 
 CODE = """

@@ -309,7 +309,7 @@ def _warm_up() -> None:
 
     # Chosen by us, not by a file: a format is imported when the first file of its kind is opened.
     importlib.import_module("ml_dtypes")
-    for package in ("checkpoint", "formats", "pickles", "transforms", "reports", "render", "output"):
+    for package in ("checkpoint", "formats", "pickles", "transforms", "analysis", "render", "output"):
         path = importlib.import_module(f"ckptool.{package}").__path__
         for module in pkgutil.walk_packages(path, f"ckptool.{package}."):
             importlib.import_module(module.name)

@@ -13,8 +13,8 @@ import pytest
 
 import ckptool
 from ckptool import cli
+from ckptool.analysis.prove import CommandProof
 from ckptool.errors import RunFailed, UsageError
-from ckptool.reports.prove import CommandProof
 from ckptool.training.prove import command as module
 from ckptool.training.prove import watch
 from ckptool.training.prove.trace import NOT_RESTORED, Trace, TracedStep, divergence, place_of

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.reports.warm_start import Suggestion
+from ckptool.analysis.warm_start import Suggestion
 from ckptool.transforms.rules import Rule, parse_rule, read_rules
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.keys import contradict, spellings, words

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint.commands import VERBS, Use
+from ckptool.commands import VERBS, Use
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from tests.support.files import saved, weights
 from tests.support.looped import looped

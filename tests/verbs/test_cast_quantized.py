@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Ambiguous, CkptoolError, NoMatch, Unsupported, UsageError
-from ckptool.reports.quantization import quantized_in
 from ckptool.transforms.dequantize import weight_of
 from fixtures.surgery.make_quantized import Case
 from tests.support.errors import three_parts

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError
+from ckptool.errors import CkptoolError, NoMatch, Unsupported, UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, TiedLanguageModel, make, mlp
 from fixtures.traps import TRAPS

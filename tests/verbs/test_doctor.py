@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.error_texts import KNOWN, recognised
 from ckptool.cli import main
-from ckptool.reports.doctor import Diagnosis
-from ckptool.reports.error_texts import KNOWN, recognised
 from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
 from tests.support.looped import looped
@@ -338,7 +338,7 @@ def test_an_unknown_error_says_so() -> None:
 
 
 def test_every_command_of_the_table_exists() -> None:
-    from ckptool.checkpoint.commands import VERBS as COMMANDS
+    from ckptool.commands import VERBS as COMMANDS
 
     for known in KNOWN:
         for fix in known.fixes:

@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
+from ckptool.analysis.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
 from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
 from ckptool.render.plot import plot_text
 from ckptool.render.style import Style
-from ckptool.reports.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
 from ckptool.training.start import start
 from tests.support.cli import Ran, done
 from tests.support.looped import examples

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint.commands import Advice
+from ckptool.analysis.fixes import Chain
+from ckptool.commands import Advice
 from ckptool.errors import CkptoolError
-from ckptool.reports.fixes import Chain
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from ckptool import cli
+from ckptool.analysis.train import Kill, Proof
 from ckptool.errors import RunFailed, UsageError
 from ckptool.render.train import prove_text
-from ckptool.reports.train import Kill, Proof
 from ckptool.training.prove.fork_server import ForkServer, _end_of
 from ckptool.training.prove.proof import ProofRun, configured, processes_of, resumes
 from ckptool.training.store import Lines

@@ -394,7 +394,7 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
     assert code == 1 and "dry run" in text and not (tmp_path / "out.pt").exists()
     code, text = said("recover", str(path), "-o", str(tmp_path / "out.pt"), "--json")
     fact: dict[str, Any] = json.loads(text)
-    assert code == 1 and fact["schema"] == "ckptool.recovery/1" and not fact["complete"]
+    assert code == 1 and fact["schema"] == "ckptool.recovery/2" and not fact["complete"]
     assert fact["back"] + len(fact["lost"]) == fact["tensors"] == 8
     assert fact == recover(path, tmp_path / "out.pt", overwrite=True).to_dict()
     assert said("recover", str(path), "-o", str(tmp_path / "out.pt"))[0] == 2

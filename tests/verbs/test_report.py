@@ -22,8 +22,8 @@ import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.analysis.report import CheckpointReport
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
-from ckptool.reports.report import CheckpointReport
 from ckptool.training.start import start
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run

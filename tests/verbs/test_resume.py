@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis.train import Outcome
 from ckptool.errors import Conflict, NoneValid, UsageError
-from ckptool.reports.train import Outcome
 from ckptool.training.models import MLP
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of

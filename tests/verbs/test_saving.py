@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptool.verbs._written import Written
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
 from ckptool.formats import read
 from ckptool.pickles import calls
+from ckptool.verbs._written import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.scan import progress_of
 from ckptool.cli import main
 from ckptool.errors import CkptoolError
-from ckptool.reports.scan import progress_of
 
 
 class Foreign:

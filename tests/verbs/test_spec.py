@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.targets import Target
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint, OutputExists, Unsupported
-from ckptool.reports.targets import Target
 from ckptool.verbs.spec import find_target
 from fixtures.make import TiedLanguageModel, make, mlp
 from tests.support.errors import three_parts

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis import verify as report
+from ckptool.analysis.verify import NonFinite, Verification
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.cli import main
 from ckptool.errors import (
@@ -27,8 +29,6 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.render.verify import verify_text
-from ckptool.reports import verify as report
-from ckptool.reports.verify import NonFinite, Verification
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS

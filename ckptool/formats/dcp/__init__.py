@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
+from ckptool.commands import Advice, command, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
+from ckptool.commands import Advice, other_program
 from ckptool.errors import (
     Ambiguous,
     Conflict,

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import Advice, command, other_program
 from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.commands import Advice, command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.parts import names_in
 

@@ -16,9 +16,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
-from ckptool.checkpoint.commands import Advice, other_program
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.commands import Advice, other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner, begin_alike
 from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, bare, in_a_row, join

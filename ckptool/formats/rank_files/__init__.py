@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.commands import OUT, Advice, command
 from ckptool.checkpoint.files import Folder, Input
+from ckptool.commands import OUT, Advice, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD

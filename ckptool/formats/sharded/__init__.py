@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.checkpoint.commands import Advice, command
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.commands import Advice, command
 from ckptool.errors import (
     Ambiguous,
     Conflict,

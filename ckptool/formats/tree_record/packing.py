@@ -8,12 +8,12 @@ import struct
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import flipped, in_storage_order, row_major
 from ckptool.checkpoint.tree import address, walk
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.tree_record import KEY, RESERVED, SCHEMA, STAND_INS

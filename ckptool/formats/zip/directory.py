@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import FILE, OUT, command
 from ckptool.checkpoint.files import Readable
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
-from ckptool.checkpoint.commands import FILE, OUT, command
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, counted, listed, printable
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ckptool.analysis.train import Kill, Proof
 from ckptool.errors import FileProblem, RunFailed, TextLines, UsageError, counted, printable
-from ckptool.reports.train import Kill, Proof
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.prove.fork_server import ForkServer

@@ -15,10 +15,10 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import PEFT
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta

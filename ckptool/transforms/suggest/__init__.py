@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, takewhile
 from typing import Any
 
+from ckptool.analysis.warm_start import Suggestion
 from ckptool.errors import UsageError, counted, form, printable
-from ckptool.reports.warm_start import Suggestion
 from ckptool.transforms.rules import parse_rule
 from ckptool.transforms.suggest.groups import Holes
 from ckptool.transforms.suggest.keys import Shape

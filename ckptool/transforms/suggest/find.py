@@ -15,10 +15,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from ckptool.analysis.find_rules import FoundRule, FoundRules
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import CkptoolError, counted
-from ckptool.reports.find_rules import FoundRule, FoundRules
 from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
 from ckptool.transforms.suggest.groups import Holes, NameGroup, alone, groups, has_holes

@@ -11,11 +11,11 @@ from functools import cache
 from itertools import combinations, permutations
 from math import gcd, prod
 
+from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
-from ckptool.reports.compare import same_bytes
 from ckptool.transforms.arithmetic import Arithmetic
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup

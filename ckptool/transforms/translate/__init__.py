@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
@@ -17,7 +18,6 @@ from ckptool.checkpoint.optimizer_keys import nested
 from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import CkptoolError
-from ckptool.reports.quantization import refuse_quantized
 from ckptool.transforms.rename import module_names
 from ckptool.transforms.rules import MAX_RULES
 from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, refuse_unused

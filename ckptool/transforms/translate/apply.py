@@ -8,10 +8,10 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.reports.compare import same_bytes
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, refuse_idle
 from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, refuse_growth

@@ -26,10 +26,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ckptool.checkpoint.commands import FILE, OUT, Advice, command
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
 from ckptool.transforms.key_names import KeyName, parse_name

@@ -9,8 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptool.analysis.findings import Finding, Stage
+from ckptool.analysis.inspect import Listing
+from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, tie_groups
+from ckptool.analysis.torch_versions import accepted, also_newer
 from ckptool.checkpoint import StorageRef, Tensor
-from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, Advice, Command, command
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.state_dicts import (
@@ -23,13 +26,10 @@ from ckptool.checkpoint.state_dicts import (
     wrappers,
 )
 from ckptool.checkpoint.tree import Path, address, children, item_at, walk
+from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
 from ckptool.errors import counted, form, listed, printable
 from ckptool.formats import named
 from ckptool.pickles.plain.values import expand
-from ckptool.reports.findings import Finding, Stage
-from ckptool.reports.inspect import Listing
-from ckptool.reports.targets import CHECKPOINT, SPEC, Target, tie_groups
-from ckptool.reports.torch_versions import accepted, also_newer
 
 _LIGHTNING = "pytorch-lightning_version"
 # Submodules by which averages keep two models, and the one that is the average.

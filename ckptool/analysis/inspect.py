@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptool.analysis.quantization import quantized_notes
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
@@ -26,15 +26,15 @@ from ckptool.checkpoint.state_dicts import (
     wrappers,
 )
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.weights_only import takes, weights_only
-from ckptool.reports.quantization import quantized_notes
 
 if TYPE_CHECKING:
-    from ckptool.reports.statistics import Statistics
+    from ckptool.analysis.statistics import Statistics
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
@@ -24,7 +25,6 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain.text import summary
-from ckptool.reports.compare import ValueDifference, compare_values, same_bytes
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC, Expected, Target, tie_groups
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.registry import Report
 from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats.strict_json import parse_object
-from ckptool.reports.targets import BUFFER, PARAMETER, SPEC, Expected, Target, tie_groups
 
 SCHEMA = "ckptool.spec/"
 VERSION = "1"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from ckptool.analysis.inspect import Listing
 from ckptool.checkpoint import Checkpoint, PartOf
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Object
@@ -21,7 +22,6 @@ from ckptool.formats.files_beside import all_uses
 from ckptool.formats.members import BESIDE_WEIGHTS
 from ckptool.formats.parts import MEMBERS
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
-from ckptool.reports.inspect import Listing
 
 GOOD, PART, MEMBER = "good", "part", "member"
 

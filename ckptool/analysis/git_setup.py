@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptool.analysis.verify import Problem
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.registry import Report
-from ckptool.reports.verify import Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

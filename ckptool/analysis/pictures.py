@@ -8,11 +8,11 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
+from ckptool.analysis.report import BINS, TensorPicture
+from ckptool.analysis.statistics import Statistics, ValueChunk, read
 from ckptool.checkpoint import Data, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, Array
 from ckptool.checkpoint.strided import in_storage_order, row_major, storage_axes, without_repeats
-from ckptool.reports.report import BINS, TensorPicture
-from ckptool.reports.statistics import Statistics, ValueChunk, read
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 MAX_TURNED = 1 << 24  # rows that are looked at side by side, a byte for each

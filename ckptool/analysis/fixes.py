@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import count
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.checkpoint.paths import absolute, parted
+from ckptool.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.formats import NOT_WRITTEN
 
 

@@ -7,22 +7,22 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ckptool.analysis.error_texts import MAX_TEXT, KnownError, recognised
+from ckptool.analysis.findings import Finding, Stage, in_order
+from ckptool.analysis.fit import LOAD_MODEL, TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.analysis.fixes import Chain
+from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of
+from ckptool.analysis.scan import ScannedFile
+from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
 from ckptool.errors import CkptoolError, listed, printable
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
 from ckptool.formats.parts import MEMBERS
-from ckptool.reports.error_texts import MAX_TEXT, KnownError, recognised
-from ckptool.reports.findings import Finding, Stage, in_order
-from ckptool.reports.fit import LOAD_MODEL, TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
-from ckptool.reports.fixes import Chain
-from ckptool.reports.inspect import WEIGHTS_ONLY, Listing, engine_of
-from ckptool.reports.scan import ScannedFile
-from ckptool.reports.targets import Target
 
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
 FOLDER, UNKNOWN = "folder", "unknown-error"  # codes of findings

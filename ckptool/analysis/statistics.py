@@ -12,7 +12,7 @@ from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, resolve, scra
 from ckptool.checkpoint.strided import any_order, without_repeats
 
 if TYPE_CHECKING:
-    from ckptool.reports.pictures import Sketch
+    from ckptool.analysis.pictures import Sketch
 
 
 @dataclass(frozen=True, slots=True)

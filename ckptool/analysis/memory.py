@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckptool.analysis.inspect import Listing, PartSummary, TensorRow, parts
 from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.state_dicts import AVERAGE, OPTIMIZER, WEIGHTS
 from ckptool.checkpoint.tree import tensors
-from ckptool.reports.inspect import Listing, PartSummary, TensorRow, parts
 
 ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
 _BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters

@@ -1,7 +1,7 @@
 """The commands that notes, errors and `doctor` print: argv that the program's parser takes, quoted for a shell once.
 
 `command` makes them from a verb and its options, which a test holds to the parser; an `Advice` is the last part of an
-error, a text that knows which commands are in it. File names are filled in by `reports.fixes`.
+error, a text that knows which commands are in it. File names are filled in by `analysis.fixes`.
 """
 
 from __future__ import annotations

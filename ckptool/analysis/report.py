@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint.registry import Report, provide
 
 if TYPE_CHECKING:
+    from ckptool.analysis.diff import Diff
+    from ckptool.analysis.doctor import Diagnosis
+    from ckptool.analysis.inspect import Inspection
+    from ckptool.analysis.plot import RunHistory
+    from ckptool.analysis.train import RunReport
     from ckptool.checkpoint import Note
-    from ckptool.reports.diff import Diff
-    from ckptool.reports.doctor import Diagnosis
-    from ckptool.reports.inspect import Inspection
-    from ckptool.reports.plot import RunHistory
-    from ckptool.reports.train import RunReport
 
 BINS = 24  # of a histogram
 

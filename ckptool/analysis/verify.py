@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.checkpoint import (
     Checkpoint,
     Composite,
@@ -21,18 +22,17 @@ from ckptool.checkpoint import (
     TensorEntry,
 )
 from ckptool.checkpoint.blocks import chunks, mismatch
-from ckptool.checkpoint.commands import Advice, command, input_of
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
+from ckptool.commands import Advice, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, listed
 from ckptool.formats.checksums import checksums
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
-from ckptool.reports.digests import Compared, Digests, readable_bytes
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent: all set, it is infinite or no number.

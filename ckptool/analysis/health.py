@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
+from ckptool.analysis.inspect import Listing, TensorRow
+from ckptool.analysis.report import Health, HealthFinding
+from ckptool.analysis.statistics import Statistics
 from ckptool.errors import counted
-from ckptool.reports.inspect import Listing, TensorRow
-from ckptool.reports.report import Health, HealthFinding
-from ckptool.reports.statistics import Statistics
 
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
 _WEIGHT = (

@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.checkpoint.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
 from ckptool.errors import Unsupported, UsageError, listed
 from ckptool.formats.model_folder import quantization_config
 
 if TYPE_CHECKING:
-    from ckptool.reports.warm_start import LoadReport
+    from ckptool.analysis.warm_start import LoadReport
 
 
 def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: str = "") -> Quantized:
@@ -48,7 +48,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     if not found:
         return
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
-    from ckptool.reports.warm_start import AS_IT_IS  # which no other of these needs
+    from ckptool.analysis.warm_start import AS_IT_IS  # which no other of these needs
 
     views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
     taken = {key for key, view in tensors.items() if view in views}

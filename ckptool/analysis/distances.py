@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
+from ckptool.analysis.report import Distances, NormsOverTime
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers, resolve
 from ckptool.checkpoint.state_dicts import find_state_dicts, without_wrappers
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError
-from ckptool.reports.report import Distances, NormsOverTime
 
 ROOM = 1 << 19  # values of all files that are in memory at a time
 LEAST = 1 << 10

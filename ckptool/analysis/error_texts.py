@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptool.checkpoint.commands import (
+from ckptool.commands import (
     FILE,
     FOLDER,
     MODEL,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ckptool.checkpoint.commands import Advice, Command, nearest
+from ckptool.analysis.doctor import UNKNOWN, Diagnosis, of_error_text
+from ckptool.analysis.error_texts import MAX_TEXT
 from ckptool.checkpoint.registry import Report
+from ckptool.commands import Advice, Command, nearest
 from ckptool.errors import NoMatch, UsageError
-from ckptool.reports.doctor import UNKNOWN, Diagnosis, of_error_text
-from ckptool.reports.error_texts import MAX_TEXT
 
 _CODE = "[a-z][a-z0-9-]*"
 # Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
+from ckptool.analysis.inspect import PartSummary
 from ckptool.checkpoint import Tensor, TensorEntry
-from ckptool.reports.inspect import PartSummary
 
 FOLDED = 3  # siblings, at least
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})", re.DOTALL)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from ckptool.checkpoint.commands import Advice, Command
-from ckptool.reports.fixes import Chain
+from ckptool.analysis.fixes import Chain
+from ckptool.commands import Advice, Command
 
 
 class Stage(IntEnum):

@@ -1,0 +1,283 @@
+"""Facts for people and programs: reports, and the lines and tables that they are told in.
+
+A report is a dataclass that is its own schema: its fields and public properties are its JSON, their types carry units,
+and `told` gives the lines that people see. The writers (terminal, JSON, Markdown, HTML) stand in `render`, each once.
+Every text of a line or table is escaped by them, so a name in a file is given as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from types import UnionType
+from typing import Annotated, Any, ClassVar, NamedTuple, Union
+
+from ckptool.errors import printable
+
+# Numbers for people ---------------------------------------------------------------------------------------------------
+
+_SIZES = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
+BAR = 12  # characters
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, three digits: `44.7 MB` (10^6), `512 B`."""
+    return next((f"{_three_digits(nbytes / n)} {unit}" for n, unit in _SIZES if nbytes >= n * 0.9995), f"{nbytes} B")
+
+
+def short(count: int) -> str:
+    """A count for people: `950`, `78.2k`, `11.2M`."""
+    return next((f"{_three_digits(count / n)}{unit}" for n, unit in _COUNTS if count >= n * 0.9995), str(count))
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def number(value: float | int | None) -> str:
+    """A number for people, five significant digits; `–` for none."""
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def age(seconds: float) -> str:
+    """A time in the largest unit that fits: `3 d`, `5 min`."""
+    units = (f"{int(seconds / length):,} {unit}" for length, unit in _AGES if seconds >= length)
+    return next(units, f"{max(0, int(seconds))} s")
+
+
+def bar(part: int, whole: int, width: int = BAR) -> str:
+    """A bar as long as `part` is of `whole`, in eighths of a character."""
+    eighths = round(part * width * 8 / whole) if whole else 0
+    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+
+
+# Lines and tables -----------------------------------------------------------------------------------------------------
+
+
+class Marked(str):
+    """A piece of a line that stands out.  mark: the method of `Style` that makes it so."""
+
+    __slots__ = ("mark",)
+    mark: str
+
+    def __new__(cls, text: str, mark: str) -> Marked:
+        marked = super().__new__(cls, text)
+        marked.mark = mark
+        return marked
+
+
+def bold(text: str) -> Marked:
+    return Marked(text, "bold")
+
+
+def dim(text: str) -> Marked:
+    return Marked(text, "dim")
+
+
+def red(text: str) -> Marked:
+    return Marked(text, "red")
+
+
+def green(text: str) -> Marked:
+    return Marked(text, "green")
+
+
+def yellow(text: str) -> Marked:
+    return Marked(text, "yellow")
+
+
+def blue(text: str) -> Marked:
+    return Marked(text, "blue")
+
+
+def cyan(text: str) -> Marked:
+    return Marked(text, "cyan")
+
+
+MORE = "  … {} more (--json lists them)"
+
+
+class Table(NamedTuple):
+    """Rows under a title: of cells, or of objects whose facts are the columns: `name nbytes why`.
+
+    heads: names of the columns, above them; the title stands in the place of an empty first one.
+    right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
+    limit: that many rows are shown, and `more` says how many there are besides.
+    """
+
+    rows: Sequence[Any]
+    columns: str = ""
+    title: str = ""
+    heads: Sequence[str] = ()
+    right: Sequence[int] = ()
+    indent: int = 2
+    limit: int | None = None
+    more: str = MORE
+
+    def cells(self) -> tuple[list[Sequence[str]], Sequence[int], int]:
+        """The cells of the rows that are shown, the columns that go to the right, and how many rows are left out."""
+        cut = self.limit is not None and len(self.rows) > self.limit + 1
+        rows = self.rows[: self.limit] if cut else self.rows
+        left = len(self.rows) - len(rows)
+        if not self.columns or not rows:
+            return list(rows), self.right, left
+        names = self.columns.split()
+        units = [facts_of(type(rows[0]))[name].unit for name in names]
+        right = {*self.right, *(number for number, unit in enumerate(units) if unit.right)}
+        pairs = list(zip(names, units, strict=True))
+        return [[unit.shown(getattr(row, name)) for name, unit in pairs] for row in rows], sorted(right), left
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """Something about a file that its user should know, escaped. `fix`: the command that fixes it, as argv."""
+
+    code: str
+    message: str
+    fix: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
+
+
+# A line; a line in pieces; a table; a note; or what depends on the columns of the terminal (None: lines of any length).
+# An empty line stands between what is before and what is after it: none begins or ends a text, none follows another.
+Part = str | Table | Note | Callable[[int | None], Iterable[Any]] | tuple[str, ...]
+Told = Iterable[Part]
+
+# Units ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """How the values of a type are shown.  json: what JSON has in the place of a value, of the type that `schema` says.
+
+    about: said of it in the schema.
+    """
+
+    show: Callable[[Any], str] = str
+    right: bool = False
+    about: str = ""
+    json: Callable[[Any], Any] | None = None
+    schema: Mapping[str, Any] | None = None
+
+    def shown(self, value: Any) -> str:
+        return "" if value is None else self.show(value)
+
+
+WHOLE = "(the whole file)"
+TEXT = Unit()
+Address = Annotated[str, Unit(lambda address: address or WHOLE)]
+Bytes = Annotated[int, Unit(size, right=True, about="in bytes")]
+Count = Annotated[int, Unit("{:,}".format, right=True)]
+Number = Annotated[float, Unit(number, right=True)]
+Seconds = Annotated[float, Unit(age, right=True, about="in seconds")]
+LIVE = "only in Python"  # of a field: Annotated[T, LIVE] is not in JSON
+
+
+class Fact(NamedTuple):
+    """A field or property of a report or a row.  kind: its type, with what it is annotated with."""
+
+    kind: Any
+    unit: Unit
+
+
+_FACTS: dict[Any, Mapping[str, Fact]] = {}
+
+
+def facts_of(kind: Any) -> Mapping[str, Fact]:
+    """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
+    if kind not in _FACTS:
+        _FACTS[kind] = _reflected(kind)
+    return _FACTS[kind]
+
+
+def _reflected(kind: Any) -> Mapping[str, Fact]:
+    hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
+    names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
+    facts = {name: hints[name] for name in names}
+    for name, value in vars(kind).items():
+        if isinstance(value, property) and not name.startswith("_"):
+            facts[name] = typing.get_type_hints(value.fget, localns=_classes(), include_extras=True)["return"]
+    return {name: Fact(hint, _unit(hint)) for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+
+
+def _unit(hint: Any) -> Unit:
+    """The unit of a type; of `Bytes | None` that of `Bytes`."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Annotated:
+        return next((each for each in arguments[1:] if isinstance(each, Unit)), TEXT)
+    inner = arguments if typing.get_origin(hint) in (Union, UnionType) else ()
+    return next((unit for unit in map(_unit, inner) if unit is not TEXT), TEXT)
+
+
+def _classes() -> dict[str, Any]:
+    """Every class of ours by its name: modules import some for checkers of types alone."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ckptool.")]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (isinstance(value, type) or typing.get_origin(value) is not None)
+    }
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """The base of all that verbs answer: text, plain values, and a table for notebooks, whatever it is about.
+
+    schema: name and version of its JSON, `scan/2`; by default that of the class.
+    verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess.
+    """
+
+    __slots__ = ()
+    schema: ClassVar[str] = ""
+    verdict: ClassVar[str] = ""
+
+    def told(self) -> Told:
+        """What people see. Keyword arguments that are declared as options are those of the command's printing."""
+        raise NotImplementedError
+
+    def exit(self) -> int:
+        """The exit code of the command that reports it: 1 where the verdict is no."""
+        return int(not getattr(self, self.verdict)) if self.verdict else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it as plain values of JSON: what `--json` prints."""
+        facts: dict[str, Any] = _provide("json", self)
+        return facts
+
+    def __str__(self) -> str:
+        """The text that the command prints."""
+        text: str = _provide("text", self)
+        return text.rstrip("\n")
+
+    def __repr__(self) -> str:
+        line = str(self).partition("\n")[0]
+        return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
+
+    def _repr_html_(self) -> str:
+        html: str = _provide("html", self)
+        return html
+
+    def __bool__(self) -> bool:
+        if self.verdict:
+            name = type(self).__name__
+            raise TypeError(f"a {name} is neither true nor false: ask for its .{self.verdict}, or whether it is None")
+        return True
+
+
+def schema_of(kind: type[Report]) -> str:
+    """The name and version of a report's JSON."""
+    return vars(kind).get("schema") or f"{kind.__name__.lower()}/2"
+
+
+def _provide(form: str, report: Report) -> Any:
+    return import_module("ckptool.checkpoint.registry").provide(form, report)

@@ -1,0 +1,93 @@
+"""Reports as text: the lines that each tells, for a terminal or for a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckptool.checkpoint.registry import provides
+from ckptool.errors import printable, quoted
+from ckptool.facts import Note, Report, Table, Told
+from ckptool.render.style import PLAIN, Style, columns
+
+
+@provides("text", Report)
+def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
+    """What a report tells, in lines.  view: options of its `told`."""
+    return "".join(f"{line}\n" for line in lines(report.told(**view), style))
+
+
+def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:
+    """The lines of what is told, escaped; an empty one only between two others."""
+    gap, begun = False, False
+    for line in _every(told, style):
+        if line:
+            yield from [""] if gap and begun else []
+            yield line
+            begun = True
+        gap = not line
+
+
+def _every(told: Told, style: Style) -> Iterator[str]:
+    for part in told:
+        if isinstance(part, str):
+            yield _marked(part, style)
+        elif isinstance(part, Table):
+            yield from _table(part, style)
+        elif isinstance(part, Note):
+            yield f"{style.yellow(part.code)}: {part.message}"
+            yield from [f"  {style.cyan(' '.join(map(quoted, part.fix)))}"] if part.fix else []
+        elif callable(part):
+            yield from _every(part(style.width), style)
+        else:
+            yield "".join(_marked(piece, style) for piece in part).rstrip()
+
+
+def _marked(piece: str, style: Style) -> str:
+    mark = getattr(piece, "mark", "")
+    text = printable(piece)
+    marked: str = getattr(style, mark)(text) if mark else text
+    return marked
+
+
+def _table(table: Table, style: Style) -> Iterator[str]:
+    """The rows as aligned lines, under the title. Where they are wider than the terminal: each row as its first cell,
+    and below it the others, which nothing cuts."""
+    rows, right, left = table.cells()
+    if not rows:
+        return
+    shown = [[printable(cell) for cell in row] for row in rows]
+    headed = [list(table.heads), *shown] if table.heads else shown
+    aligned = columns(headed, right, " " * table.indent)
+    title = printable(table.title)
+    if style.width is not None and any(len(line) > style.width for line in aligned):
+        yield from [style.bold(title)] if title else []
+        heads = table.heads[1:] or [""] * max(map(len, shown))
+        for row, texts in zip(rows, shown, strict=True):
+            yield " " * table.indent + _marked(row[0], style)
+            facts = [f"{head} {cell}".strip() for head, cell in zip(heads, texts[1:], strict=False) if cell]
+            yield from [" " * (table.indent + 4) + ", ".join(facts)] if facts else []
+    else:
+        if table.heads:
+            head = aligned.pop(0)
+            fits = title and head[: len(title)].isspace()
+            yield from [style.bold(title)] if title and not fits else []
+            yield style.bold(title) + style.dim(head[len(title) :]) if fits else style.dim(head)
+        elif title:
+            yield style.bold(title)
+        yield from (_coloured(row, line, style) for row, line in zip(rows, aligned, strict=True))
+    yield from [table.more.format(f"{left:,}")] if left else []
+
+
+def _coloured(row: Sequence[str], line: str, style: Style) -> str:
+    """A line of a table, whose cells stand out as they are marked."""
+    if not style.colour:
+        return line
+    at = 0
+    for cell in row:
+        text = printable(cell)
+        at = line.index(text, at)
+        marked = _marked(cell, style)
+        line = line[:at] + marked + line[at + len(text) :]
+        at += len(marked)
+    return line
