@@ -18,7 +18,7 @@ from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
-from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed, printable
+from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.formats import DEFAULT, WRITERS
 from ckptool.transforms.slim import equal
 
@@ -192,11 +192,11 @@ def lines_of(rows: Sequence[Member]) -> list[str]:
     """The members as a table for people."""
     cells = [
         (
-            printable(row.name),
-            printable(row.kind),
+            row.name,
+            row.kind,
             counted(row.tensors, "tensor") if row.tensors else "",
             f"{row.bytes:,} bytes" if row.tensors else "",
-            printable(row.file),
+            row.file,
         )
         for row in rows
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address
-from ckptool.errors import counted, listed, printable
+from ckptool.errors import counted, listed
 from ckptool.transforms.rename import Renamed
 from ckptool.verbs._change import FileChange, Row, Written
 
@@ -17,10 +17,9 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
     saved = change.save(renamed.checkpoint, changes=renamed.changed > 0)
     summary = f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean
     of_roots = [
-        f"{printable(root) or 'the whole file'}: {changed:,} of {counted(keys, 'key')}"
-        for root, changed, keys in renamed.roots
+        f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots
     ]
-    examples = [f"{printable(old)} → {printable(new)}" for old, new in renamed.examples]
+    examples = [f"{old} → {new}" for old, new in renamed.examples]
     more = len(renamed.names) - len(examples)
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     return saved.about(

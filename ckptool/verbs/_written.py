@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from ckptool.errors import listed
+from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Bytes, Note, Report, Told, bold, size
 from ckptool.formats import named
 
@@ -58,7 +58,8 @@ class Written(Report):
             return self.made[0]
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
         lines = [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
-        details, notes = (*lines, *self.details), (*notes, *self.left, *self.notes)
+        details, notes = (*map(printable, lines), *self.details), (*notes, *self.left, *self.notes)
+        summary = printable(summary)
         return replace(self, summary=summary, facts=facts, details=details, notes=notes, made=(), left=())
 
     def told(self) -> Told:

@@ -111,19 +111,19 @@ def average(
     behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
     lines = list(dict.fromkeys(line for each in left for line in each.lines))
     paths = [printable(name) for name in names[-count:]]
-    kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
+    kept = listed([f"{name} ({why})" for name, why in found.kept], 4)
     notes = []
     if how.method == "mean" and abs(sum(shares) - 1) >= 1e-6:
         message = f"the weights add up to {sum(shares):.6g}, not to 1: the result is scaled by that"
         notes.append(Note("weights-sum", message))
-    of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
+    of = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
     merged = "the mean" if how.method == "mean" else f"the {how.method} merge"
     return saved.about(
         f"{merged} of {counted(count, 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}",
         *[f"{share:.6g} × {path}" for share, path in zip(shares, paths, strict=True)][:8],
         Row("settings", list(how.settings), how.settings),
-        Row("weight", several(weight), map(printable, several(weight))),
+        Row("weight", several(weight), several(weight)),
         Row("kept", dict(found.kept), [f"from {paths[-1]} as they are: {kept}"] if kept else []),
         Row("left_behind", behind, lines),
         notes=notes,

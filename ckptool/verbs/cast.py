@@ -9,7 +9,7 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import several
-from ckptool.errors import NoMatch, UsageError, counted, listed, printable
+from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.options import option, verb
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
@@ -87,7 +87,7 @@ def cast(
         Row(
             "skipped",
             [{"path": name, "kind": kind} for name, kind in plan.skipped],
-            [f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped],
+            [f"{name} left as it is ({kind})" for name, kind in plan.skipped],
         ),
     ]
     if weights:
@@ -106,7 +106,7 @@ def _dequantized(done: DequantizedCheckpoint, dtype: str, most: int | None) -> l
         {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
         for name, weight in done.weights
     ]
-    lines = [f"{printable(str(row['path']))} {row['shape']} {dtype} ← {row['from']}" for row in rows[:most]]
+    lines = [f"{row['path']} {row['shape']} {dtype} ← {row['from']}" for row in rows[:most]]
     if most and len(rows) > most:
         lines.append(f"… and {counted(len(rows) - most, 'weight')} more (-n shows all)")
     return [Row("dequantized", rows, lines), Row.named("left_out", done.left_out, "left out, of activations:", 6)]
@@ -130,7 +130,7 @@ def _losses(plan: Cast) -> list[str]:
     lines = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
     for name, dtype, tally in lossy[:3]:
         rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
-        lines.append(f"  {printable(name)} ({dtype.name}): {rounded}")
+        lines.append(f"  {name} ({dtype.name}): {rounded}")
     for word, count in (
         ("became infinite or NaN", sum(tally.overflowed for _, _, tally in lossy)),
         ("became zero", sum(tally.underflowed for _, _, tally in lossy)),

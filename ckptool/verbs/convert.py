@@ -17,7 +17,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.commands import OUT, Advice, command, several
-from ckptool.errors import Unsupported, UsageError, counted, printable
+from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
@@ -192,7 +192,7 @@ def convert(
     left = left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
     saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
-        described = f"flat parameters are divided by the order and shapes in {printable(shown(against))}"
+        described = f"flat parameters are divided by the order and shapes in {shown(against)}"
         rows.append(f"{described}; the files tell only how many elements there are")
     count = sum(1 for _ in tensors(changed.tree))
     return saved.about(summary, *rows, *left.lines, notes=notes, tensors=count, **left.facts)
@@ -271,8 +271,8 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     if 0 < len(patterns) <= MANY_LOST:
         fix = Advice("Leave them out first: ", command("edit", path, drop=patterns, out=OUT))
     refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
-    lines = [f"converted {printable(place) or 'the top'}: {word}" for place, word in plain.converted]
-    lines += [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
+    lines = [f"converted {place or 'the top'}: {word}" for place, word in plain.converted]
+    lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
     return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in transient(part.tree)]
 
 
@@ -305,7 +305,7 @@ def _to_tensors(
         root, remark = one_state_dict(part, "" if named else None)
     metadata = container.keeps_metadata
     made = export(part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=metadata)
-    of = f" of {printable(root.address)}" if root.address else ""
+    of = f" of {root.address}" if root.address else ""
     summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
     notes = made.notes if container.keeps_ties else (*made.notes, *lost_ties(root.node, made, container.name))
     return made.checkpoint, summary, list(made.left_behind), notes
@@ -318,7 +318,7 @@ def _to_pickle(
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
         what = "the weights" if members.beside(part) else "everything"
-        what = f"all of {printable(address(part.base))}" if part.base else what
+        what = f"all of {address(part.base)}" if part.base else what
         return part, what + ("" if container.writes_folder else ", in a compact file"), [], _module_notes(part, path)
     root, _ = one_state_dict(part, "" if named else None)
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
@@ -329,7 +329,7 @@ def _to_pickle(
         what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
-        of = f" of {printable(root.address)}" if root.address else ""
+        of = f" of {root.address}" if root.address else ""
         summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{of}"
     tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
     return replace(part, tree=tree, extras={}), summary, behind, ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import locations
 from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
@@ -54,7 +54,7 @@ def remap(
         Row(
             "moves",
             [{"from": old, "to": new, "storages": count} for old, new, count in done.moves],
-            [f"{printable(old)} → {printable(new)}: {counted(count, 'storage')}" for old, new, count in done.moves],
+            [f"{old} → {new}: {counted(count, 'storage')}" for old, new, count in done.moves],
         ),
         changed=done.changed,
         storages=done.total,

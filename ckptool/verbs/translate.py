@@ -11,7 +11,7 @@ from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.commands import several
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
@@ -215,7 +215,7 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
     roots, lines = [], []
     for place, root in done.roots:
         steps = [_step(step, root) for step in root.steps]
-        lines += [f"{printable(place) or 'the whole file'}:"] if len(done.roots) > 1 else []
+        lines += [f"{place or 'the whole file'}:"] if len(done.roots) > 1 else []
         shown = dict(enumerate(steps))
         if len(steps) > MANY and not dry_run:  # the first of each rule
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
@@ -259,7 +259,7 @@ def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
 def _line(step: dict[str, Any], reshapes: bool) -> str:
     def named(tensors: list[dict[str, Any]], shapes: bool = True) -> str:
         sizes = [f" {each['shape']}" if shapes and each["shape"] is not None else "" for each in tensors]
-        return listed([printable(each["name"]) + size for each, size in zip(tensors, sizes, strict=True)], 4)
+        return listed([each["name"] + size for each, size in zip(tensors, sizes, strict=True)], 4)
 
     rule = f" : {step['operations']}" if step["operations"] else ""
     return f"{named(step['inputs'], reshapes)} → {named(step['outputs'])}{rule}"
