@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.analysis.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
+from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
 from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
-from ckptool.render.plot import plot_text
+from ckptool.render.lines import text as text_of
 from ckptool.render.style import Style
 from ckptool.training.start import start
+from ckptool.verbs.plot import RunHistory
 from tests.support.cli import Ran, done
 from tests.support.looped import examples
 from tests.support.small_runs import config
@@ -197,7 +198,7 @@ def test_any_curve_can_be_drawn_within_the_width(
     points: list[tuple[int, float]], steps: list[int], width: int | None
 ) -> None:
     found = history(points, steps)
-    text = plot_text(found, style=Style(width=width))
+    text = text_of(found, style=Style(width=width))
     drawn = [line for line in text.split("\n") if re.search("[┤│└]", line)]
     assert drawn and all(len(line) <= (width or 80) for line in drawn)
     assert any(0x2800 < ord(c) < 0x2900 for c in text) == bool(found.curves["loss"].finite)
