@@ -159,7 +159,7 @@ def convert(
     if optimizer_as is not None:
         _refuse_only_weights(container, all)
         from ckptool.transforms.optimizer_names import with_optimizers
-        from ckptool.verbs.spec import find_target
+        from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
@@ -213,7 +213,7 @@ def _opened(
         what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
         raise UsageError(what, "No folder needs both.", "Leave out one of them.")
     from ckptool.formats.rank_files.flat_parameters import rebuilt
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     path, place = split(file)
     target = find_target(against)
