@@ -165,7 +165,7 @@ def convert(
             fix = "For example: -o checkpoint.pt; or --all"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizer_names import with_optimizers
-        from ckptool.verbs.spec import find_target
+        from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
@@ -214,7 +214,7 @@ def _opened(
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.rank_files.flat_parameters import rebuilt
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     path, place = split(file)
     target = find_target(against)

@@ -105,7 +105,7 @@ def warm_start(
     from ckptool.transforms.optimizer_state import carried
     from ckptool.transforms.translate import translated_items, translation_in
     from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     changing = translation_in(several(rename, " => "), rules_file)
     wanted = match_options(
