@@ -153,6 +153,7 @@ def with_verb(words: Sequence[str]) -> list[str]:
 
 FILE = Slot("FILE")
 OUT = Slot("OUT")
+OUT_NPZ = Slot("OUT.npz")
 OUT_PT = Slot("OUT.pt")
 OUT_SAFETENSORS = Slot("OUT.safetensors")
 MODEL = Slot("MODEL")
