@@ -324,8 +324,8 @@ def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
     while count < len(sizes) and flattest(count + 1) <= flattest(count):
         count += 1
     thick, at, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
-    for size in sizes[:count]:
-        length = size * scale / thick
+    for each in sizes[:count]:
+        length = each * scale / thick
         row.append((x, y + at, thick, length) if width >= height else (x + at, y, length, thick))
         at += length
     wide, high = (width - thick, height) if width >= height else (width, height - thick)
