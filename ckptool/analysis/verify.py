@@ -36,6 +36,7 @@ from ckptool.checkpoint.workers import checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, Advice, command, input_of
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
+    MORE,
     WHOLE,
     Address,
     Bytes,
@@ -234,7 +235,7 @@ def _told_problems(problems: Sequence[Problem]) -> Told:
         if first.why:
             yield "    ", dim(first.why)
     if len(groups) > SHOWN:
-        yield f"  … {counted(len(groups) - SHOWN, 'more problem')} (--json lists them)"
+        yield MORE.format(f"{len(groups) - SHOWN:,}")
 
 
 # What is checked ------------------------------------------------------------------------------------------------------
