@@ -84,7 +84,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         raise LimitExceeded(f"{source}: a header of {size:,} bytes", f"safetensors allows {MAX_HEADER:,}.")
     if 8 + size > source.size:
         what = f"{source} ends inside its header, which has {size:,} bytes"
-        raise Truncated(what, "The file was cut off.", "Copy or download it again.")
+        raise Truncated(what, fix="Copy or download it again.")
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()

@@ -76,8 +76,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     if not overwrite:
         raise OutputExists(
             f"{path} exists already",
-            "It was left as it is.",
-            f"Overwrite it: {arg(overwrite=True)}, or choose another name.",
+            fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.",
         )
     return real
 
@@ -318,8 +317,7 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
     except FileExistsError:
         raise OutputExists(
             f"{target} was created by another process in the meantime",
-            "It was left as it is.",
-            f"Overwrite it: {arg(overwrite=True)}.",
+            fix=f"Overwrite it: {arg(overwrite=True)}.",
         ) from None
     except OSError:  # a file system without hard links
         check_target(target, overwrite=False)

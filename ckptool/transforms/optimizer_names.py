@@ -32,7 +32,7 @@ from ckptool.transforms.optimizer_state import (
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
-OPTION = "--optimizer-as"
+OPTION = arg("optimizer_as")
 ADVICE = f"name the model, or a spec of it, for the order of its parameters: {arg(against='model.py:build')}"
 
 
