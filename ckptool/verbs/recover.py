@@ -12,6 +12,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
+from ckptool.commands import OUT, arg
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
 from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
@@ -222,13 +223,13 @@ def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
         raise UsageError(
             "recover needs an output",
             "It writes a new file, and leaves the damaged one as it is.",
-            "For example: -o recovered.pt",
+            f"For example: {arg(out='recovered.pt')}",
         )
     if source.is_at(out):
         raise Conflict(
             f"{os.fspath(out)} is the damaged file itself",
             "More may yet be recovered from it; it was left as it is.",
-            "Choose another name: -o OUT",
+            f"Choose another name: {arg(out=OUT)}",
         )
     check_target(out, overwrite=overwrite)
     return os.fspath(out)
