@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import storages
-from ckptool.commands import OUT, Advice, command
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
@@ -93,7 +93,9 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     """
     if not isinstance(source, Source):
         what = f"{source} is a folder"
-        raise UsageError(what, "Files are recovered one by one.", "Name the damaged file: ckptool recover FILE -o OUT")
+        raise UsageError(
+            what, "Files are recovered one by one.", f"Name the damaged file: {command('recover', FILE, out=OUT)}"
+        )
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":

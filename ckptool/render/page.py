@@ -306,20 +306,30 @@ def _piece(name: str, start: int) -> str:
 
 
 def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
-    """Boxes of these sizes, the largest first, that fill an area: halved along its longer side again and again."""
-    if len(sizes) < 2:
-        return [area] * len(sizes)
-    total, first, cut = sum(sizes), sizes[0], 1
-    while cut < len(sizes) - 1 and first + sizes[cut] / 2 < total / 2:
-        first, cut = first + sizes[cut], cut + 1
+    """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
+
+    Bruls, Huizing, van Wijk, "Squarified treemaps" (2000).
+    """
     x, y, width, height = area
-    if width >= height:
-        part = width * first / total
-        one, other = (x, y, part, height), (x + part, y, width - part, height)
-    else:
-        part = height * first / total
-        one, other = (x, y, width, part), (x, y + part, width, height - part)
-    return boxes(sizes[:cut], one) + boxes(sizes[cut:], other)
+    side, scale = min(width, height), width * height / (sum(sizes) or 1)
+    if not sizes or not scale:
+        return [area] * len(sizes)
+
+    def flattest(count: int) -> float:
+        """How flat the flattest box is, where so many stand in a row."""
+        total = sum(sizes[:count]) * scale
+        return max(side**2 * max(sizes[:count]) * scale / total**2, total**2 / (side**2 * min(sizes[:count]) * scale))
+
+    count = 1
+    while count < len(sizes) and flattest(count + 1) <= flattest(count):
+        count += 1
+    thick, at, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
+    for each in sizes[:count]:
+        length = each * scale / thick
+        row.append((x, y + at, thick, length) if width >= height else (x + at, y, length, thick))
+        at += length
+    wide, high = (width - thick, height) if width >= height else (width, height - thick)
+    return row + boxes(sizes[count:], (x + width - wide, y + height - high, max(wide, 0), max(high, 0)))
 
 
 # All tensors ----------------------------------------------------------------------------------------------------------

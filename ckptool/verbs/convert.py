@@ -16,14 +16,14 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
-from ckptool.commands import OUT, Advice, command, several
+from ckptool.commands import OUT, Advice, command
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -154,7 +154,7 @@ def convert(
             fix = "For example: -o checkpoint.pt; or --all"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizer_names import with_optimizers
-        from ckptool.verbs.spec import find_target
+        from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
@@ -203,7 +203,7 @@ def _opened(
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.rank_files.flat_parameters import rebuilt
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     path, place = split(file)
     target = find_target(against)

@@ -72,7 +72,7 @@ def _devices(file: CheckpointLike) -> list[str] | None:
 
 def target_of(against: CheckpointLike) -> Target:
     """The model that a checkpoint is to be loaded into."""
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     return find_target(against).as_it_loads
 

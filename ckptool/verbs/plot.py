@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 from ckptool.analysis.curves import Curve, CurveBuilder, column
 from ckptool.checkpoint.patterns import matcher
-from ckptool.commands import several
 from ckptool.errors import NoMatch, counted, listed
 from ckptool.facts import LIVE, Report, Table, Told, bold, cyan, number
 from ckptool.formats.opening import refuse_address
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.training import HISTORY, METRICS
 from ckptool.training.store import Lines
 from ckptool.verbs._options import Texts

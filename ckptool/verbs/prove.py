@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 from ckptool.analysis.prove import CommandProof
 from ckptool.analysis.train import Proof
-from ckptool.commands import several
 from ckptool.errors import UsageError
-from ckptool.options import Watched, argument, option, verb
+from ckptool.options import Watched, argument, option, several, verb
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 

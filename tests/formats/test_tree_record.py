@@ -82,7 +82,7 @@ def test_safetensors_opens_it_and_sees_the_values(name: str, tmp_path: Path) -> 
             )
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(graph=graphs())
 def test_any_graph_comes_back(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     tree = _known(as_tree(graph))

@@ -132,7 +132,7 @@ def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> Non
 # The points of long curves -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.integers(1, 40_000), st.sampled_from([1, 7, 10**6]), st.booleans())
 def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in_order: bool) -> None:
     dice = random.Random(seed)
@@ -193,7 +193,6 @@ def history(points: list[tuple[int, float]], steps: list[int]) -> RunHistory:
     return RunHistory("runs/x", {"loss": builder.curve()}, tuple(sorted(steps)), event="save", step=1)
 
 
-@settings(deadline=None)
 @given(curves, st.lists(st.integers(0, 400), max_size=5), st.sampled_from([None, 40, 80, 200]))
 def test_any_curve_can_be_drawn_within_the_width(
     points: list[tuple[int, float]], steps: list[int], width: int | None
