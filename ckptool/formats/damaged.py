@@ -12,12 +12,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.tree import storages
+from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
@@ -62,6 +62,20 @@ class LostRecord:
     why: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LostTensor:
+    """A tensor or storage whose data is lost, and its place. storage: the one that is lost.  record: which it was."""
+
+    path: Path
+    node: TensorEntry | Composite | StorageRef
+    storage: Storage
+    record: LostRecord
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+
 @dataclass(slots=True, eq=False)
 class Salvaged:
     """The contents of a damaged file.
@@ -84,6 +98,15 @@ class Salvaged:
     def lost_of(self, storage: Storage) -> LostRecord | None:
         """Why a storage's data is lost; None if it is there."""
         return next((self.lost[id(part.data)] for part in storage.below() if id(part.data) in self.lost), None)
+
+    def lost_tensors(self) -> list[LostTensor]:
+        """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
+        lost = []
+        for path, node in walk(self.checkpoint.tree):
+            records = ((part.storage, self.lost_of(part.storage)) for part in stored_parts(node))
+            gone = next(((storage, record) for storage, record in records if record is not None), None)
+            lost += [LostTensor(path, node, *gone)] if gone is not None else []
+        return lost
 
 
 def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:

@@ -180,7 +180,7 @@ class CommandRuns:
         names = {_pattern(name) for name in proof.compared}
         ours = (steps for path, steps in self.seen.items() if any(path == n or path.startswith(f"{n}/") for n in names))
         self.saved = min(ours, default=0)
-        if others := self.look(self.run).others:
+        if others := self.look(self.run).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.reference:
             proof.remarks.append("no optimizer step of torch was seen: kills come by time, and no cause is named")
