@@ -10,7 +10,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
-from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
+from ckptool.errors import PlanRefused, UsageError, counted, escaped, listed, printable
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
@@ -112,6 +112,9 @@ class Refusal:
     code: str
     what: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", escaped(self.fix))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

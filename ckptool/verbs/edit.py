@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.commands import several
 from ckptool.errors import UsageError
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs

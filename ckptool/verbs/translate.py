@@ -10,13 +10,12 @@ from typing import Annotated, Any
 from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
-from ckptool.commands import several
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.formats.sharded.writing import divided
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
