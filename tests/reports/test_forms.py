@@ -19,9 +19,9 @@ from ckptool.analysis.prove import CommandProof
 from ckptool.analysis.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
+from ckptool.training.history import RunHistory
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._schema import schema
-from ckptool.verbs.plot import RunHistory
 
 NASTY = "<script>alert('x')</script>\x1b[31m"
 REPORTS: dict[str, Callable[[], Any]] = {
