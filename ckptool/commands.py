@@ -127,6 +127,7 @@ FLAGS = {
     "rules_file": "--rules",
     "from_folder": "--from",
     "latest_only": "--latest-good",
+    "file": "",
     "members": "",
     "values": "",
 }
