@@ -282,7 +282,7 @@ def _check_agreement(index: _Index) -> None:
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
             "They come from two runs, or a shard was replaced.",
-            _AGAIN,
+            _AGAIN
         )  # fmt: skip
 
 
