@@ -24,7 +24,8 @@ from ckptool.analysis.error_texts import KNOWN
 from ckptool.analysis.explain import all_codes
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, Advice, Command
+from ckptool.commands import VERBS, Command
+from ckptool.errors import Text
 from ckptool.options import signature_of
 from tests.support.house import House, Module, lost
 
@@ -251,7 +252,7 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
             yield from ((place(module, call), call, "") for call in constant)
         yield from ((at, line, "") for at, line in written_out(module))
     for known in KNOWN:
-        advised = known.advice.commands if isinstance(known.advice, Advice) else ()
+        advised = known.advice.commands if isinstance(known.advice, Text) else ()
         for fix in (*known.fixes, *advised):
             yield "the table of errors", str(fix), "" if isinstance(fix, Command) else "not built"
 
