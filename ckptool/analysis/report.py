@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ckptool.analysis.doctor import Diagnosis
     from ckptool.analysis.inspect import Inspection
     from ckptool.analysis.plot import RunHistory
-    from ckptool.analysis.train import RunReport
     from ckptool.checkpoint import Note
+    from ckptool.training.reports import RunReport
 
 BINS = 24  # of a histogram
 

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
-from ckptool.analysis.git_setup import GitCheck
 from ckptool.analysis.verify import Problem
 from ckptool.checkpoint.files import Source
-from ckptool.errors import CkptoolError, listed, quoted
+from ckptool.errors import CkptoolError, counted, listed, quoted
+from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
 from ckptool.facts import size as size_text
 from ckptool.options import argument, option, verb
-from ckptool.render.style import WHOLE
 from ckptool.verbs._git_setup import POINTER, SMALL, git
 from ckptool.verbs.scan import scan
 from ckptool.verbs.verify import verify
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class GitCheck(Report):
+    """A file to be committed, and its problems. pointer: it is a git-lfs pointer, not the file itself."""
+
+    schema = "git_check/2"
+    verdict = "fine"
+
+    file: str
+    pointer: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def fine(self) -> bool:
+        return not self.problems
+
+    def told(self) -> Told:
+        if self.fine:
+            yield bold(self.file), ": ", green("fine"), ", a git-lfs pointer" if self.pointer else ""
+            return
+        yield bold(self.file), ": ", red(counted(len(self.problems), "problem"))
+        for problem in self.problems:
+            yield "  ", yellow(problem.code), f": {problem.what}"
+            yield from [f"    {problem.why}"] if problem.why else []
 
 
 @verb(

@@ -14,10 +14,10 @@ from ckptool.errors import NoMatch, listed
 from ckptool.formats.opening import refuse_address
 from ckptool.options import option, verb
 from ckptool.training import HISTORY, METRICS
+from ckptool.training.inspect_run import folder_of
 from ckptool.training.store import Lines
 from ckptool.verbs._options import Texts
 from ckptool.verbs._training import RunFolder
-from ckptool.verbs.inspect_run import folder_of
 
 MOST_CURVES = 100  # of one run
 _ENDS = ("stop", "early-stop", "failed", "done")

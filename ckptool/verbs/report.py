@@ -15,7 +15,6 @@ from ckptool.analysis.inspect import Inspection, Listing, listing
 from ckptool.analysis.pictures import MOST_THUMBNAILS, detail, pictured
 from ckptool.analysis.report import CheckpointReport, Distances, FileReport, Health, NormsOverTime, TensorPicture
 from ckptool.analysis.statistics import Statistics
-from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
@@ -26,6 +25,7 @@ from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
+from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import Out, Overwrite
 from ckptool.verbs.inspect import inspection_notes
 
@@ -136,7 +136,7 @@ def _distances(opened: Sequence[Opened]) -> Distances:
 
 
 def _run(run: PathLike) -> RunReport:
-    from ckptool.verbs.inspect_run import inspect_run
+    from ckptool.training.inspect_run import inspect_run
 
     return inspect_run(run)
 

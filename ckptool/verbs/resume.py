@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from ckptool.analysis.train import Outcome
 from ckptool.commands import several
 from ckptool.options import option, verb
+from ckptool.training.reports import Outcome
 from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
 
 

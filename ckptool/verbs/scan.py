@@ -11,7 +11,6 @@ from typing import Annotated
 from ckptool import formats
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.scan import Scan, ScannedFile, damaged, latest_good, scanned, unknown_names
-from ckptool.analysis.train import RunReport
 from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.paths import file_problem
@@ -23,6 +22,7 @@ from ckptool.formats.opening import PathLike, counting_whole, refuse_address
 from ckptool.options import argument, option, verb
 from ckptool.pickles.skeleton import reaches_a_call
 from ckptool.training import is_run
+from ckptool.training.reports import RunReport
 from ckptool.verbs._options import Jobs
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
@@ -39,7 +39,7 @@ _BESIDE = frozenset({"training_args.bin"})
 def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: bool = False) -> RunReport | None:
     if latest_only or quiet or not is_run(path):
         return None
-    from ckptool.verbs.inspect_run import inspect_run
+    from ckptool.training.inspect_run import inspect_run
 
     return inspect_run(path, full=full)
 

@@ -32,8 +32,7 @@ LONG = 40  # lines of a function
 WIDE = 120  # columns
 HARNESS = {
     "cli": ("training",),
-    "render": ("prove", "train"),
-    "verbs": ("_training", "inspect_run", "prove", "prune", "resume", "train", "training"),
+    "verbs": ("_training", "eval", "prove", "prune", "resume", "train", "training"),
 }
 
 
