@@ -16,7 +16,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, get_args
 
 from ckptool import formats
-from ckptool.analysis.digests import dtype_name, path_digests
+from ckptool.analysis.digests import tensor_digests
 from ckptool.analysis.inspect import listing
 from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.blocks import sha256_of
@@ -55,7 +55,7 @@ class GitSetup(Report):
     or taken out of it.  removed: this was the way back.  dry_run: nothing was changed.
     """
 
-    schema = "git_setup/2"
+    schema = "git-setup/2"
 
     commands: tuple[tuple[str, ...], ...]
     attributes: str
@@ -261,9 +261,9 @@ def _lines(source: Source) -> Iterator[str]:
         else:
             pairs.append((row.path, array))
             kinds.append("numpy ")
-    digests = path_digests(checkpoint.tree, pairs)
-    for (path, tensor), digest, kind in zip(pairs, digests, kinds, strict=True):
-        yield f"{_name(path)}  {kind}{dtype_name(tensor)} {list(tensor.shape or ())}  {digest[:DIGITS]}"
+    digests = tensor_digests(checkpoint.tree, pairs)
+    for (path, _), tensor, kind in zip(pairs, digests, kinds, strict=True):
+        yield f"{_name(path)}  {kind}{tensor.dtype} {list(tensor.shape or ())}  {tensor.sha256[:DIGITS]}"
     if found.unlisted:  # a change of one of them is to be seen, too
         more = counted(found.unlisted, "more entry", "more entries")
         yield f"… and {more}, in a file with the digest  {digest_of(source.path)[:DIGITS]}"

@@ -8,10 +8,9 @@ from ckptool.analysis.fixes import runnable
 from ckptool.analysis.inspect import Inspection, Listing, listing, matching_only
 from ckptool.checkpoint import Composite, Note
 from ckptool.checkpoint.files import unchanged
-from ckptool.commands import several
 from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import open_file
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis.curves import Curve
 from ckptool.analysis.explain import explain
-from ckptool.analysis.plot import Curve, RunHistory
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
 from ckptool.facts import Page
@@ -21,6 +21,7 @@ from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Re
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._git_setup import GitSetup
 from ckptool.verbs._schema import schema
+from ckptool.verbs.plot import RunHistory
 from ckptool.verbs.prune import Gone, Kept, Pruned
 
 NASTY = "<script>alert('x')</script>\x1b[31m"

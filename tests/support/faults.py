@@ -232,7 +232,7 @@ def warm() -> None:
             importlib.import_module(f"ckptool.{package}").__path__, f"ckptool.{package}."
         ):
             importlib.import_module(module.name)
-    for name in ("numpy", "ml_dtypes", "yaml", "ctypes"):
+    for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
         importlib.import_module(name)
     from ckptool.output import copying
 
