@@ -14,7 +14,6 @@ from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Inspection, listing
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
-from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
@@ -27,6 +26,7 @@ from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
 from ckptool.training.history import RunHistory, history_of
+from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import Out, Overwrite
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
@@ -123,8 +123,8 @@ def report(
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
+    from ckptool.training.inspect_run import inspect_run
     from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
-    from ckptool.verbs.inspect_run import inspect_run
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
