@@ -10,7 +10,7 @@ from ckptool.checkpoint.registry import Report, provide
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
     from ckptool.analysis.doctor import Diagnosis
-    from ckptool.analysis.inspect import Inspection
+    from ckptool.analysis.inspect import Listing
     from ckptool.analysis.plot import RunHistory
     from ckptool.analysis.train import RunReport
     from ckptool.checkpoint import Note
@@ -68,7 +68,7 @@ class FileReport:
     inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty.
     """
 
-    inspection: Inspection | None
+    inspection: Listing | None
     diagnosis: Diagnosis
     pictures: dict[str, TensorPicture]
     health: Health

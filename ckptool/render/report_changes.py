@@ -127,7 +127,7 @@ def _clauses(report: CheckpointReport) -> Iterator[str]:
 
 def _not_finite(diff: Diff, side: int, file: FileReport) -> set[str]:
     """What was compared of a file and holds NaN or Inf."""
-    rows = file.inspection.listing.tensors if file.inspection is not None else ()
+    rows = file.inspection.tensors if file.inspection is not None else ()
     numbers = file.inspection.statistics if file.inspection is not None else {}
     odd = [row for row in rows if (one := numbers.get(row.address)) is not None and (one.nans or one.infs)]
     return {name for row in odd if (name := place(diff, side, row.path)) is not None}

@@ -11,14 +11,11 @@ from pathlib import Path
 from re import finditer
 from typing import TYPE_CHECKING, Any
 
-from ckptool.analysis.inspect import engine_of, parts
-from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.inspect import engine_of
+from ckptool.analysis.outline import Branch, outline, overview
 from ckptool.analysis.report import CheckpointReport, FileReport
 from ckptool.errors import counted, printable, quoted
 from ckptool.facts import size
-from ckptool.render.inspect import branch_detail, overview
-from ckptool.render.memory_line import memory_text
-from ckptool.render.outline import Branch, outline
 from ckptool.render.report_changes import PageNote, changes, distance_rows, place, run_facts
 from ckptool.render.report_table import packed, parts_of
 from ckptool.render.svg import treemap
@@ -38,7 +35,7 @@ def report_page(report: CheckpointReport) -> str:
     style, script = (TEMPLATES.joinpath(name).read_text("utf-8") for name in ("report.css", "report.js"))
     several = len(report.files) > 1
     files = [_file(file) | {"letter": letter(number) if several else ""} for number, file in enumerate(report.files)]
-    listed = any(file.inspection is not None and file.inspection.listing.tensors for file in report.files)
+    listed = any(file.inspection is not None and file.inspection.tensors for file in report.files)
     rules = dict.fromkeys(rule for file in report.files for rule in file.health.rules)
     found = {f"{finding.kind}: {finding.rule}" for file in report.files for finding in file.health.findings}
     return (
@@ -146,7 +143,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         verdict = Verdict("Does it load?", "It cannot be opened", "bad", "What it is, and what to do, stands below.")
         empty = dict.fromkeys(("cells", "health", "memory", "outline"))
         return facts | empty | {"verdicts": [verdict], "notes": notes}
-    found, divided = file.inspection.listing, parts_of(file)
+    found, divided = file.inspection, parts_of(file)
     notes += [
         PageNote(note.code, note.message, [" ".join(map(quoted, note.fix))] if note.fix else [])
         for note in file.inspection.notes
@@ -160,7 +157,7 @@ def _file(file: FileReport) -> dict[str, Any]:
         "facts": " · ".join(what),
         "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
         "notes": notes,
-        "memory": memory_text(memory_needs(found)),
+        "memory": str(found.memory),
         "cells": treemap(divided, file.inspection.statistics, 1000, 260),
         "narrow": treemap(divided, file.inspection.statistics, 372, 420),
         "outline": list(_outline(file)),
@@ -219,7 +216,7 @@ class OutlineLine:
 
 def _outline(file: FileReport) -> Iterator[OutlineLine]:
     assert file.inspection is not None
-    shown, hidden = overview(parts(file.inspection.listing))
+    shown, hidden = overview(file.inspection.parts)
     most = max((row.bytes or 0 for row in shown), default=0) or 1
     deep = sum(1 for row in shown if row.outline is not None) or 1
     for row in shown:
@@ -234,8 +231,8 @@ def _outline(file: FileReport) -> Iterator[OutlineLine]:
 
 def _branches(branch: Branch, level: int, most: int) -> Iterator[OutlineLine]:
     for child in branch.expanded:
-        tied = child.leaf is not None and child.times == 1 and child.leaf in child.part.tied
-        detail, bar = branch_detail(child, child.part), 100 * child.size // most
+        tied = child.is_tied
+        detail, bar = child.detail, 100 * child.size // most
         yield OutlineLine(
             child.label,
             min(level, 8),

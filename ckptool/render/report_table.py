@@ -11,7 +11,7 @@ from typing import Any
 from zlib import compress
 
 from ckptool.analysis.diff import Diff, Difference
-from ckptool.analysis.inspect import PartSummary, TensorRow, parts, summary_of
+from ckptool.analysis.inspect import PartSummary, TensorRow, summary_of
 from ckptool.analysis.report import CheckpointReport, FileReport, TensorPicture
 from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import TensorEntry
@@ -51,9 +51,9 @@ def parts_of(file: FileReport) -> list[PartSummary]:
     """The parts of a file that have tensors; the last one for those that are in none."""
     if file.inspection is None:
         return []
-    found = parts(file.inspection.listing)
+    found = file.inspection.parts
     inside = {id(row) for part in found for row in part.rows}
-    rest = [row for row in file.inspection.listing.tensors if id(row) not in inside]
+    rest = [row for row in file.inspection.tensors if id(row) not in inside]
     return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
 
 

@@ -19,6 +19,7 @@ from ckptool.analysis.digests import dtype_name, path_digests
 from ckptool.analysis.git_setup import GitSetup
 from ckptool.analysis.inspect import EntryRow, listing
 from ckptool.analysis.train import Page
+from ckptool.analysis.words import value_text
 from ckptool.checkpoint import Data, InlineBytes, Note, Storage, StorageRef, Tensor
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
@@ -36,10 +37,10 @@ from ckptool.errors import (
     listed,
     printable,
 )
+from ckptool.facts import WHOLE
 from ckptool.options import option, verb
 from ckptool.output import check_target, digest_of, make_folder, replace_file
 from ckptool.pickles.plain.values import expand
-from ckptool.render.style import WHOLE, value_text
 from ckptool.verbs._options import DryRun
 
 # What is never anything but a checkpoint or an array, and the names that trainers give to `.bin` and `.tar`.

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 from ckptool.analysis.diff import Diff
 from ckptool.analysis.distances import Unreadable, Weights, distances, norms_over_time, weights_of
 from ckptool.analysis.health import health
-from ckptool.analysis.inspect import Inspection, Listing, listing
+from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.pictures import MOST_THUMBNAILS, detail, pictured
 from ckptool.analysis.report import CheckpointReport, Distances, FileReport, Health, NormsOverTime, TensorPicture
 from ckptool.analysis.statistics import Statistics
@@ -27,7 +27,6 @@ from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
 from ckptool.verbs._options import Out, Overwrite
-from ckptool.verbs.inspect import inspection_notes
 
 MOST_STEPS = 50  # checkpoints of a run that are read
 MOST_NAMES = 50_000  # tensors of all of them
@@ -221,7 +220,7 @@ def _written(found: CheckpointReport, out: str, overwrite: bool) -> CheckpointRe
 def _file_report(opened: Opened) -> FileReport:
     found = listing(opened.checkpoint, opened.at or "")
     values = _read(found)
-    inspection = Inspection(found, values.numbers, inspection_notes(found, values.numbers, opened.path))
+    inspection = with_statistics(found, values.numbers, opened.path)
     judged = health(found, values.numbers, values.dead, values.skipped)
     from ckptool.verbs.doctor import of_opened
 
