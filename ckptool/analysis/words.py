@@ -51,11 +51,13 @@ def type_name(value: Any) -> str:
 
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
-    if all(type(segment) in (str, int) for segment in path):
-        return list(path)
+    return [segment if type(segment) in (str, int) else _key_json(segment) for segment in path]
+
+
+def _key_json(key: Any) -> str:
     from ckptool.pickles.plain.text import summary
 
-    return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
+    return summary(key, 1_000)
 
 
 def value_json(value: Any) -> Any:
@@ -78,7 +80,11 @@ def tensor_json(tensor: Tensor, storage: int | None = None) -> Json:
     }
     if isinstance(tensor, TensorEntry):
         fact["stride"], fact["offset"] = list(tensor.stride), tensor.offset
-        return fact | {name: True for name, value in tensor.flags._asdict().items() if value}
+        return (
+            fact | {name: True for name in tensor.flags._fields if getattr(tensor.flags, name)}
+            if any(tensor.flags)
+            else fact
+        )
     return fact | {"kind": tensor.kind}
 
 
