@@ -1,10 +1,9 @@
-"""What was set up for git in a repository, and whether files may be committed to it."""
+"""What was set up for git in a repository."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptool.analysis.verify import Problem
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.registry import Report
 
@@ -23,18 +22,3 @@ class GitSetup(Report):
     removed: bool
     dry_run: bool
     notes: tuple[Note, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GitCheck(Report):
-    """A file to be committed, and its problems. pointer: it is a git-lfs pointer, not the file itself."""
-
-    verdict = "fine"
-
-    file: str
-    pointer: bool
-    problems: tuple[Problem, ...]
-
-    @property
-    def fine(self) -> bool:
-        return not self.problems

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
-from ckptool.errors import PlanRefused, UsageError, counted, listed, printable
+from ckptool.errors import PlanRefused, UsageError, counted, escaped, listed, printable
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
@@ -113,6 +113,9 @@ class Refusal:
     what: str
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", escaped(self.fix))
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadReport(Report):
@@ -127,7 +130,7 @@ class LoadReport(Report):
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
     taken: names whose values come from the target, where a file was written.  output: that file
-    (`analysis.save.SaveResult`).
+    (`verbs._written.Written`).
     """
 
     verdict = "accepted"

@@ -17,6 +17,7 @@ from ckptool.checkpoint.blocks import blocks, check_files, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import aligned, packed, resolve
 from ckptool.checkpoint.paths import file_problem
+from ckptool.commands import arg
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported, counted
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
         raise LimitExceeded(
             f"{entry!r} needs {entry.nbytes:,} bytes of memory",
             "More than is available.",
-            "Look at a part: --slice '0:4'.",
+            f"Look at a part: {arg(slice='0:4')}.",
         ) from error
     raw = array.view(numpy.uint8)
     data = row_major(entry)

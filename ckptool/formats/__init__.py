@@ -20,6 +20,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import arg
 from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
 
 
@@ -96,7 +97,6 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th
 FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True,
            keeps_metadata=True),
-    Format("sharded-bin", "sharded.torch_files", is_folder=True, writable=True, tensors_only=True, keeps_metadata=True),
     Format("megatron", "megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, suffixes=(".dcp",), writable=True,
            keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
@@ -253,7 +253,8 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
         raise UsageError(
             f"{suffix} is not the suffix of a container that ckptool writes",
             f"Writable containers: {listed([container.name for container in WRITERS])}.",
-            f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
+            f"Did you mean {meant}? " * bool(meant)
+            + f"To write a torch file of that name: {arg(container='torch-zip')}",
         )
 
 
@@ -263,7 +264,7 @@ def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is the name of an index, and shards are written as a folder"
         why = "The index is one of the files in it."
-        raise UsageError(what, why, f"Name the folder: -o {os.path.dirname(name) or 'DIR'}")
+        raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
 
 def _close(word: str, other: str) -> bool:

@@ -1,10 +1,10 @@
-"""Renders `git-setup` and `git-check` as text and JSON."""
+"""Renders `git-setup` as text and JSON."""
 
 from __future__ import annotations
 
-from ckptool.analysis.git_setup import GitCheck, GitSetup
+from ckptool.analysis.git_setup import GitSetup
 from ckptool.checkpoint.registry import provides
-from ckptool.errors import counted, listed, printable, quoted
+from ckptool.errors import listed, printable, quoted
 from ckptool.render.json import document
 from ckptool.render.style import PLAIN, Style, notes_text
 
@@ -26,18 +26,4 @@ def git_setup_text(found: GitSetup, *, style: Style = PLAIN) -> str:
     return "\n".join([*lines, *filter(None, [notes_text(found.notes, style)])]) + "\n"
 
 
-@provides("text", GitCheck)
-def git_check_text(found: GitCheck, *, style: Style = PLAIN) -> str:
-    """A line for a file that may be committed; for any other its problems."""
-    name = style.bold(printable(found.file))
-    if found.fine:
-        return f"{name}: {style.green('fine')}{', a git-lfs pointer' if found.pointer else ''}\n"
-    lines = [f"{name}: {style.red(counted(len(found.problems), 'problem'))}"]
-    for problem in found.problems:
-        lines.append(f"  {style.yellow(problem.code)}: {printable(problem.what)}")
-        lines += [f"    {printable(problem.why)}"] if problem.why else []
-    return "\n".join(lines) + "\n"
-
-
 document(GitSetup, "git-setup", "commands attributes patterns removed dry_run notes")
-document(GitCheck, "git-check", "file fine pointer problems")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from ckptool.commands import arg
 from ckptool.errors import Conflict, counted, form
 from ckptool.training.code_paths import portable, rooted
 
@@ -488,9 +489,9 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
         raise Conflict(
             f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither. Nothing was changed.",
-            "Start another run: --set run=OTHER"
+            f"Start another run: {arg(set='run=OTHER')}"
             if fixed
-            else f"Confirm the change: --set {wrong[0].key}={wrong[0].after}",
+            else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",
         )
 
 

@@ -23,6 +23,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import computed
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers
+from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.transforms.casting import rounded
 
@@ -59,7 +60,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
     that have no product.
     """
     if form not in FORMS:
-        raise UsageError(f"unknown --form {form!r}", f"Available: {', '.join(FORMS)}.")
+        raise UsageError(f"unknown {arg('form')} {form!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:
@@ -248,6 +249,6 @@ def summary_lines(baked: Baked) -> list[str]:
     """The folded weights and those left alone, a line for each kind."""
     lines = []
     for kind in _FOLDS:
-        names = [printable(each.weight) for each in baked.folded if each.kind == kind]
+        names = [each.weight for each in baked.folded if each.kind == kind]
         lines += [f"{kind}: {listed(names, 4)}"] if names else []
-    return lines + [f"left alone: {printable(name)} ({why})" for name, why in baked.left]
+    return lines + [f"left alone: {name} ({why})" for name, why in baked.left]

@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from typing import Annotated, Any, get_args
 
 from ckptool import formats
-from ckptool.analysis.digests import dtype_name, path_digests
+from ckptool.analysis.digests import tensor_digests
 from ckptool.analysis.git_setup import GitSetup
 from ckptool.analysis.inspect import EntryRow, listing
 from ckptool.analysis.train import Page
@@ -258,8 +258,8 @@ def _tensor_lines(source: Source) -> list[str]:
     pairs: list[tuple[Path, Tensor]] = [*((row.path, row.tensor) for row in found.tensors), *arrays]
     as_arrays = [""] * len(found.tensors) + ["numpy "] * len(arrays)
     lines = [
-        f"{_name(path)}  {kind}{dtype_name(tensor)} {list(tensor.shape or ())}  {digest[:DIGITS]}"
-        for (path, tensor), digest, kind in zip(pairs, path_digests(checkpoint.tree, pairs), as_arrays, strict=True)
+        f"{_name(path)}  {kind}{tensor.dtype} {list(tensor.shape or ())}  {tensor.sha256[:DIGITS]}"
+        for (path, _), tensor, kind in zip(pairs, tensor_digests(checkpoint.tree, pairs), as_arrays, strict=True)
     ]
     lines += [f"{_name(row.path)}  {_value(row.value)}" for row in entries if array_entry(row.value) is None]
     if found.unlisted:  # a change of one of them is to be seen, too

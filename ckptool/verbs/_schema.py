@@ -14,10 +14,10 @@ from typing import Annotated, Any, get_args
 
 from ckptool import render
 from ckptool.checkpoint.registry import provides
-from ckptool.commands import VERBS, Advice, Command, function_name, module_of, nearest
+from ckptool.commands import VERBS, Advice, Command, function_name, module_of
 from ckptool.errors import NoMatch
 from ckptool.facts import Report, schema_of
-from ckptool.options import argument, signature_of, verb
+from ckptool.options import argument, nearest, signature_of, verb
 from ckptool.render.json import DOCUMENTS
 from ckptool.render.reflection import BY_HAND, about, document, picked
 from ckptool.render.style import PLAIN, Style

@@ -72,7 +72,7 @@ def _devices(file: CheckpointLike) -> list[str] | None:
 
 def target_of(against: CheckpointLike) -> Target:
     """The model that a checkpoint is to be loaded into."""
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     return find_target(against).as_it_loads
 
@@ -94,7 +94,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
     if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.verbs.scan import scan
+        from ckptool.analysis.scan import scan
 
         return of_folder(problem, path, is_run(path), scan(path).latest)
     return of_problem(problem, path)

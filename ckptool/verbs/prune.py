@@ -6,9 +6,8 @@ import os
 from typing import Annotated
 
 from ckptool.analysis.train import Pruned
-from ckptool.commands import several
 from ckptool.formats.opening import refuse_address
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.verbs._training import RunFolder, Set, check_harness
 
 

@@ -14,12 +14,12 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
+from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.recover import LostTensor, Restored, restored
+from ckptool.transforms.recover import Restored, restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
@@ -206,7 +206,7 @@ def _report(damage: str, done: Salvaged, found: Restored, filled_from: str) -> R
         back=known - gone if known is not None else 0,
         records=done.records,
         whole=done.whole,
-        lost=tuple(_lost(item, done) for item in found.still_lost),
+        lost=tuple(map(_lost, found.still_lost)),
         dropped=tuple(found.dropped),
         filled=tuple(FilledIn(*pair) for pair in found.filled),
         filled_from=filled_from,
@@ -255,8 +255,7 @@ def _other(fill_from: CheckpointLike | None) -> Checkpoint | None:
     return there if opened.at is None else replace(there, tree=find(there.tree, opened.at)[1])
 
 
-def _lost(item: LostTensor, done: Salvaged) -> LostTensorRow:
-    record = done.lost_of(item.storage)
-    assert record is not None
+def _lost(item: LostTensor) -> LostTensorRow:
+    record = item.record
     nbytes = item.storage.nbytes if isinstance(item.node, StorageRef) else item.node.nbytes
     return LostTensorRow(item.address, record.name, record.offset, nbytes, record.why)

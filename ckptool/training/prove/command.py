@@ -25,6 +25,7 @@ from ckptool.analysis.prove import ANY, POLLING, PRELOAD, CommandKill, CommandPr
 from ckptool.analysis.scan import GOOD, MEMBER, PART, Scan, ScannedFile
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Trace, TracedStep, divergence, place_of
 from ckptool.training.prove.watch import APPEARED, GONE, GREW, Polled, sizes, watcher
@@ -35,6 +36,7 @@ PLAN = (ANY, "half of a write", "rename", ANY, "unlink", "open", ANY, "fsync", "
 POLLED_PLAN = (ANY, GREW, APPEARED, ANY, GONE)
 PAUSE = 0.002  # seconds between two looks
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
+SOONER = 0.6  # of the time that a run took which ended before its kill came: where the next one ends, for kills by time
 TAIL = 1500  # characters of the program's own words
 
 Say = Callable[[str], Any]
@@ -114,7 +116,7 @@ class CommandRuns:
     """Runs of a command in a folder. rng: where kills come.  limit: seconds for one process.
 
     seen: pattern of a path -> the steps after which the reference had such a file.  saved: those after which it had a
-    checkpoint.  chance: what differs in two unbroken runs.
+    checkpoint.  chance: what differs in two unbroken runs.  seconds: that a whole run takes, at least.
     """
 
     command: Sequence[str]
@@ -156,13 +158,13 @@ class CommandRuns:
         if life.code != 0:
             if life.late:
                 what = f"the command took more than {self.limit:.0f} s before anything was killed"
-                raise RunFailed(what, self.tail(), "Give it longer: --timeout 3600")
+                raise RunFailed(what, self.tail(), f"Give it longer: {arg(timeout=3600)}")
             raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
         if name == "reference":
             self.reference, self.seconds = life.steps, life.seconds
             self.describe(proof)
         else:
-            self.again = life.steps
+            self.again, self.seconds = life.steps, min(self.seconds, life.seconds)
         os.rename(self.run, os.path.join(self.folder, name))
 
     def describe(self, proof: CommandProof) -> None:
@@ -178,7 +180,7 @@ class CommandRuns:
         names = {_pattern(name) for name in proof.compared}
         ours = (steps for path, steps in self.seen.items() if any(path == n or path.startswith(f"{n}/") for n in names))
         self.saved = min(ours, default=0)
-        if others := self.look(self.run).others:
+        if others := self.look(self.run).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.reference:
             proof.remarks.append("no optimizer step of torch was seen: kills come by time, and no cause is named")
@@ -217,6 +219,8 @@ class CommandRuns:
             lives.append(life)
             self.judge_life(proof, lives, whole)
             if life.code is not None or life.late:
+                if target is not None and not self.reference:  # this time it was quicker than its kill
+                    self.seconds = SOONER * min(self.seconds, life.seconds)
                 break
             reached = (life.start or 0) + len(life.steps)
             proof.kills.append(CommandKill(reached if self.reference else None, life.place, None))

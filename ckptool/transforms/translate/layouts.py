@@ -29,7 +29,7 @@ from typing import Any
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, Advice, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
 from ckptool.transforms.key_names import KeyName, parse_name
@@ -176,7 +176,9 @@ class LayoutRules:
         if self.models and isinstance(model, str) and model not in self.models:
             what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
-            raise Conflict(what, why, "If they do not, take the weights without that config.json, and --set numbers")
+            raise Conflict(
+                what, why, f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
+            )
         found[0][1].check(node, config)
         return found[0][0]
 
@@ -196,7 +198,9 @@ class LayoutRules:
         """The error for weights of another layout, or of this one below a wrapper."""
         if any(each.is_of(node) for each, _ in self.sides):  # of the first side, and it is not to be that
             what = f"the weights are already those of {self.old.name}"
-            return NoMatch(what, f"--reverse is the way from {self.new.name}.", "Leave out --reverse.")
+            return NoMatch(
+                what, f"{arg(reverse=True)} is the way from {self.new.name}.", f"Leave out {arg(reverse=True)}."
+            )
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
