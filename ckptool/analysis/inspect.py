@@ -10,28 +10,12 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from ckptool.analysis import words
 from ckptool.analysis.fixes import runnable
 from ckptool.analysis.memory import MemoryNeeds, memory_needs
 from ckptool.analysis.outline import LINES, Branch, overview
 from ckptool.analysis.quantization import quantized_notes
-from ckptool.analysis.words import (
-    INTEGER,
-    NUMBER,
-    PATH,
-    SAID,
-    TENSOR,
-    TENSOR_ALSO,
-    TEXT,
-    Json,
-    PathFact,
-    fields,
-    optional,
-    path_json,
-    tensor_json,
-    type_name,
-    value_json,
-    value_text,
-)
+from ckptool.analysis.words import Json, PathFact, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
@@ -77,10 +61,9 @@ SHORT = 8  # a container of so many plain values is listed wherever it stands
 NAMES = 56  # columns for names of the outline; longer ones push their line to the right
 ENGINE = ("engine", "ranks", "step")  # of the metadata
 STATISTICS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
-_NUMBERS = {name: INTEGER if name in ("count", "zeros", "nans", "infs") else optional(NUMBER) for name in STATISTICS}
-_ROWS = {"type": "array", "items": fields({"path": PATH, **TENSOR}, {**TENSOR_ALSO, "statistics": fields(_NUMBERS)})}
-_ENTRY = fields({"path": PATH, "type": TEXT, "value": {"description": SAID}}, {"same_as": PATH})
-_ENTRIES = {"type": "array", "items": _ENTRY, "description": "all values that are not tensors"}
+_NUMBERS = words.fields(dict.fromkeys(STATISTICS, words.optional(words.NUMBER)))
+_ROW = words.fields({"path": words.PATH, **words.TENSOR}, {**words.TENSOR_ALSO, "statistics": _NUMBERS})
+_ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VALUE}, {"same_as": words.PATH})
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
@@ -124,7 +107,7 @@ def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
 
     facts = []
     for row in rows:
-        facts.append({"path": path_json(row.path), **tensor_json(row.tensor, row.storage)})
+        facts.append({"path": words.path_json(row.path), **words.tensor_json(row.tensor, row.storage)})
         if row.statistics is not None:
             numbers = to_jsons([getattr(row.statistics, name) for name in STATISTICS])
             facts[-1]["statistics"] = dict(zip(STATISTICS, numbers, strict=True))
@@ -138,8 +121,8 @@ def _entries_json(rows: Iterable[EntryRow]) -> list[Json]:
     shown = [row for row in rows if not row.repeated]
     values = to_jsons([row.value if row.same_as is None else None for row in shown])
     return [
-        {"path": path_json(row.path), "type": type_name(row.value), "value": value}
-        | ({} if row.same_as is None else {"same_as": path_json(row.same_as)})
+        {"path": words.path_json(row.path), "type": type_name(row.value), "value": value}
+        | ({} if row.same_as is None else {"same_as": words.path_json(row.same_as)})
         for row, value in zip(shown, values, strict=True)
     ]
 
@@ -165,9 +148,9 @@ class Listing(Report):
     roots: Annotated[tuple[StateDict, ...], LIVE]
     tensor_bytes: Bytes
     storages: int
-    metadata: Annotated[dict[str, Any], Unit(json=value_json, schema={"type": "object"})]
-    tensors: Annotated[tuple[TensorRow, ...], Unit(json=_rows_json, schema=_ROWS)]
-    entries: Annotated[tuple[EntryRow, ...], Unit(json=_entries_json, schema=_ENTRIES)]
+    metadata: Annotated[dict[str, Any], Unit(json=words.value_json, schema={"type": "object"})]
+    tensors: Annotated[tuple[TensorRow, ...], Unit(json=_rows_json, schema=words.several(_ROW))]
+    entries: Annotated[tuple[EntryRow, ...], Unit(json=_entries_json, schema=words.several(_ENTRY))]
     unlisted: int
     notes: tuple[Note, ...]
     only: tuple[str, ...] = ()
@@ -567,16 +550,13 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
 
 def _waste_notes(rows: Sequence[TensorRow]) -> Iterator[Note]:
     """Storages of which the tensors show only a part, as slices do that were saved without `.clone()`."""
-    shown: dict[int, int] = {}
-    totals: dict[int, int] = {}
+    shown, totals = Counter[int](), dict[int, int]()
     for row in rows:
         entry = row.tensor
-        if isinstance(entry, TensorEntry) and row.storage is not None and entry.storage.nbytes != entry.nbytes:
-            first, last = entry.span()
-            shown[row.storage] = shown.get(row.storage, 0) + min(entry.nbytes, last - first)
+        if isinstance(entry, TensorEntry) and row.storage is not None:
+            first, last = entry.span() if entry.storage.nbytes != entry.nbytes else (0, entry.nbytes)
+            shown[row.storage] += min(entry.nbytes, last - first)
             totals[row.storage] = entry.storage.nbytes
-        elif row.storage is not None:
-            shown[row.storage] = row.tensor.nbytes
     wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
     if sum(wasted) >= WASTE_WORTH_A_NOTE:
         where = f"{sum(wasted):,} bytes in {counted(len(wasted), 'storage')}"

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.analysis.words import tensor_text, value_text
-from ckptool.checkpoint import Tensor, TensorEntry
+from ckptool.checkpoint import Tensor
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.state_dicts import COUNTER, PLAIN, without_wrappers
 from ckptool.checkpoint.tree import Path, address
@@ -31,6 +31,7 @@ MANY = 4  # repeated parts, from which on they share a line
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 FOLDED = 3  # siblings that are shown as one, at least
+_ASPECTS = ("dtype", "shape", "stride", "location", "flags", "kind", "nbytes")
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,9}", re.DOTALL)
 
 Item = tuple[Sequence[str], int, str]
@@ -108,14 +109,9 @@ class Branch:
         for _, row, name in self.items:
             tensor, target = self.part.rows[row].tensor, tied.get(row)
             tie = ("inside", place[target]) if target in place else target
-            facts.append((name[:begin], name[end:], tie, *_facts(tensor)))
+            aspects = [getattr(tensor, aspect, None) for aspect in _ASPECTS]
+            facts.append((name[:begin], name[end:], tie, *aspects))
         return facts
-
-
-def _facts(tensor: Tensor) -> tuple[object, ...]:
-    if isinstance(tensor, TensorEntry):
-        return tensor.dtype, tensor.shape, tensor.stride, tensor.storage.location, tensor.flags
-    return tensor.kind, tensor.dtype, tensor.shape, tensor.location, tensor.nbytes
 
 
 def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
@@ -224,7 +220,11 @@ class OverviewRow(NamedTuple):
 def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[list[OverviewRow], int]:
     """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
     alike = {} if depth is not None else like_others(divided)
-    runs = list(_runs(divided, alike))
+    runs: list[list[PartSummary]] = []
+    for twin, together in groupby(divided, key=alike.get):
+        run = list(together)  # a hundred clients' weights, one after the other
+        is_one = twin is not None and len(run) >= MANY and len({(part.bytes, part.locations) for part in run}) == 1
+        runs += [run] if is_one else [[part] for part in run]
     shown = runs if depth is not None else runs[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
     outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
@@ -232,13 +232,13 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
         outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
     with_outline, rows = set(outlined), []
     for run in shown:
-        first, last = run[0], run[-1]
-        name = root_name(first) if first is last else f"{root_name(first)} … {root_name(last)}"
-        detail = root_detail(first) if first is last else f"{len(run):,} × {root_detail(first)}"
+        first = run[0]
+        name = " … ".join([part.root.address or WHOLE for part in (first, *run[1:][-1:])])
+        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(first)
         if first in alike:
             twins = zip(_weights(first), _weights(alike[first]), strict=True)
             same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {root_name(alike[first])}"
+            detail += f"; {same} and shapes as in {alike[first].root.address or WHOLE}"
         below = outline(first, room // len(outlined), depth) if first in with_outline else None
         rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
@@ -265,25 +265,10 @@ def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
     return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
 
 
-def _runs(divided: Sequence[PartSummary], alike: dict[PartSummary, PartSummary]) -> Iterator[list[PartSummary]]:
-    """The parts; those that stand after each other and repeat the same one (a hundred clients' weights) together, where
-    they are many."""
-    for first, run in groupby(divided, key=alike.get):
-        together = list(run)
-        if first is None or len(together) < MANY or len({(part.bytes, part.locations) for part in together}) > 1:
-            yield from ([part] for part in together)
-        else:
-            yield together
-
-
 def _has_outline(part: PartSummary, depth: int | None) -> bool:
     """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
     several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
     return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN)
-
-
-def root_name(part: PartSummary) -> str:
-    return part.root.address or WHOLE
 
 
 def root_detail(part: PartSummary) -> str:

@@ -78,19 +78,21 @@ def tensor_json(tensor: Tensor, storage: int | None = None) -> Json:
         "storage": storage,
         "nbytes": tensor.nbytes,
     }
-    if isinstance(tensor, TensorEntry):
-        fact["stride"], fact["offset"] = list(tensor.stride), tensor.offset
-        return (
-            fact | {name: True for name in tensor.flags._fields if getattr(tensor.flags, name)}
-            if any(tensor.flags)
-            else fact
-        )
-    return fact | {"kind": tensor.kind}
+    if not isinstance(tensor, TensorEntry):
+        return fact | {"kind": tensor.kind}
+    fact["stride"], fact["offset"] = list(tensor.stride), tensor.offset
+    fact |= {name: True for name, value in tensor.flags._asdict().items() if value} if any(tensor.flags) else {}
+    return fact
 
 
 def optional(schema: Json) -> Json:
     """The schema of what may be null."""
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+def several(schema: Json) -> Json:
+    """The schema of a list."""
+    return {"type": "array", "items": schema}
 
 
 def fields(required: Json, more: Json | None = None) -> Json:
@@ -100,15 +102,13 @@ def fields(required: Json, more: Json | None = None) -> Json:
 
 INTEGER, TEXT, TRUE = {"type": "integer"}, {"type": "string"}, {"const": True}
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
-INTEGERS = {"type": "array", "items": INTEGER}
-PATH = {"type": "array", "items": {"anyOf": [TEXT, INTEGER]}}
-SAID = (
-    "a plain value; bytes, tensors, objects and what is too large are objects with `base64`, `tensor`, `object`, `...`"
-)
+PATH = several({"anyOf": [TEXT, INTEGER]})
+SAID = "plain; bytes, tensors, objects and what is too large are objects with `base64`, `tensor`, `object`, `...`"
+VALUE = {"description": SAID}
 TENSOR = {
     "dtype": optional(TEXT),
-    "shape": optional(INTEGERS),
-    "stride": optional(INTEGERS) | {"description": "in elements; null for a tensor of parts, which has a `kind`"},
+    "shape": optional(several(INTEGER)),
+    "stride": optional(several(INTEGER)) | {"description": "in elements; null for what has parts, and a `kind`"},
     "offset": optional(INTEGER) | {"description": "in elements"},
     "location": TEXT | {"description": "device tag"},
     "storage": optional(INTEGER) | {"description": "number of its storage; tied tensors have the same"},

@@ -59,8 +59,9 @@ def finite(value: Any) -> Any:
 def facts_json(value: Any) -> Json:
     """The facts of a report or row: its fields and properties, those of a unit with its own JSON in that form."""
     return {
-        name: finite(getattr(value, name)) if unit.json is None else unit.json(getattr(value, name))
+        name: finite(fact) if unit.json is None or fact is None else unit.json(fact)
         for name, (_, unit) in facts_of(type(value)).items()
+        for fact in (getattr(value, name),)
     }
 
 

@@ -5,21 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import Annotated, Any
 
-from ckptool.analysis.words import (
-    TENSOR,
-    TENSOR_ALSO,
-    Json,
-    Value,
-    fields,
-    optional,
-    tensor_json,
-    tensor_text,
-    type_name,
-    value_text,
-)
+from ckptool.analysis import words
+from ckptool.analysis.words import Value, tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
@@ -36,31 +25,19 @@ WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3
 LINES = 1_000
 WIDEST = 10_000  # characters of one value below the one that is shown
+_TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
 _SPAN = re.compile(r" *([0-9]{0,18}) *: *([0-9]{0,18}) *")
-_TENSOR = optional(fields({name: kind for name, kind in TENSOR.items() if name != "storage"}, TENSOR_ALSO))
 
 
 def _values_json(values: Any) -> Any:
     """A numpy array as nested lists; complex numbers as [real, imaginary], bf16 and float8 as numbers."""
-    if values is None:
-        return None
-    if values.dtype.kind == "c":
-        import numpy
+    import numpy
 
-        values = numpy.stack([values.real, values.imag], axis=-1)
-    return _said((values.astype("f4") if values.dtype.kind == "V" else values).tolist())
+    from ckptool.render.json import finite
 
-
-def _said(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_said(each) for each in values]
-    if not isinstance(values, float) or isfinite(values):
-        return values
-    return "NaN" if values != values else "Infinity" if values > 0 else "-Infinity"
-
-
-def _tensor_json(tensor: Tensor | None) -> Json | None:
-    return None if tensor is None else {name: fact for name, fact in tensor_json(tensor).items() if name != "storage"}
+    kind = values.dtype.kind
+    values = numpy.stack([values.real, values.imag], axis=-1) if kind == "c" else values
+    return finite((values.astype("f4") if kind == "V" else values).tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -86,7 +63,7 @@ class Shown(Report):
         return self.corners is not None
 
     @property
-    def tensor(self) -> Annotated[Tensor | None, Unit(json=_tensor_json, schema=_TENSOR)]:
+    def tensor(self) -> Annotated[Tensor | None, Unit(json=words.tensor_json, schema=words.optional(_TENSOR))]:
         return self.entry if isinstance(self.entry, (TensorEntry, Composite)) else None
 
     @property
