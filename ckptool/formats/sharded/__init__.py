@@ -17,7 +17,6 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice as Advice
 from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
