@@ -9,7 +9,7 @@ from ckptool.checkpoint.registry import Report, provide
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
-    from ckptool.analysis.doctor import Diagnosis
+    from ckptool.analysis.findings import Diagnosis
     from ckptool.analysis.inspect import Inspection
     from ckptool.analysis.plot import RunHistory
     from ckptool.analysis.train import RunReport

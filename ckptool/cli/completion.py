@@ -43,7 +43,7 @@ def _shipped_layouts() -> Sequence[str]:
 
 
 def _codes() -> Sequence[str]:
-    from ckptool.analysis.explain import all_codes
+    from ckptool.verbs._explain import all_codes
 
     return list(all_codes())
 

@@ -72,7 +72,7 @@ def report(
     about = _run(run) if run is not None else None
     if about is not None and file is run:
         file = _newest(about)
-    from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened, target_of  # what only the work needs, and not the help
     from ckptool.verbs.plot import plot
 
     target = target_of(against) if against is not None else None
@@ -101,7 +101,7 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
         raise
     except CkptoolError as problem:
         path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
-        from ckptool.verbs.doctor import of_unopened
+        from ckptool.verbs._diagnosis import of_unopened
 
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
     _ = opened.taken  # nothing may be at the address
@@ -223,7 +223,7 @@ def _file_report(opened: Opened) -> FileReport:
     values = _read(found)
     inspection = Inspection(found, values.numbers, inspection_notes(found, values.numbers, opened.path))
     judged = health(found, values.numbers, values.dead, values.skipped)
-    from ckptool.verbs.doctor import of_opened
+    from ckptool.verbs._diagnosis import of_opened
 
     return FileReport(inspection, of_opened(opened, None, found), values.pictures, judged)
 
