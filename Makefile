@@ -26,7 +26,7 @@ help:
 	@echo "make browser   the tests of the report page in Chromium, which it installs from Debian where it may"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
 	@echo "make docs      the documentation as an offline site, in build/site"
-	@echo "make house     how the package is built: lines, modules, layers, circles of imports"
+	@echo "make house     how the package is built: lines, a verb, walks, designs; what it was, and is to be"
 	@echo "make fixtures  the checkpoints of fixtures/make.py, in build/fixtures"
 	@echo "make venv      only the set-up       make clean    remove everything that was made"
 

@@ -331,7 +331,7 @@ NAMES = {
 }
 SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
 VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --base --block-size --config --definition --density --drop --dtype --ema"
+    "-o -d --out --dir --against --at --atol --base --block-size --config --density --drop --dtype --ema"
     " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
     " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
     " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to"

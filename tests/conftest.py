@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from _pytest.pathlib import import_path
 
@@ -17,6 +18,10 @@ from ckptool.cli import main
 from tests.support.cli import Ran, Run
 
 pytest_plugins = ["tests.guard"]
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("timeless")
 
 
 @pytest.hookimpl(tryfirst=True)

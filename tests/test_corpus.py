@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
+from ckptool.verbs._written import Written
 from tests.support.files import CORPUS, load
 from tests.support.same import assert_same_objects, assert_same_tree
 

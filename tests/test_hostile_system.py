@@ -27,7 +27,7 @@ from ckptool.errors import CkptoolError, FileChanged, FileProblem
 from ckptool.output import durable
 from tests.support.files import load, saved
 from tests.support.hostile_system import PROGRAM, ROOT, clean, temporaries, wrapped_state
-from tests.support.processes import default_signals
+from tests.support.processes import HANG, default_signals
 from tests.support.same import assert_same_objects
 
 
@@ -154,15 +154,14 @@ class Dropped:
         os.kill(os.getpid(), {int(number)})
 def run(*args):
     Dropped()
-    time.sleep(20)
+    time.sleep(200)
 cli._run = run
 cli.main()
 """
-    start = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT, preexec_fn=default_signals
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, preexec_fn=default_signals, timeout=HANG
     )
-    assert ended.returncode == 128 + number and "Traceback" not in ended.stderr and time.monotonic() - start < 15
+    assert ended.returncode == 128 + number and "Traceback" not in ended.stderr
 
 
 # Several at once ------------------------------------------------------------------------------------------------------

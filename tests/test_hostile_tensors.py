@@ -86,13 +86,11 @@ def test_an_expanded_tensor_of_4_tb_is_not_written_out(see: Callable[..., Seen],
     assert (tmp_path / "out.pt").stat().st_size < 5_000
 
 
-def test_overlapping_views_are_copied_when_asked_for(tmp_path: Path) -> None:
+def test_overlapping_views_are_copied(tmp_path: Path) -> None:
     x = torch.arange(4.0).as_strided((3, 2), (1, 1))
     file = written(torch_bytes({"w": x, "base": x.as_strided((4,), (1,))}), tmp_path / "a.pt")
-    with pytest.raises(Conflict, match="expanded view"):
-        ckptool.convert(file, tmp_path / "out.safetensors")
-    done = ckptool.convert(file, tmp_path / "out.safetensors", materialize=True)
-    assert [note.code for note in done.notes] == ["sharing-lost"]
+    done = ckptool.convert(file, tmp_path / "out.safetensors")
+    assert [note.code for note in done.notes] == ["sharing-lost", "resolved-views"]
     assert read(tmp_path / "out.safetensors")["w"].numpy().tolist() == x.tolist()
 
 

@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import ckptool
 from ckptool import commands, errors
 from ckptool.checkpoint import registry
 from ckptool.facts import Report
-from ckptool.verbs import _save, _schema
+from ckptool.verbs import _change, _save, _schema
 from tests.support.looped import looped
 
 VERBS = sorted(
@@ -105,7 +104,8 @@ def test_help_shows_every_option(name: str) -> None:
     shown = inspect.signature(function).parameters
     declared = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__.get("options")))
     assert "options" not in shown
-    for option in getattr(_save, declared[1]).__annotations__ if declared else ():
+    options = vars(_save) | vars(_change)
+    for option in options[declared[1]].__annotations__ if declared else ():
         assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
         assert f"{option}: " in (function.__doc__ or "")
 
@@ -210,8 +210,3 @@ def test_the_functions_of_a_noun_are_where_the_package_says(name: str, form: str
 def test_a_type_without_a_renderer_is_named() -> None:
     with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
         registry.provide("text", {})
-
-
-def test_the_options_of_an_output_have_one_list_of_names() -> None:
-    names = {field.name for field in fields(_save.Output)} - {"verb", "path", "live"}
-    assert names == set(_save.SaveOptions.__annotations__)

@@ -1,18 +1,24 @@
-"""Statistics of a tensor's values: range, mean, spread, and values that are no numbers."""
+"""The values of a tensor, read once: range, mean, spread, what is no number; a histogram and a thumbnail of them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from math import gcd, sqrt
 
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import Data, TensorEntry
 from ckptool.checkpoint.blocks import chunks
 from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, resolve, scratch
-from ckptool.checkpoint.strided import any_order, without_repeats
+from ckptool.checkpoint.strided import any_order, in_storage_order, row_major, storage_axes, without_repeats
 
-if TYPE_CHECKING:
-    from ckptool.analysis.pictures import Sketch
+BINS = 24  # of a histogram
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+# By the number of tensors: cells along a side of a thumbnail, and values in a histogram. All thumbnails of a file have
+# some 60,000 cells at most.
+_DETAIL = ((50, 32, 1 << 14), (250, 16, 1 << 12), (1000, 8, 1 << 10))
+MOST_THUMBNAILS, _LEAST = _DETAIL[-1][0], 1 << 9
+MOST_TURNED = 1 << 24  # rows that are looked at side by side, a byte for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,122 +42,204 @@ class Statistics:
     infs: int
 
 
-def statistics(entry: TensorEntry) -> Statistics:
-    """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
-    return read(*without_repeats(entry))
+@dataclass(frozen=True, slots=True)
+class TensorPicture:
+    """The values of a tensor as a histogram and as a thumbnail, from the pass over them that makes the statistics.
 
-
-class ValueChunk(NamedTuple):
-    """Values that were read at a time, those of complex numbers as magnitudes; all arrays are overwritten by the next.
-
-    zero: which are zero, `zeros` of them.  shifted: their distances from their mean, in f64; None where one of them is
-    not finite.
+    counts: values in each of BINS equal bins between the least and the greatest finite value.  counted: of how
+    many values, evenly taken; fewer than there are where it is large.  quantiles: of those, at 5, 25, 50, 75, 95 %.
+    means: rows of means of blocks, of the tensor as a matrix (its first dimension by the others); None where a block
+    has no finite value; empty where no thumbnail was made.
     """
 
-    values: Array
-    zero: Array
-    zeros: int
-    shifted: Array | None
-    mean: float
+    counts: tuple[int, ...]
+    counted: int
+    quantiles: tuple[float, ...]
+    means: tuple[tuple[float | None, ...], ...]
 
 
-def read(entry: TensorEntry, times: int, sketch: Sketch | None = None) -> Statistics:
-    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes."""
+def statistics(entry: TensorEntry) -> Statistics:
+    """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
+    once, times = without_repeats(entry)
+    return _read(any_order(once), once, times)
+
+
+def detail(tensors: int) -> tuple[int, int]:
+    """Cells along a side of each thumbnail, and values in each histogram, for so many tensors."""
+    return next(((side, values) for most, side, values in _DETAIL if tensors <= most), (_DETAIL[-1][1], _LEAST))
+
+
+def pictured(entry: TensorEntry, side: int, values: int) -> tuple[Statistics, TensorPicture, int | None]:
+    """Reads a tensor once: its statistics, its picture, and the number of its rows that are all zero.
+
+    side: of the thumbnail, 0 for none.  values: in the histogram.  The rows are those of a tensor of two dimensions or
+    more; None where they were not looked at. Repetitions of an expanded tensor are not counted.
+    """
+    once, times = without_repeats(entry)
+    sketch = _Sketch(once, side, values)
+    found = _read(sketch.data, once, times, sketch)
+    return found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None
+
+
+def _read(data: Data, entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
+    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes.
+
+    Chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979).
+    """
     import numpy
 
-    moments = _Moments()
-    data, row = (any_order(entry), CHUNK) if sketch is None else (sketch.data, sketch.row)
+    zeros = nans = infs = count = 0
+    mean = squares = 0.0  # squares: of the distances from the mean
+    ends: list[int | float] = []
     with numpy.errstate(all="ignore"):
-        for raw in chunks(data, entry.dtype.itemsize, "raw", row):
-            part = moments.add(numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide"))
+        for raw in chunks(data, entry.dtype.itemsize, "raw", CHUNK if sketch is None else sketch.row):
+            values = numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide")
+            zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
+            zeros_here = int(numpy.count_nonzero(zero))
+            zeros += zeros_here
+            if values.dtype.kind == "c":
+                odd = numpy.isnan(values)  # of a magnitude, either part
+                values = numpy.abs(values.astype(numpy.complex128))
+                values[odd] = numpy.nan
+            finite, least, most = values, values.min(), values.max()
+            if not (numpy.isfinite(least) and numpy.isfinite(most)):
+                finite = values[numpy.isfinite(values)]
+                nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
+                nans += nans_here
+                infs += len(values) - len(finite) - nans_here
+            shifted, here = scratch("f64", "f8", len(finite)), 0.0
+            if len(finite):
+                if finite is not values:
+                    least, most = finite.min(), finite.max()
+                ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
+                numpy.copyto(shifted, finite, casting="unsafe")
+                here = float(shifted.mean())
+                numpy.subtract(shifted, here, out=shifted)
+                apart, share = here - mean, len(finite) / (count + len(finite))
+                squares += dot(shifted, shifted) + apart * apart * count * share
+                mean += apart * share
+                count += len(finite)
             if sketch is not None:
-                sketch.add(part)
-    return moments.repeated(times).result(entry.numel * times)
+                sketch.add(values, zero, zeros_here, shifted if finite is values else None, here)
+    low, high = (int(end) if type(end) is bool else end for end in ends) if ends else (None, None)
+    squares, n = squares * times, count * times
+    std = sqrt(squares / (n - 1)) if n > 1 else None
+    norm = sqrt(squares + n * mean * mean) if n else None
+    odd_values = zeros * times, nans * times, infs * times
+    return Statistics(entry.numel * times, low, high, mean if n else None, std, norm, *odd_values)
 
 
-class _Moments:
-    """The running statistics; chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979)."""
+class _Sketch:
+    """The running picture of a tensor, which is read as a matrix: its first dimension by the others.
 
-    def __init__(self) -> None:
-        self.zeros = self.nans = self.infs = self.finite = 0
-        self.low: int | float | None = None
-        self.high: int | float | None = None
-        self.mean = self.squares = 0.0  # squares: of the distances from the mean
+    turned: it comes by columns, as it was saved transposed: what is called a row here is one of them.
+    """
 
-    def repeated(self, times: int) -> _Moments:
-        """The same as if every value had come so many times."""
-        for name in ("zeros", "nans", "infs", "finite"):
-            setattr(self, name, getattr(self, name) * times)
-        self.squares *= times
-        return self
-
-    def add(self, values: Array) -> ValueChunk:
+    def __init__(self, entry: TensorEntry, side: int, values: int) -> None:
         import numpy
 
-        zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
-        zeros = int(numpy.count_nonzero(zero))
-        self.zeros += zeros
-        if values.dtype.kind == "c":
-            values = _magnitudes(values)
-        low, high = _range(values)
-        finite = values
-        if not (numpy.isfinite(low) and numpy.isfinite(high)):
-            finite = self._without_special(values)
-            if not len(finite):
-                return ValueChunk(values, zero, zeros, None, 0)
-            low, high = _range(finite)
-        self.low = low if self.low is None else min(self.low, low)
-        self.high = high if self.high is None else max(self.high, high)
-        shifted, mean = self._merge(finite)
-        return ValueChunk(values, zero, zeros, shifted if finite is values else None, mean)
+        count, matrix, last = entry.numel, len(entry.shape) > 1, len(entry.shape) - 1
+        stored = None if entry.is_contiguous else in_storage_order(entry)
+        is_turned = matrix and entry.shape[0] <= MOST_TURNED and storage_axes(entry) == [*range(1, last + 1), 0]
+        self.turned = stored is not None and is_turned
+        self.data = row_major(stored if stored is not None and is_turned else entry)
+        self.row = count // entry.shape[0] if matrix and not self.turned else entry.shape[0] if matrix else count
+        self.side, self.rows = side, count // self.row
+        step = max(1, -(-count // values))
+        while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
+            step += 1
+        self.step, self.place, self.sample = step, 0, list[Array]()
+        self.tops, self.lefts = _edges(self.rows, side), _edges(self.row, side)
+        # Of each block the sum, and how many values are not finite.
+        self.sums, self.missing = numpy.zeros((2, len(self.tops) - 1, len(self.lefts) - 1))
+        self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
+        self.zero_columns = numpy.ones(self.row if self.turned else 0, bool)
 
-    def _without_special(self, values: Array) -> Array:
+    def add(self, values: Array, zero: Array, zeros: int, shifted: Array | None, mean: float) -> None:
+        """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
+
+        shifted: their distances from their mean, in f64; None where one of them is not finite.
+        """
         import numpy
 
-        nans = int(numpy.count_nonzero(numpy.isnan(values)))
-        finite: Array = values[numpy.isfinite(values)]
-        self.nans += nans
-        self.infs += len(values) - len(finite) - nans
-        return finite
+        count = len(values)
+        self.sample.append(values[-self.place % self.step :: self.step].copy())
+        top, left = divmod(self.place, self.row)
+        self.place += count
+        if self.turned:
+            columns = self.zero_columns[left : left + count]
+            if columns.any():
+                columns &= zero if count < self.row else zero.reshape(-1, self.row).all(axis=0)
+        elif count < self.row:
+            self.is_zero = zeros == count and (left == 0 or self.is_zero)
+            self.zero_rows += self.is_zero and left + count == self.row
+        elif zeros >= self.row:
+            self.zero_rows += int(zero.reshape(-1, self.row).all(axis=1).sum())
+        if not self.side:
+            return
+        lines = max(1, count // self.row)
+        (first, ups), (at, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
+        cells = slice(first, first + len(ups) - 1), slice(at, at + len(lefts) - 1)
+        if shifted is None:
+            odd = ~numpy.isfinite(values)
+            self.missing[cells] += _sums(odd.astype(numpy.float64), ups, lefts)
+            self.sums[cells] += _sums(numpy.where(odd, 0, values).astype(numpy.float64), ups, lefts)
+        else:
+            self.sums[cells] += _sums(shifted, ups, lefts) + mean * numpy.outer(numpy.diff(ups), numpy.diff(lefts))
 
-    def _merge(self, values: Array) -> tuple[Array, float]:
+    def picture(self, found: Statistics) -> TensorPicture:
+        """The picture; the bins of its histogram are between the least and the greatest value of all."""
         import numpy
 
-        wide = scratch("f64", "f8", len(values))
-        numpy.copyto(wide, values, casting="unsafe")
-        mean = float(wide.mean())
-        numpy.subtract(wide, mean, out=wide)
-        count = self.finite + len(values)
-        apart = mean - self.mean
-        self.squares += dot(wide, wide) + apart * apart * self.finite * (len(values) / count)
-        self.mean += apart * (len(values) / count)
-        self.finite = count
-        return wide, mean
-
-    def result(self, count: int) -> Statistics:
-        n = self.finite
-        return Statistics(
-            count=count,
-            min=self.low,
-            max=self.high,
-            mean=self.mean if n else None,
-            std=sqrt(self.squares / (n - 1)) if n > 1 else None,
-            norm=sqrt(self.squares + n * self.mean * self.mean) if n else None,
-            zeros=self.zeros,
-            nans=self.nans,
-            infs=self.infs,
+        if self.turned:
+            self.zero_rows = int(self.zero_columns.sum())
+        values = numpy.concatenate(self.sample)
+        values.sort()  # NaN last
+        if found.nans or found.infs:
+            values = values[numpy.isfinite(values)]
+        count = len(values)
+        if not count or found.min is None or found.max is None:
+            return TensorPicture((0,) * BINS, 0, (), ())
+        shares = numpy.arange(1, BINS) / BINS
+        varied = found.min < found.max
+        below = (
+            values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
+            if varied
+            else [count] * (BINS - 1)
         )
+        counts = tuple(stop - start for start, stop in pairwise([0, *below, count]))
+        places = numpy.multiply(QUANTILES, count - 1)
+        low, part = places.astype(int), places % 1
+        quantiles = values[low] * (1 - part) + values[numpy.minimum(low + 1, count - 1)] * part
+        return TensorPicture(counts, count, tuple(quantiles.tolist()), self._means() if self.side else ())
+
+    def _means(self) -> tuple[tuple[float | None, ...], ...]:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            means = self.sums / (numpy.outer(numpy.diff(self.tops), numpy.diff(self.lefts)) - self.missing)
+        rows = (means.T if self.turned else means).tolist()
+        return tuple(tuple(mean if mean == mean else None for mean in row) for row in rows)
 
 
-def _range(values: Array) -> tuple[int | float, int | float]:
-    low, high = values.min().item(), values.max().item()
-    return (int(low), int(high)) if values.dtype.kind == "b" else (low, high)
+def _edges(count: int, side: int) -> list[int]:
+    """Where each of at most `side` equal parts of so many begins, and where the last one ends."""
+    parts = max(min(count, side), 1)
+    return [number * count // parts for number in range(parts + 1)]
 
 
-def _magnitudes(values: Array) -> Array:
-    """The absolute values of complex numbers, in f64; NaN if either part is."""
+def _within(edges: list[int], first: int, count: int) -> tuple[int, list[int]]:
+    """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
+    number = bisect_right(edges, first) - 1
+    return number, [0, *(edge - first for edge in edges[number + 1 : bisect_left(edges, first + count)]), count]
+
+
+def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
+    """The sums of the blocks between these rows and these columns."""
     import numpy
 
-    found: Array = numpy.abs(values.astype(numpy.complex128))
-    found[numpy.isnan(values)] = numpy.nan
+    lines = values.reshape(ups[-1], -1)
+    if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
+        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
+    found: Array = numpy.add.reduceat(lines, lefts[:-1], axis=1)
     return found

@@ -127,7 +127,7 @@ class LoadReport(Report):
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
     taken: names whose values come from the target, where a file was written.  output: that file
-    (`analysis.save.SaveResult`).
+    (`verbs._written.Written`).
     """
 
     verdict = "accepted"

@@ -15,7 +15,7 @@ from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 if TYPE_CHECKING:
-    from ckptool.analysis.save import Written
+    from ckptool.verbs._written import Written
 
 Write = Callable[..., "Written"]
 Pair = tuple[str, str | None]  # a file and its output

@@ -96,7 +96,6 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th
 FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True,
            keeps_metadata=True),
-    Format("sharded-bin", "sharded.torch_files", is_folder=True, writable=True, tensors_only=True, keeps_metadata=True),
     Format("megatron", "megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, suffixes=(".dcp",), writable=True,
            keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),

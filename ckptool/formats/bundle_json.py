@@ -2,12 +2,11 @@
 
     {"schema": "ckptool.bundle/1", "container": "torch-zip",
      "members": [{"name": "generator", "file": "generator.pt"}, {"name": "epoch", "value": 3}, …],
-     "ties": [["generator/emb.weight", "discriminator/emb.weight"], …],
-     "twins": [[["model/fc.weight"], ["ema/fc.weight"]], …]}
+     "ties": [["generator/emb.weight", "discriminator/emb.weight"], …]}
 
 A name is a text or a number, as the bundle's key is. ties: addresses of tensors on one storage, in several members.
-twins: for each piece of data that is stored once, the separate storages on it, each as the addresses of its tensors.
-ordered: it is an OrderedDict.
+ordered: it is an OrderedDict. In records of 0.1.0, `twins` are separate tensors that the bundle stored once: each has
+its bytes in its own file, and they stay apart.
 """
 
 from __future__ import annotations
@@ -43,17 +42,15 @@ class BundleRecord:
     container: str
     parts: tuple[BundleMember, ...]
     ties: tuple[tuple[str, ...], ...] = ()
-    twins: tuple[tuple[tuple[str, ...], ...], ...] = ()
     ordered: bool = False
 
 
 def text(record: BundleRecord) -> bytes:
     """The file, for people as well as for programs."""
     fields: dict[str, Any] = {"schema": SCHEMA, "container": record.container}
-    if record.ordered:
-        fields["ordered"] = True
+    fields |= {"ordered": True} if record.ordered else {}
     fields["members"] = [_member(part) for part in record.parts]
-    fields |= {key: value for key, value in (("ties", record.ties), ("twins", record.twins)) if value}
+    fields |= {"ties": record.ties} if record.ties else {}
     made = json.dumps(fields, indent=1, ensure_ascii=False)
     if not is_text(made):
         raise Unsupported(
@@ -97,8 +94,7 @@ def _record(fields: dict[str, Any]) -> BundleRecord:
     if twice := [name for name, count in Counter(str(part.name) for part in parts).items() if count > 1]:
         raise ValueError(f"it names {listed(twice)} twice")
     ties = tuple(_texts(group) for group in _list(fields.get("ties", [])))
-    twins = tuple(tuple(map(_texts, _list(group))) for group in _list(fields.get("twins", [])))
-    return BundleRecord(str(fields.get("container")), parts, ties, twins, fields.get("ordered") is True)
+    return BundleRecord(str(fields.get("container")), parts, ties, fields.get("ordered") is True)
 
 
 def _part(member: Any) -> BundleMember:

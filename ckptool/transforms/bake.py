@@ -248,6 +248,6 @@ def summary_lines(baked: Baked) -> list[str]:
     """The folded weights and those left alone, a line for each kind."""
     lines = []
     for kind in _FOLDS:
-        names = [printable(each.weight) for each in baked.folded if each.kind == kind]
+        names = [each.weight for each in baked.folded if each.kind == kind]
         lines += [f"{kind}: {listed(names, 4)}"] if names else []
-    return lines + [f"left alone: {printable(name)} ({why})" for name, why in baked.left]
+    return lines + [f"left alone: {name} ({why})" for name, why in baked.left]

@@ -10,23 +10,30 @@ import json
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
-from ckptool.checkpoint.tree import address, map_storages, rebuild, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
-from ckptool.transforms.slim import equal, share_bytes
+from ckptool.formats import DEFAULT, WRITERS
+from ckptool.transforms.slim import equal
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
+CONTAINERS = tuple(each.name for each in WRITERS if each.keeps_tree and not each.writes_folder)
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
 _MAX_PARTS, _MAX_DEPTH = 10_000, 50
 
 _NO_FILE = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
 _DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # of Windows
+
+
+def container_of(checkpoint: Checkpoint) -> str:
+    """The container of a checkpoint, if it can hold a bundle; else torch's."""
+    return checkpoint.container if checkpoint.container in CONTAINERS else DEFAULT
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -151,16 +158,16 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member in a report. `nbytes`: of its storages, each counted once, also those that another member has too.
+    """A member in a report. `bytes`: of its storages, each counted once, also those that another member has too.
 
-    origin: where it came from, or the file that it went to; of a plain value, what it is.
+    file: where it came from, or the file that it went to; of a plain value, what it is.
     """
 
     name: str
     kind: str
     tensors: int
-    nbytes: int
-    origin: str = ""
+    bytes: int
+    file: str = ""
 
 
 def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
@@ -176,10 +183,25 @@ def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
             rows.append(Member(str(name), "plain value", 0, 0, origin or json.dumps(member)[:60]))
             continue
         kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds.get(name, []), 3)
-        count = sum(1 for _ in tensors(member))
         size = sum(storage.nbytes for storage in storages(member))
-        rows.append(Member(str(name), kind, count, size, origin))
+        rows.append(Member(str(name), kind, sum(1 for _ in tensors(member)), size, origin))
     return rows
+
+
+def lines_of(rows: Sequence[Member]) -> list[str]:
+    """The members as a table for people."""
+    cells = [
+        (
+            row.name,
+            row.kind,
+            counted(row.tensors, "tensor") if row.tensors else "",
+            f"{row.bytes:,} bytes" if row.tensors else "",
+            row.file,
+        )
+        for row in rows
+    ]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(4)]
+    return ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells]
 
 
 def is_plain(value: Any) -> bool:
@@ -215,94 +237,55 @@ def _is_json(node: Any) -> bool:
     return node is None or type(node) in (bool, int, list, dict)
 
 
-# Taking apart, and what has to be said so that it can be put together again -------------------------------------------
+# Ties across members -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The shares of members, by addresses of tensors: storages (`ties`), and bytes of separate storages (`twins`)."""
+def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
+    """The addresses of tensors on one storage, for each storage of several members.
 
-    ties: tuple[tuple[str, ...], ...] = ()
-    twins: tuple[tuple[tuple[str, ...], ...], ...] = ()
-
-
-def separated(tree: dict[Any, Any]) -> tuple[dict[Any, Any], Shared]:
-    """The tree with no storage marked as deduplicated, and what its members share.
-
-    Raises `Ambiguous` where an address that has to be named leads to two tensors.
+    Raises `Ambiguous` where such an address leads to two tensors.
     """
-    users: dict[int, list[str]] = defaultdict(list)
-    of: dict[int, set[Any]] = defaultdict(set)  # the members that a storage is used by
-    found: dict[int, Storage] = {}
+    users: dict[int, list[tuple[Any, str]]] = defaultdict(list)
     meanings: dict[str, set[int]] = defaultdict(set)
-    for path, node in walk(tree):
-        for place, storage in _places(address(path), node):
-            users[id(storage)].append(place)
-            of[id(storage)].add(path[:1])
-            found[id(storage)] = storage
-            meanings[place].add(id(storage))
-    ties = [tuple(places) for number, places in users.items() if len(of[number]) > 1]
-    groups: dict[tuple[int, str], list[tuple[str, ...]]] = defaultdict(list)
-    for number, places in users.items():
-        if found[number].deduplicated:
-            groups[id(found[number].data), found[number].location].append(tuple(places))
-    twins = [tuple(group) for group in groups.values() if len(group) > 1]
-    for place in (*(place for group in ties for place in group), *(p for group in twins for s in group for p in s)):
-        if len(meanings[place]) > 1:
-            raise Ambiguous(
-                f"{place} leads to two tensors, one of which is shared with another member",
-                "What is shared could not be recorded.",
-            )
-    return without_deduplication(tree), Shared(tuple(ties), tuple(twins))
+    for path, place, storage in _places(tree):
+        users[id(storage)].append((path[:1], place))
+        meanings[place].add(id(storage))
+    ties = [tuple(place for _, place in places) for places in users.values() if len({of for of, _ in places}) > 1]
+    if twice := [place for group in ties for place in group if len(meanings[place]) > 1]:
+        raise Ambiguous(
+            f"{twice[0]} leads to two tensors, one of which is shared with another member",
+            "What is shared could not be recorded.",
+        )
+    return tuple(ties)
 
 
-def without_deduplication(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """The tree with no storage marked as deduplicated: each has bytes of its own."""
-    alone: dict[Any, Any] = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
-    return alone
+def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any, Any]:
+    """The tree with one storage for each group of `ties_across`. Raises `Conflict` where tied tensors now differ.
 
-
-def joined(tree: dict[Any, Any], shared: Shared) -> tuple[dict[Any, Any], int, int]:
-    """The tree with storages shared as before `separated`; how many are deduplicated, and how many no longer equal.
-
-    Addresses that lead nowhere are passed over: the tensor is gone. Raises `Conflict` where tied tensors now differ.
+    Addresses that lead nowhere are passed over: the tensor is gone.
     """
-    if not shared.ties and not shared.twins:
-        return tree, 0, 0
-    at = dict(found for path, node in walk(tree) for found in _places(address(path), node))
+    at = {place: storage for _, place, storage in _places(tree)}
     one: dict[int, Storage] = {}
-    for group in shared.ties:
-        tied = _distinct(at, group)
+    for group in ties:
+        names = [place for place in group if place in at]
+        tied = list({id(at[place]): at[place] for place in names}.values())
         same = list(equal([(storage.location, storage) for storage in tied]))
-        if len(tied) > 1 and [len(names) for names in same] != [len(tied)]:
-            names = [place for place in group if place in at]
+        if len(tied) > 1 and [len(storages) for storages in same] != [len(tied)]:
             raise Conflict(
                 f"{listed(names)} were one tensor in the bundle, and differ now",
                 "Tied again, one of them would lose its values. Nothing was written.",
                 'To keep both, take them out of "ties" in bundle.json.',
             )
         one.update((id(storage), tied[0]) for storage in tied)
-    tree = map_storages(tree, lambda storage: one.get(id(storage), storage))
-    at = dict(found for path, node in walk(tree) for found in _places(address(path), node))
-    wanted, groups = 0, []
-    for twins in shared.twins:
-        alike = [storage for places in twins for storage in _distinct(at, places)]
-        wanted += max(0, len(alike) - 1)
-        groups += list(equal([((storage.nbytes, storage.location), storage) for storage in alike]))
-    tree, count, _ = share_bytes(tree, groups)
-    return tree, count, wanted - count
+    return map_storages(tree, lambda storage: one.get(id(storage), storage)) if one else tree
 
 
-def _places(text: str, node: Any) -> list[tuple[str, Storage]]:
-    """The storages of a node, each with an address; those of a tensor made of several are numbered."""
-    parts = list(stored_parts(node))
-    if len(parts) == 1:
-        return [(text, parts[0].storage)]
-    return [(f"{text}#{number}", part.storage) for number, part in enumerate(parts)]
-
-
-def _distinct(at: Mapping[str, Storage], places: Iterable[str]) -> list[Storage]:
-    return list({id(at[place]): at[place] for place in places if place in at}.values())
+def _places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
+    """The storages in a tree, each with an address; those of a tensor made of several are numbered."""
+    for path, node in walk(tree):
+        parts = list(stored_parts(node))
+        for number, part in enumerate(parts):
+            yield path, address(path) + (f"#{number}" if len(parts) > 1 else ""), part.storage
 
 
 def refuse_unnamed(like: Any) -> None:

@@ -27,6 +27,8 @@ from ckptool.errors import Conflict, Unsupported, counted, listed, printable, qu
 from ckptool.formats import marks
 from ckptool.formats.sidecar import holds
 
+MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
+
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -44,16 +46,14 @@ def export(
     exclude: Sequence[str] = (),
     *,
     copy_ties: bool = False,
-    materialize: bool = False,
     container: str = "safetensors",
     keep_metadata: bool = False,
 ) -> Exported:
     """The tensors of `root` whose keys match, as a flat dictionary.
 
-    copy_ties: write tied tensors once for each name.  materialize: also write out views that are larger than their
-    storage.
-    container: where they go, for the messages.  keep_metadata: `_metadata` goes along.
-    Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for expanded views unless `materialize`.
+    copy_ties: write tied tensors once for each name.  container: where they go, for the messages.
+    keep_metadata: `_metadata` goes along.
+    Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for a view of more than `MAX_WRITTEN_OUT`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     chosen = {
@@ -73,8 +73,13 @@ def export(
             "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
         )
     plain = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
-    if not materialize:
-        _refuse_expanded(plain, container)
+    for key, entry in plain.items():
+        if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
+            raise Conflict(
+                f"{key} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
+                f"{container} has no strides, so every repeated value would be written out.",
+                "Leave it out: --exclude NAME; or keep it as it is: --all",
+            )
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     return Exported(
@@ -151,16 +156,6 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
     ]
 
 
-def _refuse_expanded(tensors: dict[str, TensorEntry], container: str) -> None:
-    for key, entry in tensors.items():
-        if entry.nbytes > entry.storage.nbytes:
-            raise Conflict(
-                f"{key} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
-                f"{container} has no strides, so every repeated value would be written out.",
-                "Write it out: --materialize; leave it out: --exclude NAME; or keep it as it is: --all",
-            )
-
-
 def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     views: dict[int, dict[Any, tuple[str, TensorEntry]]] = {}
     for key, entry in tensors.items():
@@ -188,6 +183,9 @@ def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
                 f"conjugated or negated views are written as their values: {listed(resolved, 4)}",
             )
         )
+    if expanded := [key for key, entry in tensors.items() if entry.nbytes > entry.storage.nbytes]:
+        message = f"expanded views are written with every repeated value: {listed(expanded, 4)}"
+        notes.append(Note("resolved-views", message))
     return notes
 
 

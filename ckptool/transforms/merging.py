@@ -1,13 +1,10 @@
 """The ways to merge models: what becomes of a piece of one tensor, given the same piece of each model.
 
 `mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` weighted differences from a base, of
-which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones. Where mergekit and peft define
-them otherwise (`definition`), each is available:
+which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones:
 
-    ties  mergekit  the sign that most of the weighted differences have, divided by the sum of the agreeing weights
-          peft      the sign that most of the differences have, divided by the number of those that agree
-    dare  mergekit  what is kept is scaled to the sum of magnitudes that there was
-          peft      what is kept is divided by the density, as in the paper
+    ties  as mergekit has it: the sign that most of the weighted differences have, divided by the agreeing weights
+    dare  as in the paper and in peft: what is kept is divided by the density
 
 Differences are computed in f32 (in f64 for f64), where mergekit has the type of the tensors, and rounded once.
 """
@@ -41,7 +38,6 @@ class Merge:
     densities: tuple[float, ...] = ()
     scale: float = 1.0
     seed: int = 0
-    definition: str = "mergekit"
 
     @property
     def has_base(self) -> bool:
@@ -52,7 +48,7 @@ class Merge:
         """The options that count for its method, as text."""
         density = ", ".join(f"{density:g}" for density in self.densities)
         every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}"}
-        every |= {"definition": f"as {self.definition} defines it", "seed": f"seed {self.seed}"}
+        every["seed"] = f"seed {self.seed}"
         return tuple(text for name, text in every.items() if name in METHODS[self.method].takes)
 
 
@@ -173,12 +169,12 @@ class TiesMerge(Deltas):
     """
 
     __slots__ = ("cuts",)
-    takes = ("base", "scale", "density", "definition")
+    takes = ("base", "scale", "density")
 
     def prepare(self, passes: Passes, count: int) -> None:
         self.cuts = []
         for number in range(len(self.weights)):
-            keep = max(self.how.definition == "mergekit", int(self.density(number) * count))
+            keep = max(1, int(self.density(number) * count))
             patterns = partial(self._patterns, passes, number)
             self.cuts.append(_cut(patterns, keep, count) if keep < count else (0, count))
 
@@ -199,21 +195,19 @@ class TiesMerge(Deltas):
     def mixed(self, delta: Callable[[int], Array], base: Array) -> Array:
         import numpy
 
-        by_weight, kind, count = self.how.definition == "mergekit", base.dtype.str, len(base)
+        kind, count = base.dtype.str, len(base)
         votes = _zeros("merge total", base)
         sums = [_zeros(f"merge {side}", base) for side in ("above", "below")]
         shares = [_zeros(f"merge share {side}", base) for side in ("above", "below")]
         weighted, term = scratch("merge weighted", kind, count), scratch("merge term", kind, count)
         mask = scratch("merge mask", "?", count)
         for number, weight in enumerate(map(base.dtype.type, self.weights)):
-            difference = delta(number)
-            numpy.multiply(difference, weight, out=weighted)
-            vote = weighted if by_weight else difference
-            numpy.add(votes, vote, out=votes)
+            numpy.multiply(delta(number), weight, out=weighted)
+            numpy.add(votes, weighted, out=votes)
             for side, agrees in enumerate((numpy.greater, numpy.less)):
-                agrees(vote, 0, out=mask)
+                agrees(weighted, 0, out=mask)
                 numpy.add(sums[side], numpy.multiply(weighted, mask, out=term), out=sums[side])
-                numpy.add(shares[side], numpy.multiply(mask, weight if by_weight else 1, out=term), out=shares[side])
+                numpy.add(shares[side], numpy.multiply(mask, weight, out=term), out=shares[side])
         below = ~(votes >= 0)
         for above, other in zip((sums[0], shares[0]), (sums[1], shares[1]), strict=True):
             numpy.copyto(above, other, where=below)
@@ -226,21 +220,8 @@ class TiesMerge(Deltas):
 class DareMerge(Deltas):
     """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
 
-    __slots__ = ("factors",)
-    takes = ("base", "scale", "density", "definition", "seed")
-
-    def prepare(self, passes: Passes, count: int) -> None:
-        self.factors = [1.0] * len(self.weights)
-        if self.how.definition != "mergekit":
-            return
-        for number in (number for number in range(len(self.weights)) if self.density(number) < 1):
-            place, before, after = 0, 0.0, 0.0
-            for delta in self.deltas(passes, number):
-                sizes = abs(delta)
-                before += float(sizes.sum(dtype="f8"))
-                after += float(sizes[self._chosen(number, place, len(delta))].sum(dtype="f8"))
-                place += len(delta)
-            self.factors[number] = before / after if before >= 1e-7 and after >= 1e-7 else 1.0
+    __slots__ = ()
+    takes = ("base", "scale", "density", "seed")
 
     def kept(self, delta: Array, number: int, start: int) -> Array:
         import numpy
@@ -248,10 +229,7 @@ class DareMerge(Deltas):
         if self.density(number) == 1:
             return delta
         numpy.multiply(delta, self._chosen(number, start, len(delta)), out=delta)
-        if self.how.definition == "mergekit":
-            numpy.multiply(delta, delta.dtype.type(self.factors[number]), out=delta)
-        else:
-            numpy.divide(delta, delta.dtype.type(self.density(number)), out=delta)
+        numpy.divide(delta, delta.dtype.type(self.density(number)), out=delta)
         return delta
 
     def _chosen(self, number: int, start: int, count: int) -> Array:
@@ -270,31 +248,25 @@ class DareMerge(Deltas):
 
 
 METHODS = {"mean": Mean, "task-arithmetic": Deltas, "slerp": Slerp, "ties": TiesMerge, "dare": DareMerge}
-DEFINITIONS = ("mergekit", "peft")
 
 
 def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     """The way to merge so many files. Raises `UsageError` for what does not go together, or is out of range.
 
-    given: `base`, `density`, `scale`, `t`, `seed`, `definition` and `ema`, None where the user gave none.
+    given: `base`, `density`, `scale`, `t`, `seed` and `ema`, None where the user gave none.
     """
     if method not in METHODS:
         raise UsageError(f"unknown --method {method!r}", f"Available: {', '.join(METHODS)}.")
     takes = METHODS[method].takes
-    defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0, "definition": DEFINITIONS[0]}
+    defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0}
     known = defaults | {name: value for name, value in given.items() if value is not None}
-    definition, scale, t, density = (known[name] for name in ("definition", "scale", "t", "density"))
+    scale, t, density = (known[name] for name in ("scale", "t", "density"))
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
     shown = ",".join(f"{each:g}" for each in densities)
     checks = [
         ("base" in takes and "base" not in known, f"--method {method} needs --base", "It merges differences from it."),
         (method == "slerp" and files != 2, f"--method slerp was given {counted(files, 'file')}", "It takes two."),
         (files < 2 - ("base" in takes), "average needs at least two files", "With --base, one."),
-        (
-            definition not in DEFINITIONS,
-            f"unknown --definition {definition!r}",
-            f"Known: {' '.join(DEFINITIONS)}.",
-        ),
         (not math.isfinite(scale), f"--lambda {scale} is not a finite number", ""),
         (not 0 <= t <= 1, f"--t {t} is not from 0 to 1", "0 is the first file, 1 the second."),
         (len(densities) not in (1, files), f"--density gives {counted(len(densities), 'value')}", "One, or one each."),
@@ -307,7 +279,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     for wrong, what, why in checks:
         if wrong:
             raise UsageError(what, why, "See ckptool average --help")
-    return Merge(method, densities, scale, known["seed"], definition)
+    return Merge(method, densities, scale, known["seed"])
 
 
 def _zeros(name: str, like: Array) -> Array:

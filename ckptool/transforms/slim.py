@@ -1,4 +1,4 @@
-"""A checkpoint without optimizer state, bytes behind views and (on request) second copies of equal bytes."""
+"""A checkpoint without optimizer state, bytes behind views and (on request) second copies of equal weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.state_dicts import optimizers
+from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major, subrange
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.errors import UsageError
@@ -25,7 +25,7 @@ class Slimmed:
     """The parts that were left out, and the bytes that each way saved.
 
     dropped: addresses of the optimizers.  compacted: storages that lost bytes behind views.
-    shared: storages whose bytes are stored with those of another.
+    tied: storages that are one with an equal one now.
     """
 
     checkpoint: Checkpoint
@@ -33,22 +33,20 @@ class Slimmed:
     optimizer_bytes: int
     compacted: int
     waste_bytes: int
-    shared: int
-    shared_bytes: int
+    tied: int
+    tied_bytes: int
 
     @property
     def changed(self) -> bool:
-        return bool(self.dropped or self.compacted or self.shared)
+        return bool(self.dropped or self.compacted or self.tied)
 
 
 def slim(
     checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False, kept: Iterable[Storage] = ()
 ) -> Slimmed:
-    """Drops optimizer state and the bytes that no tensor shows; with `dedup`, stores equal storages once.
+    """Drops optimizer state and bytes that no tensor shows; with `dedup`, ties equal storages of one set of weights.
 
     kept: storages that are used elsewhere as well, and stay as they are.
-
-    Equal storages stay separate for `ckptool.load`: they only share their place in the file.
     Reads tensor data only to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.
     """
     tree = checkpoint.tree
@@ -58,9 +56,10 @@ def slim(
     without = _bytes(tree, others)
     tree, compacted = _compact(tree, others)
     dense = _bytes(tree, others)
-    tree, shared, shared_bytes = deduplicate(tree, others) if dedup else (tree, 0, 0)
     changed = replace(checkpoint, tree=tree)
-    return Slimmed(changed, dropped, before - without, compacted, without - dense, shared, shared_bytes)
+    tree, tied, tied_bytes = _tied(changed, others) if dedup else (tree, 0, 0)
+    changed = replace(changed, tree=tree)
+    return Slimmed(changed, dropped, before - without, compacted, without - dense, tied, tied_bytes)
 
 
 def _bytes(tree: Any, others: Collection[int]) -> int:
@@ -192,35 +191,28 @@ def _placed(group: Sequence[TensorEntry], storage: Storage, shifts: dict[int, in
 # Equal bytes ---------------------------------------------------------------------------------------------------------
 
 
-def deduplicate(tree: Any, kept: Collection[int] = ()) -> tuple[Any, int, int]:
-    """The tree with equal storages on one piece of data; how many of them, and their bytes, are not stored."""
-    return share_bytes(tree, equal(list(_candidates(tree, kept))))
+def _tied(checkpoint: Checkpoint, kept: Collection[int]) -> tuple[Any, int, int]:
+    """The tree with equal storages of one set of weights tied; how many of them, and their bytes, are not stored.
 
-
-def share_bytes(tree: Any, groups: Iterable[Sequence[Storage]]) -> tuple[Any, int, int]:
-    """The same with groups of storages that are known to be equal."""
-    data: dict[int, Data] = {}
-    count = saved = 0
-    for group in groups:
-        for storage in group:
-            data[id(storage)] = group[0].data
-        count += len(group) - 1
-        saved += (len(group) - 1) * group[0].nbytes
-
-    def shared(storage: Storage) -> Storage:
-        kept = data.get(id(storage))
-        return storage if kept is None else replace(storage, data=kept, deduplicated=True)
-
-    return (map_storages(tree, shared) if data else tree), count, saved
-
-
-def _candidates(tree: Any, kept: Collection[int]) -> Iterator[tuple[Any, Storage]]:
-    """Storages that plain tensors of one storage class use, with what has to agree before their bytes are looked at."""
-    for group in _plain_views(tree, kept).values():
+    What is equal today in two sets (a model and its average) stays two: they are to differ tomorrow.
+    """
+    users: dict[int, set[Path | None]] = defaultdict(set)
+    for root in find_state_dicts(checkpoint):
+        for storage in storages(root.node):
+            users[id(storage)].add(root.path if root.is_model else None)
+    candidates: list[tuple[Any, Storage]] = []
+    for group in _plain_views(checkpoint.tree, kept).values():
         storage = group[0].storage
-        classes = {entry.dtype.storage for entry in group}
-        if len(classes) == 1 and storage.nbytes >= MIN_SHARED and not storage.deduplicated:
-            yield (storage.nbytes, storage.location, classes.pop()), storage
+        classes, roots = {entry.dtype.storage for entry in group}, users[id(storage)]
+        if len(classes) == len(roots) == 1 and None not in roots and storage.nbytes >= MIN_SHARED:
+            candidates.append(((storage.nbytes, storage.location, *classes, *roots), storage))
+    one: dict[int, Storage] = {}
+    count = nbytes = 0
+    for equals in equal(candidates):
+        one |= dict.fromkeys(map(id, equals), equals[0].alone())
+        count, nbytes = count + len(equals) - 1, nbytes + (len(equals) - 1) * equals[0].nbytes
+    tree = map_storages(checkpoint.tree, lambda storage: one.get(id(storage), storage)) if one else checkpoint.tree
+    return tree, count, nbytes
 
 
 def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
-from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
@@ -20,7 +19,8 @@ from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
-from ckptool.verbs._save import Output, SaveOptions, output_of, save, written
+from ckptool.verbs._save import Change
+from ckptool.verbs._written import Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's
 AdapterArgument = Annotated[
@@ -32,15 +32,8 @@ ConfigOption = Annotated[
 ]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
 NEW_ADAPTER = "For example: -o adapter/"
+RENEWED = ("Its ranks or names are others.", NEW_ADAPTER)
 _WHOLE = "1000TB"  # PEFT reads no shards
-
-
-def output_of_adapter(verb: str, out: PathLike | None, options: SaveOptions, *inputs: object) -> Output:
-    """The output of a verb that writes an adapter. Raises `UsageError` for `in_place`."""
-    output = output_of(verb, out, options, *inputs)
-    if output.in_place:
-        raise UsageError(f"{verb} writes a new adapter", "Its ranks or names are others.", "For example: -o adapter/")
-    return output
 
 
 def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> tuple[Checkpoint, Adapter]:
@@ -67,7 +60,7 @@ def _as_saved(value: Any) -> Any:
 
 
 def write_adapter(
-    output: Output,
+    change: Change,
     original: Checkpoint,
     made: AdapterFile,
     *,
@@ -78,29 +71,25 @@ def write_adapter(
 
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
     """
-    saved = _saved(output, original, made, [each for each in inputs if each is not None])
-    return written(output, original, saved, made.summary, facts=made.facts(), details=made.details, notes=notes)
-
-
-def _saved(output: Output, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input]) -> SaveResult:
     changed = replace(
         original, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=(), part=None, base=()
     )
-    if output.live and (made.config is not None or made.metadata):
-        what = f"{output.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
+    if change.live and (made.config is not None or made.metadata):
+        what = f"{change.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
         raise UsageError(what, "They stand in its configuration or metadata.", "Write it: -o adapter/")
-    if made.config is None:
-        container = output.format(safetensors.NAME)
-        if DIFFUSERS_CONFIG in made.metadata and container.name != safetensors.NAME:
-            what = f"{container.name} has no place for the scales of an adapter with diffusers' names"
-            raise Unsupported(what, "They stand in the metadata of safetensors.", "Write -o OUT.safetensors, or --fold")
-        return save(replace(output, container=container.name), original, changed, inputs=inputs)
-    container = output.format(SHARDED)
-    if container.name != SHARDED:
-        what = f"{output.path or ''} would be a file, and an adapter of PEFT is a folder"
-        raise UsageError(what, f"Its scales are in {ADAPTER}.", "For example: -o adapter/")
-    config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
-    beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
-    path = None if output.path is None else os.path.join(output.path, "")
-    output = replace(output, container=SHARDED, path=path)
-    return save(output, original, divided(changed, _WHOLE, STEMS[PEFT]), inputs=inputs, beside=beside)
+    container = change.format(safetensors.NAME if made.config is None else SHARDED).name
+    beside = None
+    if made.config is not None:
+        if container != SHARDED:
+            what = f"{change.path or ''} would be a file, and an adapter of PEFT is a folder"
+            raise UsageError(what, f"Its scales are in {ADAPTER}.", "For example: -o adapter/")
+        config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
+        beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
+        change = replace(change, path=None if change.path is None else os.path.join(change.path, ""))
+        changed = divided(changed, _WHOLE, STEMS[PEFT])
+    elif DIFFUSERS_CONFIG in made.metadata and container != safetensors.NAME:
+        what = f"{container} has no place for the scales of an adapter with diffusers' names"
+        raise Unsupported(what, "They stand in the metadata of safetensors.", "Write -o OUT.safetensors, or --fold")
+    sources = [each for each in inputs if each is not None]
+    saved = change.into(container).write(original, changed, inputs=sources, beside=beside)
+    return saved.about(made.summary, *made.details, notes=notes, **made.facts())

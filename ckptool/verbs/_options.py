@@ -53,7 +53,7 @@ _CHECKED = "Check the input's checksums, then re-read the output and compare eve
 Verify = Annotated[bool, _output("--verify", _CHECKED)]
 _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
 KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT)]
-_CONTAINERS = "Write this container (torch-zip, safetensors, sharded, sharded-bin, dcp, npz), whatever the suffix."
+_CONTAINERS = "Write this container (torch-zip, safetensors, sharded, dcp, npz), whatever the suffix."
 Container = Annotated[str | None, _output("--to CONTAINER", _CONTAINERS)]
 SkipRefused = Annotated[
     bool, _output("--skip-refused", "If one of several files is refused, write the others. Exit 1.")

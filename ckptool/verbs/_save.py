@@ -1,15 +1,18 @@
-"""The common parts of the verbs that write: where to, how, and what is reported of it."""
+"""What the verbs that write have in common: what is asked of them (`Save`), and what they did (`Written`).
+
+`change_of` knows where to and how; its `write` writes what a verb made, and reports it; `Written.about` adds what the
+verb did.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ckptool import formats
-from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
@@ -32,22 +35,25 @@ from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import PathLike, in_memory
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
-from ckptool.output import Progress, append_in_place, check_folder, check_target, replace_file, replace_folder
+from ckptool.output import append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
+from ckptool.verbs._options import Bar, Container, DryRun, InPlace, KeepUnknown, Overwrite, Verify
+from ckptool.verbs._written import Written
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
-
-    from ckptool.analysis.diff import Diff
 else:
-    Unpack = None  # of `**options: Unpack[SaveOptions]`, which nobody evaluates
+    Unpack = None  # of `**options: Unpack[Save]`, which nobody evaluates
+
+LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
+_OPTIONS = {"add-module": "prefix", "cast": "dtype", "remap": "to", "strip-module": "prefix"}  # that habit puts second
+_Change = TypeVar("_Change", bound="Change")
 
 
-class SaveOptions(TypedDict, total=False):
+class Save(TypedDict, total=False):
     """in_place: change the input itself.  overwrite: replace an existing output.  dry_run: only report the plan.
 
     verify: check the stored checksums of the input, then read the output again and compare every tensor before it takes
@@ -66,50 +72,226 @@ class SaveOptions(TypedDict, total=False):
     make_folder: bool
 
 
-class ChangeOptions(SaveOptions, total=False):
-    """extract: write the part at the address alone, changed, in place of the whole file."""
-
-    extract: Extract
-
-
-ChangeOptions.__doc__ = f"{ChangeOptions.__doc__}\n\n    {(SaveOptions.__doc__ or '').strip()}"
-
-
 @dataclass(frozen=True, slots=True)
-class Output:
-    """Where a verb writes, and how: `SaveOptions` with their defaults.  path: None where none was named.
+class Change:
+    """Where a verb writes, and how.  path: None where none was named.  asked: every option of `Save`.
 
     live: nothing is written: something in memory was given, and so is the result.
     """
 
     verb: str
     path: str | None
-    in_place: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
-    verify: bool = False
-    keep_unknown: bool = False
-    container: str | None = None
-    progress: Progress | None = None
-    make_folder: bool = False
-    live: bool = False
+    asked: Save
+    live: bool
 
     def format(self, default: str) -> Format:
         """The container asked for, else that of the suffix, else shards for tensors in `DIR/`, or the default."""
-        if self.container:
-            return formats.by_name(self.container)
+        if self.asked["container"]:
+            return formats.by_name(self.asked["container"])
         path = self.path or ""
         as_folder = path.endswith("/") and formats.named(default).tensors_only
         return formats.for_output(path, formats.SHARDED if as_folder else default)
 
+    def into(self: _Change, container: str) -> _Change:
+        """The same, into this container."""
+        return replace(self, asked={**self.asked, "container": container})
 
-def output_of(verb: str, path: PathLike | None, options: SaveOptions, *inputs: object) -> Output:
-    """The output of a verb. inputs: what it was given to read.
+    def refuse_in_place(self, why: str, fix: str, what: str = "a new file") -> None:
+        """Raises `UsageError` for a verb that changes no file."""
+        if self.asked["in_place"]:
+            raise UsageError(f"{self.verb} writes {what}", why, fix)
+
+    def write(
+        self,
+        original: Checkpoint,
+        changed: Checkpoint,
+        *,
+        changes: bool = True,
+        expected: Checkpoint | None = None,
+        inputs: Sequence[Input] = (),
+        beside: ModelFolder | None = None,
+    ) -> Written:
+        """Writes `changed`. `changes=False`: it is the original, so the output is a copy of the file.
+
+        expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
+        beside: the files that go into a folder of weights, if not those beside the original.
+        Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
+        """
+        asked, path, source = self.asked, self.path, original.source
+        inputs = [*([source] if source is not None else []), *inputs]
+        if (path is None) != bool(asked["in_place"]) and not self.live:
+            raise UsageError(
+                f"{self.verb} needs to know where to write"
+                if path is None
+                else f"{self.verb} was given both an output and --in-place",
+                "Nothing is written unless you name an output.",
+                "A new file: -o OUT; the file itself: --in-place",
+            )
+        if asked["verify"] and not asked["dry_run"]:
+            from ckptool.analysis.verify import refuse_damaged
+
+            refuse_damaged(original)
+        if self.live:
+            size = sum(storage.nbytes for storage in storages(changed.tree))
+            made = () if asked["dry_run"] else (in_objects(original, changed),)
+            return replace(self.written(original, "", LIVE, "in memory", 0, size), made=made)
+        if path is None:
+            return self._in_place(original, changed, changes, inputs)
+        if isinstance(original.origin, Memory):
+            original.origin.refuse_unsaved(changed.tree)
+        if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
+            raise Conflict(
+                f"{path} is the input itself",
+                "It was left as it is.",
+                f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it with a new one: -f",
+            )
+        container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
+        if not asked["container"]:
+            formats.refuse_suffix(path, container, changed.container, str(changed.source or ""))
+        formats.refuse_index(path, container)
+        if not changes and source is not None and self._stays(original, container):
+            notes = refuse_unknown(original, keep_unknown, as_it_is=True)
+            files = source.files if isinstance(source, Folder) else {"": source}
+            plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
+        else:
+            refuse_extras(changed, container)
+            _refuse_repeated(original)
+            _refuse_placeholders(original, changed, container)
+            notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+            with no_collection():
+                plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
+        details: list[str] = []
+        if container.writes_folder and container.tensors_only:
+            beside = beside or model_folder(original, changed.tree)
+            plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
+            inputs, details = [*inputs, *beside.inputs], beside.lines()
+        if sidecar.NAME in plan.files and not plan.notes:
+            details.append(f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back")
+        meant = changed if expected is None else expected
+        notes += plan.notes + self.put(plan, path, inputs, lambda: verifier(meant))
+        return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
+
+    def written(
+        self,
+        original: Checkpoint,
+        path: str,
+        container: str,
+        how: str,
+        added: int,
+        size: int,
+        notes: Iterable[Note] = (),
+        details: Iterable[str] = (),
+    ) -> Written:
+        """The report of what was written, or would be; with notes on what of the original is not as it was there."""
+        dry_run = bool(self.asked["dry_run"])
+        verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
+        left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
+        left += [note for note in original.notes if note.code == RECOVERED_NOTE]
+        beside = list(members.beside(original)) if how != "nothing" and not self.asked["in_place"] else []
+        left += [Note(MEMBERS, f"left behind, since only weights are written: {listed(beside, 6)}")] if beside else []
+        file = original.source.path if original.source else ""
+        report = Written(self.verb, file, path, container, how, added, size, dry_run=dry_run, verified=verified)
+        return replace(report, details=tuple(details), notes=tuple(notes), left=tuple(left))
+
+    def _stays(self, checkpoint: Checkpoint, container: Format) -> bool:
+        """True if an unchanged file can be copied: it is of the container to write, or of one that torch loads, too."""
+        source = checkpoint.source
+        if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
+            return False  # torch reads tables of ranks with as many processes alone
+        as_asked = self.asked["container"] is None and container.name == formats.DEFAULT
+        return checkpoint.container == container.name or (as_asked and checkpoint.container in LOADED_BY_TORCH)
+
+    def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
+        source, container = self._writable(original)
+        keep_unknown = bool(self.asked["keep_unknown"])
+        if not changes:
+            notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
+            return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
+        _refuse_repeated(original)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+        plan = container.append(changed, keep_unknown=keep_unknown)
+        if plan is None:
+            plan = container.write(changed, keep_unknown=keep_unknown)
+            own = replace(self, asked={**self.asked, "overwrite": True})
+            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
+            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
+        if not self.asked["dry_run"]:
+            self._append(plan, source, changed, inputs)
+        size = plan.keep + plan.nbytes
+        return self.written(original, source.path, container.name, "in place", plan.nbytes, size, notes)
+
+    def _writable(self, original: Checkpoint) -> tuple[Source, Format]:
+        """The file that is changed in place, and its container. Raises `UsageError` where that cannot be done."""
+        source = original.source
+        if source is None:
+            raise UsageError("only a checkpoint that was read from a file can be changed in place")
+        if isinstance(source, Folder) or formats.writer(original.container) is None:
+            raise UsageError(
+                f"{source} cannot be changed in place: it is of the container {original.container}",
+                "While its files were replaced one by one, the folder would be a mix of two checkpoints."
+                if isinstance(source, Folder)
+                else "That container can be read, not written.",
+                "Write a new one: -o OUT",
+            )
+        refuse_links(source.path)
+        if self.asked["container"] not in (None, original.container):
+            raise UsageError(
+                f"--in-place keeps the container ({original.container})",
+                "Another container needs a new file.",
+                "Write a new file with -o.",
+            )
+        return source, formats.by_name(original.container)
+
+    def _append(self, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
+        if not os.access(source.path, os.W_OK):
+            what = f"cannot change {source}: no permission to write to it"
+            raise FileProblem(what, "It is as it was.", "Write a new file with -o.")
+        # The old records were checked before, and stay where they are.
+        verify = verifier(changed, checksums=False) if self.asked["verify"] else None
+
+        def confirm(path: str) -> None:
+            for given in inputs:
+                if given is not source:
+                    given.check_unchanged()
+            if verify is not None:
+                verify(path)
+
+        append_in_place(plan, source, verify=confirm, progress=self.asked["progress"])
+
+    def put(
+        self,
+        plan: Plan,
+        target: str,
+        inputs: Sequence[Input],
+        verify: Callable[[], Callable[[str], None]],
+        replaceable: Iterable[str] | None = None,
+    ) -> tuple[Note, ...]:
+        """Writes a plan under its name, or looks whether that could be done; the notes of that.
+
+        verify: gives what proves it.  replaceable: files in a folder of that name, if not those of a checkpoint.
+        """
+        asked, folder = self.asked, os.path.dirname(target)
+        overwrite, makes_folder = bool(asked["overwrite"]), asked["make_folder"] and not os.path.lexists(folder or ".")
+        if not asked["dry_run"]:
+            if makes_folder:
+                make_folder(folder)
+            options: Any = {"overwrite": overwrite, "inputs": inputs, "progress": asked["progress"]}
+            return put_in_place(plan, target, replaceable, verify=verify() if asked["verify"] else None, **options)
+        if not makes_folder and set(plan.files) == {""}:
+            check_target(target, overwrite=overwrite)
+        elif not makes_folder:
+            known = _files_at(target) if replaceable is None else replaceable
+            check_folder(target, overwrite=overwrite, replaceable={*known, *plan.files})
+        return ()
+
+
+def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object) -> Change:
+    """What is asked of a verb that writes. inputs: what it was given to read.
 
     Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
     memory that are to be changed in place, and where an output for them looks like an option.
     """
-    known = SaveOptions.__annotations__
+    known = Save.__annotations__
     if unknown := [name for name in options if name not in known]:
         raise TypeError(
             f"{function_name(verb)}() got an unexpected keyword argument {unknown[0]!r}; "
@@ -119,9 +301,17 @@ def output_of(verb: str, path: PathLike | None, options: SaveOptions, *inputs: o
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
         raise UsageError(what, "What is in memory stays as it is; the result is returned.", "Leave out --in-place")
-    if memory and isinstance(path, str) and options.get("container") is None and verb != "unbundle":
-        _refuse_suffix(verb, path)
-    return Output(verb, None if path is None else path_of(verb, path), live=memory and path is None, **options)
+    is_word = isinstance(path, str) and "/" not in path and not formats.has_suffix(path)
+    if memory and is_word and options.get("container") is None and verb != "unbundle":
+        option = _OPTIONS.get(verb)
+        raise UsageError(
+            f"{verb} would write a file called {path!r}",
+            "That is where the output is named, and this is the suffix of no container.",
+            (f"An option is given by its name: {option}={path!r}; " if option else "")
+            + f"to write it all the same: container={formats.DEFAULT!r}",
+        )
+    asked: Any = dict.fromkeys(known) | options
+    return Change(verb, None if path is None else path_of(verb, path), asked, memory and path is None)
 
 
 def path_of(verb: str, path: Any) -> str:
@@ -133,107 +323,12 @@ def path_of(verb: str, path: Any) -> str:
     raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
 
 
-def _refuse_suffix(verb: str, text: str) -> None:
-    """Raises `UsageError` where an output for objects in memory looks like an option."""
-    if "/" not in text and not formats.has_suffix(text):
-        option = _OPTIONS.get(verb)
-        raise UsageError(
-            f"{verb} would write a file called {text!r}",
-            "That is where the output is named, and this is the suffix of no container.",
-            (f"An option is given by its name: {option}={text!r}; " if option else "")
-            + f"to write it all the same: container={formats.DEFAULT!r}",
-        )
-
-
 def out_first(out: Any, option: Any) -> tuple[PathLike | None, Any]:
     """An output and an option as they were meant: a dtype or device in the output's place is the option."""
     return (out, option) if out is None or isinstance(out, (str, os.PathLike)) else (option, out)
 
 
-_OPTIONS = {"add-module": "prefix", "cast": "dtype", "remap": "to", "strip-module": "prefix"}  # that habit puts second
-
-
-def save(
-    output: Output,
-    original: Checkpoint,
-    changed: Checkpoint,
-    *,
-    changes: bool = True,
-    expected: Checkpoint | None = None,
-    inputs: Sequence[Input] = (),
-    beside: ModelFolder | None = None,
-) -> SaveResult:
-    """Writes `changed` to the output. `changes=False`: it is the original, so the output is a copy of the file.
-
-    expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
-    beside: the files that go into a folder of weights, if not those beside the original.
-    Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
-    """
-    source = original.source
-    inputs = [*([source] if source is not None else []), *inputs]
-    if (output.path is None) != output.in_place and not output.live:
-        raise UsageError(
-            f"{output.verb} needs to know where to write"
-            if output.path is None
-            else f"{output.verb} was given both an output and --in-place",
-            "Nothing is written unless you name an output.",
-            "A new file: -o OUT; the file itself: --in-place",
-        )
-    if output.verify and not output.dry_run:
-        from ckptool.analysis.verify import refuse_damaged
-
-        refuse_damaged(original)
-    if output.live:
-        return _in_memory(output, original, changed)
-    if output.path is None:
-        return _save_in_place(output, original, changed, changes, inputs)
-    if isinstance(original.origin, Memory):
-        original.origin.refuse_unsaved(changed.tree)
-    _refuse_input(output, output.path, inputs, source)
-    container = _container(changed, output, output.path)
-    if not changes and source is not None and _stays(original, container, output):
-        notes = refuse_unknown(original, output.keep_unknown, as_it_is=True)
-        plan, how = _copy_of(source), "copy"
-    else:
-        refuse_extras(changed, container)
-        _refuse_repeated(original)
-        _refuse_placeholders(original, changed, container)
-        notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
-        with no_collection():
-            plan, how = container.write(changed, keep_unknown=output.keep_unknown), "new file"
-    details: tuple[str, ...] = ()
-    if container.writes_folder and container.tensors_only:
-        beside = beside or model_folder(original, changed.tree)
-        plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
-        inputs, details = [*inputs, *beside.inputs], tuple(beside.lines())
-    if sidecar.NAME in plan.files and not plan.notes:
-        details += (f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back",)
-    saved = _replace(output, output.path, plan, changed if expected is None else expected, inputs)
-    notes = (*notes, *plan.notes, *saved.notes)
-    return replace(saved, container=container.name, how=how, notes=notes, details=details)
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory(SaveResult):
-    """The outcome of a verb that writes nothing: `made` is the result, as its input was given."""
-
-    made: Any = None
-
-
-def _in_memory(output: Output, original: Checkpoint, changed: Checkpoint) -> InMemory:
-    nbytes = sum(storage.nbytes for storage in storages(changed.tree))
-    made = None if output.dry_run else in_objects(original, changed)
-    return InMemory("", LIVE, "in memory", 0, nbytes, made=made)
-
-
-def _refuse_input(output: Output, target: str, inputs: Sequence[Input], source: Input | None) -> None:
-    """Raises `Conflict` where one of the inputs would be replaced, unless that is wanted."""
-    if any(given.is_at(target) for given in inputs) and not output.overwrite:
-        raise Conflict(
-            f"{target} is the input itself",
-            "It was left as it is.",
-            f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it with a new one: -f",
-        )
+# What is refused, and what proves that it was written ----------------------------------------------------------------
 
 
 def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: Format) -> None:
@@ -259,134 +354,22 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
     """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
     if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
+        weights = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
         raise Unsupported(
             f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
             "Without its program the file would no longer be that model. Nothing was written.",
-            Advice(
-                "Write only its weights, then change those: ",
-                command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
-            ),
+            Advice("Write only its weights, then change those: ", weights),
         )
 
 
-def _container(checkpoint: Checkpoint, output: Output, target: str) -> Format:
-    container = output.format(checkpoint.container)
-    if not output.container:
-        formats.refuse_suffix(target, container, checkpoint.container, str(checkpoint.source or ""))
-    formats.refuse_index(target, container)
-    return container
-
-
-def _stays(checkpoint: Checkpoint, container: Format, output: Output) -> bool:
-    """True if an unchanged file can be copied: it is of the container to write, or of one that torch loads as well."""
-    if isinstance(checkpoint.source, Folder) and any(name.endswith("__0.metadata") for name in checkpoint.source.names):
-        return False  # torch reads tables of ranks with as many processes alone
-    as_asked = output.container is None and container.name == formats.DEFAULT
-    return checkpoint.container == container.name or (as_asked and checkpoint.container in LOADED_BY_TORCH)
-
-
-LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
-
-
-def _copy_of(source: Input) -> Plan:
-    files = source.files if isinstance(source, Folder) else {"": source}
-    return Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()})
-
-
-def _save_in_place(
-    output: Output, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]
-) -> SaveResult:
-    source, container = _writable(output, original)
-    if not changes:
-        notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-        return SaveResult(source.path, container.name, "nothing", 0, source.size, notes)
-    _refuse_repeated(original)
-    notes = () if container.tensors_only else refuse_unknown(changed, output.keep_unknown)
-    plan = container.append(changed, keep_unknown=output.keep_unknown)
-    if plan is None:
-        plan = container.write(changed, keep_unknown=output.keep_unknown)
-        saved = _replace(replace(output, overwrite=True), source.path, plan, changed, inputs)
-        return replace(saved, container=container.name, notes=(*notes, *saved.notes))
-    if not output.dry_run:
-        _append(output, plan, source, changed, inputs)
-    return SaveResult(source.path, container.name, "in place", plan.nbytes, plan.keep + plan.nbytes, notes)
-
-
-def _writable(output: Output, original: Checkpoint) -> tuple[Source, Format]:
-    """The file that is changed in place, and its container. Raises `UsageError` where that cannot be done."""
-    source = original.source
-    if source is None:
-        raise UsageError("only a checkpoint that was read from a file can be changed in place")
-    if isinstance(source, Folder) or formats.writer(original.container) is None:
-        raise UsageError(
-            f"{source} cannot be changed in place: it is of the container {original.container}",
-            "While its files were replaced one by one, the folder would be a mix of two checkpoints."
-            if isinstance(source, Folder)
-            else "That container can be read, not written.",
-            "Write a new one: -o OUT",
-        )
-    refuse_links(source.path)
-    if output.container not in (None, original.container):
-        raise UsageError(
-            f"--in-place keeps the container ({original.container})",
-            "Another container needs a new file.",
-            "Write a new file with -o.",
-        )
-    return source, formats.by_name(original.container)
-
-
-def _append(output: Output, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
-    if not os.access(source.path, os.W_OK):
-        raise FileProblem(
-            f"cannot change {source}: no permission to write to it", "It is as it was.", "Write a new file with -o."
-        )
-    # The old records were checked before, and stay where they are.
-    verify = verifier(changed, checksums=False) if output.verify else None
-
-    def confirm(path: str) -> None:
-        for given in inputs:
-            if given is not source:
-                given.check_unchanged()
-        if verify is not None:
-            verify(path)
-
-    append_in_place(plan, source, verify=confirm, progress=output.progress)
-
-
-def _replace(output: Output, target: str, plan: Plan, expected: Checkpoint, inputs: Sequence[Input]) -> SaveResult:
-    folder = os.path.dirname(target)
-    makes_folder = output.make_folder and not os.path.lexists(folder or ".")
-    notes: tuple[Note, ...] = ()
-    if not output.dry_run:
-        if makes_folder:
-            make_folder(folder)
-        verify = verifier(expected) if output.verify else None
-        notes = put_in_place(
-            plan, target, overwrite=output.overwrite, inputs=inputs, verify=verify, progress=output.progress
-        )
-    elif not makes_folder:
-        _check(target, plan, output.overwrite)
-    return SaveResult(target, "", "new file", plan.nbytes, plan.nbytes, notes)
-
-
-def put_in_place(plan: Plan, target: str | os.PathLike[str], *, overwrite: bool, **options: Any) -> tuple[Note, ...]:
-    """Writes a plan to a file or a folder, with the options of `replace_file`; returns the notes of that."""
-    if _is_folder(plan):
-        return replace_folder(plan, target, overwrite=overwrite, replaceable=_files_at(target), **options)
-    return replace_file(plan, target, overwrite=overwrite, **options)
-
-
-def _is_folder(plan: Plan) -> bool:
-    """True for a plan of several files, or of one with a name of its own: they are a folder."""
-    return set(plan.files) != {""}
-
-
-def _check(target: str, plan: Plan, overwrite: bool) -> None:
-    """Raises what writing the plan to `target` would."""
-    if _is_folder(plan):
-        check_folder(target, overwrite=overwrite, replaceable={*_files_at(target), *plan.files})
-    else:
-        check_target(target, overwrite=overwrite)
+def put_in_place(
+    plan: Plan, target: str | os.PathLike[str], replaceable: Iterable[str] | None = None, **options: Any
+) -> tuple[Note, ...]:
+    """Writes a plan with the options of `replace_file`; one of several files, or of a name of its own, is a folder."""
+    if set(plan.files) == {""}:
+        return replace_file(plan, target, **options)
+    known = _files_at(target) if replaceable is None else set(replaceable)
+    return replace_folder(plan, target, replaceable=known, **options)
 
 
 def _files_at(target: str | os.PathLike[str]) -> set[str]:
@@ -404,9 +387,8 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
     return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()  # folders are not replaced
 
 
-def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
+def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str], None]:
     """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
-
     from ckptool.analysis.diff import diff
     from ckptool.analysis.verify import refuse_damaged
 
@@ -414,9 +396,14 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
         written = formats.read(path)
         container = formats.named(written.container)
         found = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
-        problem = "" if found.same else _first(found)
-        if not problem and (names := unreadable_names(written)) and not unreadable_names(expected):
-            problem = names
+        problem = next((f"{each.address} differs in {', '.join(each.aspects)}" for each in found.changed), "")
+        if not problem and not found.same:
+            problem = (
+                f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
+                f"{len(found.only_right):,} are new, the order or ties differ"
+            )
+        if not problem and not _unreadable_names(expected):
+            problem = _unreadable_names(written)
         if problem:
             raise VerifyFailed(
                 f"{path} did not read back as it was written: {problem}",
@@ -428,54 +415,6 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Any:
     return verify
 
 
-def unreadable_names(checkpoint: Checkpoint) -> str:
+def _unreadable_names(checkpoint: Checkpoint) -> str:
     """The note on names that torch cannot find; empty where it finds them all."""
     return next((note.message for note in checkpoint.notes if note.code == "nested-name"), "")
-
-
-def _first(found: Diff) -> str:
-    for change in found.changed:
-        return f"{change.address} differs in {', '.join(change.aspects)}"
-    return (
-        f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
-        f"{len(found.only_right):,} are new, the order or ties differ"
-    )
-
-
-def written(
-    output: Output,
-    original: Checkpoint,
-    saved: SaveResult,
-    summary: str,
-    *,
-    facts: dict[str, Any],
-    details: Iterable[str] = (),
-    notes: Iterable[Note] = (),
-) -> Written | Any:
-    """The report of a verb that has saved; what it made, where nothing was to be written."""
-    if isinstance(saved, InMemory) and not output.dry_run:
-        return saved.made
-    left = [note for note in original.notes if note.code == OLD_GRADIENTS and saved.how == "new file"]
-    left += [note for note in original.notes if note.code == RECOVERED_NOTE]
-    left += _members_left(original) if saved.how != "nothing" and not output.in_place else []
-    return Written(
-        output.verb,
-        original.source.path if original.source else "",
-        saved.output,
-        saved.container,
-        saved.how,
-        saved.bytes_written,
-        saved.file_bytes,
-        summary,
-        facts,
-        (*details, *saved.details),
-        (*notes, *left, *saved.notes),
-        output.dry_run,
-        output.verify and not output.dry_run and saved.how != "nothing",
-    )
-
-
-def _members_left(original: Checkpoint) -> list[Note]:
-    """The note on an optimizer's file beside the weights, which is not in the output."""
-    names = list(members.beside(original))
-    return [Note(MEMBERS, f"left behind, since only weights are written: {listed(names, 6)}")] if names else []

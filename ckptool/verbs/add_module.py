@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.options import option, verb
 from ckptool.transforms.rename import add
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._save import ChangeOptions, Unpack
-from ckptool.verbs.strip_module import renamed_file
+from ckptool.verbs._renamed import renamed_file
 
 
 @verb(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))
@@ -22,7 +20,7 @@ def add_module(
     *,
     at: ChangedAt = None,
     prefix: Annotated[str, option("--prefix PREFIX", "The prefix to add to every key.")] = PEELED,
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Puts `module.` (or `prefix`) before every key of all model weights in `file`, as DataParallel does.
 

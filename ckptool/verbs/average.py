@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.state_dicts import StateDict, is_beside, one_state_dict
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.commands import several
 from ckptool.errors import UsageError, counted, listed, printable
@@ -19,9 +18,10 @@ from ckptool.formats.parts import refuse_placeholders
 from ckptool.options import argument, option, verb
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.merging import Merge, merge_of
+from ckptool.transforms.merging import merge_of
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
-from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
+from ckptool.verbs._save import Save, Unpack, change_of
+from ckptool.verbs._written import Row, Written
 
 
 @verb(
@@ -61,18 +61,16 @@ def average(
     scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
     t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
     seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,
-    definition: Annotated[str | None, option("--definition WHOSE", "Whose ties and dare: mergekit or peft.")] = None,
     at: At = None,
     part: IsPart = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
     The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
     weight: other weights for some names, as `PATTERN=W,W`.  method: `mean`; `slerp` between two files, at `t`, 0 to 1;
     or `task-arithmetic`, `ties` or `dare`, which add differences from the file `base`, times `scale`.  density: the
-    share of them, of all files or of each, that ties and dare keep.  seed: of the random choice of dare.  definition:
-    whose ties and dare, `mergekit` or `peft`.
+    share of them, of all files or of each, that ties (mergekit's) and dare keep.  seed: of the random choice of dare.
     at: the part of each file.  part: take also files that are only a part of a checkpoint (the same shard of each).
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
@@ -81,19 +79,10 @@ def average(
         raise UsageError(what, "", "For example: ckptool.average([A, B])")
     files = list(files)
     count = len(files)
-    given = {
-        "base": base,
-        "density": density,
-        "scale": scale,
-        "t": t,
-        "seed": seed,
-        "definition": definition,
-        "ema": ema,
-    }
+    given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
     how = merge_of(method, count, given)
-    output = output_of("average", out, options, base, *files)
-    if output.in_place:
-        raise UsageError("average writes a new file", "It has several inputs.", "For example: -o mean.pt")
+    change = change_of("average", out, options, base, *files)
+    change.refuse_in_place("It has several inputs.", "For example: -o mean.pt")
     if t is not None and weights is not None:
         raise UsageError("--t and --weights were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
@@ -103,7 +92,9 @@ def average(
     for each, (root, _) in zip(opened, roots, strict=True):
         refuse_placeholders(each.checkpoint, root.node.items())
         refuse_quantized(each.checkpoint, [root.node], "Averaged")
-    nodes = [_without_training(root) for root, _ in roots]
+    # What belongs to the training between the weights, an optimizer of torchtitan, stays behind.
+    training = [{key for key, value in root.node.items() if is_beside(key, value)} for root, _ in roots]
+    nodes = [_without(root.node, keys) for (root, _), keys in zip(roots, training, strict=True)]
     by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), count, how)
     found = means.average(nodes, names, shares, how, by_key)
     last = opened[-1].checkpoint
@@ -111,60 +102,39 @@ def average(
     changed = weights_alone(last, found.tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     original = together(last, (each.checkpoint for each in opened))
-    left = [
-        left_behind(checkpoint, [*_training(root), *around(checkpoint, root)], found.tree, chosen=each.at is not None)
-        for each, (checkpoint, root) in zip(opened, pairs, strict=True)
-    ]
-    saved = save(output, original, changed, inputs=sources)
+    left = []
+    for each, (checkpoint, root), keys in zip(opened, pairs, training, strict=True):
+        behind = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
+        behind += around(checkpoint, root)
+        left.append(left_behind(checkpoint, behind, found.tree, chosen=each.at is not None))
+    saved = change.write(original, changed, inputs=sources)
     behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
-    paths = names[len(names) - count :]
-    lines = [*how.settings, *map(printable, several(weight))]
-    details = [*_details(found, paths, shares, lines), *dict.fromkeys(line for each in left for line in each.lines)]
-    facts = {
-        "files": [printable(name) for name in paths],
-        "weights": shares,
-        "weight": several(weight),
-        "method": how.method,
-        "settings": list(how.settings),
-        "base": printable(names[0]) if how.has_base else None,
-        "averaged": found.averaged,
-        "kept": dict(found.kept),
-        "left_behind": behind,
-    }
-    summary = _summary(found, roots, how, count)
-    notes = _unequal(sum(shares)) if how.method == "mean" else ()
-    return written(output, last, saved, summary, facts=facts, details=details, notes=notes)
-
-
-def _training(root: StateDict) -> list[str]:
-    """The addresses of what belongs to the training between the weights: an optimizer of torchtitan."""
-    return [address((*root.base, *root.path, key)) for key, value in root.node.items() if is_beside(key, value)]
-
-
-def _without_training(root: StateDict) -> dict[Any, Any]:
-    items = {key: value for key, value in root.node.items() if not is_beside(key, value)}
-    if len(items) == len(root.node):
-        return root.node  # type: ignore[no-any-return]
-    return OrderedDict(items, root.node.attributes) if isinstance(root.node, OrderedDict) else items
-
-
-def _summary(found: means.Averaged, roots: Sequence[tuple[StateDict, str]], how: Merge, count: int) -> str:
-    of = f" of {printable(roots[-1][0].address)}" if roots[-1][0].address else ""
+    lines = list(dict.fromkeys(line for each in left for line in each.lines))
+    paths = [printable(name) for name in names[-count:]]
+    kept = listed([f"{name} ({why})" for name, why in found.kept], 4)
+    notes = []
+    if how.method == "mean" and abs(sum(shares) - 1) >= 1e-6:
+        message = f"the weights add up to {sum(shares):.6g}, not to 1: the result is scaled by that"
+        notes.append(Note("weights-sum", message))
+    of = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
     merged = "the mean" if how.method == "mean" else f"the {how.method} merge"
-    return f"{merged} of {counted(count, 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}"
+    return saved.about(
+        f"{merged} of {counted(count, 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}",
+        *[f"{share:.6g} × {path}" for share, path in zip(shares, paths, strict=True)][:8],
+        Row("settings", list(how.settings), how.settings),
+        Row("weight", several(weight), several(weight)),
+        Row("kept", dict(found.kept), [f"from {paths[-1]} as they are: {kept}"] if kept else []),
+        Row("left_behind", behind, lines),
+        notes=notes,
+        files=paths,
+        weights=shares,
+        method=how.method,
+        base=printable(names[0]) if how.has_base else None,
+        averaged=found.averaged,
+    )
 
 
-def _details(
-    found: means.Averaged, names: Sequence[str], shares: Sequence[float], settings: Sequence[str]
-) -> Iterator[str]:
-    yield from [f"{share:.6g} × {printable(name)}" for share, name in zip(shares, names, strict=True)][:8]
-    yield from settings
-    if found.kept:
-        kept = listed([f"{printable(name)} ({why})" for name, why in found.kept], 4)
-        yield f"from {printable(names[-1])} as they are: {kept}"
-
-
-def _unequal(total: float) -> Iterator[Note]:
-    if abs(total - 1) >= 1e-6:
-        yield Note("weights-sum", f"the weights add up to {total:.6g}, not to 1: the result is scaled by that")
+def _without(node: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
+    items = {key: value for key, value in node.items() if key not in keys}
+    return same_kind(node, items) if keys else node

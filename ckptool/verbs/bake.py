@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.options import option, verb
 from ckptool.transforms import bake as folding
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._save import ChangeOptions, Unpack
 
 
 @verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
@@ -26,7 +24,7 @@ def bake(
         str,
         option("--form", "plain folds; old and new rename the parts of weight norm.", choices=("plain", "old", "new")),
     ] = "plain",
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
@@ -47,10 +45,11 @@ def bake(
             "and spectral norm.",
         )
     tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
-    changed = replace(checkpoint, tree=tree)
-    saved = change.save(changed, changes=bool(folded))
+    saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
-    facts = {"folded": [each.weight for each in folded], "left": dict(left)}
-    details = tuple(line for found in baked.values() for line in folding.summary_lines(found))
-    summary = f"{counted(len(folded), 'weight')} {word}"
-    return change.written(saved, summary, facts=facts, details=details)
+    return saved.about(
+        f"{counted(len(folded), 'weight')} {word}",
+        *(line for found in baked.values() for line in folding.summary_lines(found)),
+        folded=[each.weight for each in folded],
+        left=dict(left),
+    )

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from ckptool import formats
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.commands import FILE, OUT, command, several
-from ckptool.errors import Conflict, UsageError, counted, form, listed, printable
-from ckptool.formats import Format, bundle_json, marks
+from ckptool.errors import Conflict, UsageError, counted, listed
+from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.options import argument, option, verb
 from ckptool.transforms.bundles import (
-    Member,
-    Shared,
+    CONTAINERS,
     bundled,
     changed,
     check_names,
-    joined,
+    container_of,
+    lines_of,
     members_of,
     table,
-    without_deduplication,
+    tied_again,
 )
 from ckptool.transforms.edit import parse_assignment
-from ckptool.transforms.slim import deduplicate
 from ckptool.verbs._options import IsPart, Out, Texts, pairs
-from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, written
+from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras
+from ckptool.verbs._written import Row, Written
 from ckptool.verbs.save import checkpoint_of
-from ckptool.verbs.slim import new_ties
-
-CONTAINERS = tuple(
-    container.name for container in formats.WRITERS if container.keeps_tree and not container.writes_folder
-)
-
 
 _EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
 
@@ -61,29 +54,18 @@ def _words(
     ] = (),
     **options: Any,
 ) -> dict[str, Any]:
-    base, given = _base_and_members(words, bool(add or {"drop", "rename"} & {*options} or options["in_place"]))
-    members, values = _members([*given, *add])
-    return {"file": base, "members": members, "values": values}
-
-
-def _base_and_members(words: Sequence[str], changes: bool) -> tuple[str | None, Sequence[str]]:
-    """The bundle to change, where one word names a file, and the words that name members."""
+    base = None
     if len(words) == 1 and ("=" not in words[0] or os.path.lexists(words[0])):
-        return words[0], ()
-    if changes and words:
+        (base,), words = words, ()
+    elif words and (add or {"drop", "rename"} & {*options} or options["in_place"]):
         raise UsageError(
             f"bundle was given {counted(len(words), 'word')} besides its changes",
             "--add, --drop and --rename change one bundle.",
             "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
         )
-    return None, words
-
-
-def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The files and the plain values among `NAME=FILE` and `NAME:=JSON`."""
     files: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for word in words:
+    for word in (*words, *add):
         name, separator, file = word.partition("=")
         if not (name and separator and file):
             raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
@@ -97,7 +79,7 @@ def _members(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
                 "Give one of them another name.",
             )
         (values if plain else files)[name] = file
-    return files, values
+    return {"file": base, "members": files, "values": values}
 
 
 @verb(
@@ -122,11 +104,8 @@ def bundle(
         ),
     ] = None,
     from_folder: Annotated[PathLike | None, option("--from DIR", "Reassemble what unbundle wrote to DIR.")] = None,
-    dedup: Annotated[
-        bool, option("--dedup", "Store equal tensors once; ckptool separates them again on load.")
-    ] = False,
     part: IsPart = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
 
@@ -135,66 +114,70 @@ def bundle(
     To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
     called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
     and values are added, `drop` and `rename` (old: new) name some of its own; no tensor of the others is touched.
-    from_folder: put together again what `unbundle` wrote. dedup: equal storages are stored once; `unbundle` and
-    `ckptool.load` give each member its own again, stock `torch.load` ties them.  part: members may be parts of
-    checkpoints (a rank's share, one shard of several). Raises `Conflict` for names that clash or cannot be those of
-    files, `UsageError` for an unknown member.
+    from_folder: put together again what `unbundle` wrote.  part: members may be parts of checkpoints (a rank's share,
+    one shard of several). Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
+    unknown member.
     """
     if not isinstance(members, Mapping | None):
         what = f"bundle takes members by name, and was given {type(members).__name__}"
         raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
-    output = output_of("bundle", out, options, file, *(members or {}).values())
+    change = change_of("bundle", out, options, file, *(members or {}).values())
     parts = _gathered(file, from_folder, bool(drop or rename), part)
-    parts.part = part
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
-    parts.add(members or {}, (values or {}) if output.live else checkpoint_of(values or {}).tree)
-    if not parts.members or (file is not None and not (drop or rename or members or values or dedup)):
-        raise _nothing_to_do(file)
-    container = _container(parts.checkpoint, output)
-    made, twins, saved_bytes = _made(parts, container, dedup, output)
-    result = save(output, together(parts.original, parts.memories), made, inputs=parts.inputs)
+    parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)
+    if not parts.members or (file is not None and not (drop or rename or members or values)):
+        what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
+        raise UsageError(what, "It puts several files into one.", _EXAMPLE)
+    container = change.format(container_of(parts.checkpoint))
+    if container.name not in CONTAINERS:
+        raise UsageError(
+            f"a bundle cannot be {container.name}",
+            f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
+            "For example: -o gan.tar; -o gan.safetensors",
+        )
+    made = replace(
+        parts.checkpoint,
+        tree=bundled(parts.members, parts.like, live=change.live),
+        container=container.name,
+        source=parts.original.source,
+        # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps
+        # what is there.
+        origin=parts.original.origin if change.asked["in_place"] else None,
+        tensors_only=False,
+    )
+    try:
+        members_of(replace(made, source=None))
+    except UsageError as error:
+        raise Conflict(
+            "these members together would be " + error.what.partition(", but ")[2],
+            "It could not be told apart from one model or optimizer. Nothing was written.",
+            "Give a member that is a dictionary of tensors, or save these as one: ckptool.save",
+        ) from None
+    written = change.write(together(parts.original, parts.memories), made, inputs=parts.inputs)
+    if drop and written.how == "in place":
+        message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"
+        parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
     rows = table(made.tree, parts.origins)
-    summary = counted(len(rows), "member")
-    if dedup:
-        summary += f", {saved_bytes:,} bytes of equal tensors not stored twice" if twins else ", no equal tensors"
-    facts = {"members": facts_of(rows), "twin_storages": twins, "twin_bytes": saved_bytes}
-    notes = (
-        *parts.notes,
-        *((new_ties(twins, result.container),) if twins else ()),
-        *(_left_inside(several(drop)) if result.how == "in place" else ()),
-    )
-    return written(output, parts.original, result, summary, facts=facts, details=lines_of(rows), notes=notes)
-
-
-def _nothing_to_do(file: CheckpointLike | None) -> UsageError:
-    return UsageError(
-        "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}",
-        "It puts several files into one.",
-        "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3",
-    )
-
-
-def _left_inside(dropped: Sequence[str]) -> list[Note]:
-    message = f"the bytes of {listed(dropped, 3)} stay inside the file, used by nothing"
-    return [Note("unused-record", message, command("convert", FILE, out=OUT))] if dropped else []
+    members_row = Row("members", [asdict(row) for row in rows], lines_of(rows))
+    return written.about(counted(len(rows), "member"), members_row, notes=parts.notes)
 
 
 @dataclass(slots=True)
 class _Members:
     """The contents of a bundle.
 
-    original: the bundle that is changed, if one is.  checkpoint: the members so far.  like: the tree whose type it
-    gets. inputs: the files of the members, beside the original.  twins: storages that are stored with an equal one.
+    original: the bundle that is changed, if one is.  checkpoint: the members so far.  part: they may be parts of
+    checkpoints.  like: the tree whose type it gets.  inputs: the files of the members, beside the original.
+    opened: the readings of each file, with what was taken of them.
     """
 
     original: Checkpoint
     checkpoint: Checkpoint
+    part: bool
     like: Any = None
     inputs: list[Input] = field(default_factory=list)
     origins: dict[Any, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    twins: int = 0
-    part: bool = False
     opened: dict[str, list[tuple[Checkpoint, list[Path]]]] = field(default_factory=dict)
     memories: list[Checkpoint] = field(default_factory=list)
 
@@ -241,42 +224,30 @@ class _Members:
             place, node = find(checkpoint.tree, at or "")
             if not any(place[: len(other)] == other[: len(place)] for other in taken):
                 taken.append(place)
-                return _part(checkpoint, place, node)
-        checkpoint = open_whole(path, part=self.part).checkpoint
-        place, node = find(checkpoint.tree, at or "")
-        readings.append((checkpoint, [place]))
-        if checkpoint.source is not None:
-            self.inputs.append(checkpoint.source)
-        return _part(checkpoint, place, node)
-
-
-def _part(checkpoint: Checkpoint, place: Path, node: Any) -> Checkpoint:
-    if not place:
-        return checkpoint
-    return replace(
-        checkpoint, tree=node, discarded=(), extras={}, metadata=marks.recovered_in_part(checkpoint.metadata, place)
-    )
+                break
+        else:
+            checkpoint = open_whole(path, part=self.part).checkpoint
+            place, node = find(checkpoint.tree, at or "")
+            readings.append((checkpoint, [place]))
+            self.inputs += [checkpoint.source] if checkpoint.source is not None else []
+        if not place:
+            return checkpoint
+        metadata = marks.recovered_in_part(checkpoint.metadata, place)
+        return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
 def _gathered(file: CheckpointLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
     """The members before anything is added: nothing, the members of a bundle, or those of a folder."""
     if file is not None and folder is not None:
         raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
-    if file is None and changes and folder is None:
-        raise UsageError(
-            "there is no bundle whose members could be dropped or renamed",
-            "",
-            "Name it: ckptool bundle FILE --drop NAME -o OUT",
-        )
-    if file is not None:
-        return _of_bundle(file, part)
     if folder is not None:
-        return _of_folder(folder)
-    empty = Checkpoint({}, formats.DEFAULT)
-    return _Members(empty, empty)
-
-
-def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
+        return _of_folder(folder, part)
+    if file is None:
+        if changes:
+            what = "there is no bundle whose members could be dropped or renamed"
+            raise UsageError(what, "", "Name it: ckptool bundle FILE --drop NAME -o OUT")
+        empty = Checkpoint({}, formats.DEFAULT)
+        return _Members(empty, empty, part)
     path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
     if at is not None:
         raise UsageError(
@@ -287,93 +258,22 @@ def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)
     refuse_extras(original, formats.by_name(formats.DEFAULT))
-    return _Members(original, replace(original, tree=members), original.tree)
+    return _Members(original, replace(original, tree=members), part, original.tree)
 
 
 @counting_whole()
-def _of_folder(path: PathLike) -> _Members:
+def _of_folder(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)
     record = bundle_json.read(folder)
-    check_names(part.name for part in record.parts if part.file)
+    check_names(each.name for each in record.parts if each.file)
     empty = Checkpoint({}, record.container)
-    parts = _Members(empty, empty, OrderedDict() if record.ordered else None)
-    for part in record.parts:
-        if part.file:
-            parts.member(part.name, formats.read_alone(folder.open(part.file)), os.path.join(folder.path, part.file))
+    parts = _Members(empty, empty, part, OrderedDict() if record.ordered else None)
+    for each in record.parts:
+        if each.file:
+            parts.member(each.name, formats.read_alone(folder.open(each.file)), os.path.join(folder.path, each.file))
         else:
-            parts.checkpoint = replace(parts.checkpoint, tree={**parts.members, part.name: part.value})
+            parts.checkpoint = replace(parts.checkpoint, tree={**parts.members, each.name: each.value})
     parts.inputs.append(folder)
-    tree, parts.twins, gone = joined(bundled(parts.members), Shared(record.ties, record.twins))
-    parts.checkpoint = replace(parts.checkpoint, tree=tree)
-    if gone:
-        differs = form(gone, "differs", "differ")
-        message = f"{counted(gone, 'storage')} stored with an equal one before {differs} from it now: stored apart"
-        parts.notes.append(Note("no-longer-equal", message))
+    parts.checkpoint = replace(parts.checkpoint, tree=tied_again(bundled(parts.members), record.ties))
     return parts
-
-
-def _container(checkpoint: Checkpoint, output: Output) -> Format:
-    """The container to write; raises `UsageError` for one that holds no bundles."""
-    container = output.format(checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
-    if container.name not in CONTAINERS:
-        raise UsageError(
-            f"a bundle cannot be {container.name}",
-            f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            "For example: -o gan.tar; -o gan.safetensors",
-        )
-    return container
-
-
-def _made(parts: _Members, container: Format, dedup: bool, output: Output) -> tuple[Checkpoint, int, int]:
-    """The bundle, how many storages are stored with an equal one, and their bytes."""
-    tree = bundled(parts.members, parts.like, live=output.live)
-    count, saved_bytes = parts.twins, 0
-    if dedup:
-        tree, count, saved_bytes = deduplicate(without_deduplication(tree))
-    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
-    # there.
-    made = replace(
-        parts.checkpoint,
-        tree=tree,
-        container=container.name,
-        source=parts.original.source,
-        origin=parts.original.origin if output.in_place else None,
-        tensors_only=False,
-    )
-    try:
-        members_of(replace(made, source=None))
-    except UsageError as error:
-        raise Conflict(
-            "these members together would be " + error.what.partition(", but ")[2],
-            "It could not be told apart from one model or optimizer. Nothing was written.",
-            "Give a member that is a dictionary of tensors, or save these as one: ckptool.save",
-        ) from None
-    return made, count, saved_bytes
-
-
-# The report, of `unbundle` too ---------------------------------------------------------------------------------------
-
-
-def facts_of(rows: Sequence[Member]) -> list[dict[str, Any]]:
-    """The members as programs read them."""
-    return [
-        {"name": row.name, "kind": row.kind, "tensors": row.tensors, "bytes": row.nbytes, "file": row.origin}
-        for row in rows
-    ]
-
-
-def lines_of(rows: Sequence[Member]) -> tuple[str, ...]:
-    """The members as a table for people."""
-    cells = [
-        (
-            printable(row.name),
-            printable(row.kind),
-            counted(row.tensors, "tensor") if row.tensors else "",
-            f"{row.nbytes:,} bytes" if row.tensors else "",
-            printable(row.origin),
-        )
-        for row in rows
-    ]
-    widths = [max((len(row[column]) for row in cells), default=0) for column in range(4)]
-    return tuple("  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import several
-from ckptool.errors import NoMatch, UsageError, counted, listed, printable
+from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.options import option, verb
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
-from ckptool.verbs._save import ChangeOptions, Output, Unpack, out_first
+from ckptool.verbs._save import out_first
 
 SHOWN = 12  # weights that are listed without -n
 
@@ -42,7 +40,7 @@ def cast(
         bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
     ] = False,
     block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
@@ -73,43 +71,45 @@ def cast(
             "Only those are cast. Nothing was written.",
         )
     plan = cast_roots(part, roots, target, several(only), several(exclude))
-    if change.output.live and not change.output.dry_run and plan.skipped and not plan.tensors:
+    if change.live and not change.asked["dry_run"] and plan.skipped and not plan.tensors:
         kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)
         count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
         raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
-    result = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
-    losses = _losses(plan, change.output)
-    details = (
-        *(_dequantized_lines(weights, target, None if change.output.dry_run else SHOWN) if weights else ()),
-        *(losses if not weights or len(losses) > 1 else ()),  # of the others none may have changed
-        *(f"{printable(name)} left as it is ({kind})" for name, kind in plan.skipped),
-    )
-    summary, facts = _summary(plan), _facts(plan)
+    written = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
+    dry_run = bool(change.asked["dry_run"])
+    rows: list[Row | str] = [*_dequantized(weights, target.name, None if dry_run else SHOWN)] if weights else []
+    summary, losses = _summary(plan), _losses(plan) if plan.tensors and not dry_run else []
+    tallies = ({"storage_of": name, "from": dtype.name, **asdict(tally)} for name, dtype, tally in plan.tallies)
+    lossy = [each for each in tallies if each["changed"]]
+    rows += [
+        Row("lossy", lossy, losses if not weights or len(losses) > 1 else []),  # of the others none may have changed
+        Row(
+            "skipped",
+            [{"path": name, "kind": kind} for name, kind in plan.skipped],
+            [f"{name} left as it is ({kind})" for name, kind in plan.skipped],
+        ),
+    ]
     if weights:
-        if quantization_config(change.original) and not result.details:
-            details += ("config.json beside it still names the quantization; a folder (-o DIR/) gets one without it",)
-        count = counted(len(weights.weights), "quantized weight")
-        summary = f"{count} computed as {target.name}" + (f"; {summary}" if plan.tensors else "")
-        facts |= _dequantized_facts(weights)
-    return change.written(result, summary, facts=facts, details=details)
+        summary = f"{counted(len(weights.weights), 'quantized weight')} computed as {target.name}" + (
+            f"; {summary}" if plan.tensors else ""
+        )
+        if quantization_config(change.original) and not written.details:
+            still = "config.json beside it still names the quantization; a folder (-o DIR/) gets one without it"
+            rows.append(still)
+    sizes = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
+    return written.about(summary, *rows, dtype=target.name, **sizes)
 
 
-def _dequantized_lines(done: DequantizedCheckpoint, target: DType, most: int | None) -> Iterator[str]:
-    for name, weight in done.weights[:most]:
-        yield f"{printable(name)} {list(weight.shape)} {target.name} ← {weight.words}"
-    if most and len(done.weights) > most:
-        yield f"… and {counted(len(done.weights) - most, 'weight')} more (-n shows all)"
-    if done.left_out:
-        yield f"left out, of activations: {listed([printable(name) for name in done.left_out], 6)}"
-
-
-def _dequantized_facts(done: DequantizedCheckpoint) -> dict[str, Any]:
-    weights = [
+def _dequantized(done: DequantizedCheckpoint, dtype: str, most: int | None) -> list[Row]:
+    rows = [
         {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
         for name, weight in done.weights
     ]
-    return {"dequantized": weights, "left_out": list(done.left_out)}
+    lines = [f"{row['path']} {row['shape']} {dtype} ← {row['from']}" for row in rows[:most]]
+    if most and len(rows) > most:
+        lines.append(f"… and {counted(len(rows) - most, 'weight')} more (-n shows all)")
+    return [Row("dequantized", rows, lines), Row.named("left_out", done.left_out, "left out, of activations:", 6)]
 
 
 def _summary(plan: Cast) -> str:
@@ -123,48 +123,17 @@ def _summary(plan: Cast) -> str:
     return f"already clean: every floating tensor that was asked for is {name}"
 
 
-def _losses(plan: Cast, output: Output) -> list[str]:
-    if output.dry_run or not plan.tensors:
-        return []
+def _losses(plan: Cast) -> list[str]:
     lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
     if not lossy:
         return ["no value was changed"]
     lines = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
     for name, dtype, tally in lossy[:3]:
-        text = (
-            f"  {printable(name)} ({dtype.name}): {tally.changed:,} of "
-            f"{counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
-        )
-        lines.append(text)
+        rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
+        lines.append(f"  {name} ({dtype.name}): {rounded}")
     for word, count in (
-        ("became infinite or NaN", sum(t.overflowed for _, _, t in lossy)),
-        ("became zero", sum(t.underflowed for _, _, t in lossy)),
+        ("became infinite or NaN", sum(tally.overflowed for _, _, tally in lossy)),
+        ("became zero", sum(tally.underflowed for _, _, tally in lossy)),
     ):
         lines += [f"{counted(count, 'value')} {word}"] if count else []
     return lines
-
-
-def _facts(plan: Cast) -> dict[str, Any]:
-    lossy = [
-        {
-            "storage_of": name,
-            "from": dtype.name,
-            "elements": tally.elements,
-            "changed": tally.changed,
-            "overflowed": tally.overflowed,
-            "underflowed": tally.underflowed,
-            "max_abs_error": tally.max_abs_error,
-            "max_rel_error": tally.max_rel_error,
-        }
-        for name, dtype, tally in plan.tallies
-        if tally.changed
-    ]
-    skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
-    return {
-        "dtype": plan.target.name,
-        "tensors": plan.tensors,
-        "bytes_before": plan.bytes_before,
-        "bytes_after": plan.bytes_after,
-        "lossy": lossy,
-        "skipped": skipped,
-    }

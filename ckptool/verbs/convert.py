@@ -8,18 +8,17 @@ from dataclasses import replace
 from glob import escape
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, unchanged
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.commands import OUT, Advice, command, several
-from ckptool.errors import Unsupported, UsageError, counted, printable
-from ckptool.formats import DCP, SHARDED, Format, for_output, members, named
+from ckptool.errors import Unsupported, UsageError, counted
+from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
@@ -28,7 +27,6 @@ from ckptool.options import option, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
-    Lost,
     around,
     export,
     left_behind,
@@ -40,7 +38,8 @@ from ckptool.transforms.flatten import (
     transient,
 )
 from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
-from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, save, written
+from ckptool.verbs._save import Change, Save, Unpack, change_of
+from ckptool.verbs._written import Row, Written
 
 TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each
@@ -67,7 +66,6 @@ def convert(
             "--ties", "Tied tensors: stored once and recorded, or copied for each name.", choices=("record", "copy")
         ),
     ] = "record",
-    materialize: Annotated[bool, option("--materialize", "Write expanded views out in full.")] = False,
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
     ] = False,
@@ -107,7 +105,7 @@ def convert(
     shard_dim: Annotated[
         int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
     ] = None,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
 
@@ -115,9 +113,9 @@ def convert(
     restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
     Of a whole module that `at` names, and of TorchScript, the state dict.
     at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once per name.
-    materialize: write out expanded views.  weights_only: plain values in place of what
-    `torch.load(weights_only=True)` refuses, each named.  shard_size: write a folder of safetensors files of at most
-    this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take also what is only a part of a checkpoint.
+    weights_only: plain values in place of what `torch.load(weights_only=True)` refuses, each named.  shard_size: write
+    a folder of safetensors files of at most this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take
+    also what is only a part of a checkpoint.
     like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
     input.
     optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
@@ -131,87 +129,90 @@ def convert(
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
-    against_nothing = against is not None and optimizer_as is None and not folder
-    _refuse_usage(ties, out is None and not in_memory(file), against_nothing)
+    if against is not None and optimizer_as is None and not folder:
+        what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
+        raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
+    if ties not in TIES:
+        raise UsageError(f"unknown --ties {ties!r}", f"Available: {', '.join(TIES)}.")
+    if out is None and not in_memory(file):
+        raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
     if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
-    output = output_of("convert", out, options, file)
+    change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
         opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
-    made_plain: tuple[str, ...] = ()
+    rows: list[Row | str] = []
     unsaved: list[str] = []
     if weights_only:
-        taken, made_plain, unsaved = _plain(taken, opened.path)
+        taken, lines, unsaved = _plain(taken, opened.path)
+        rows += lines
     if shard_size is not None or like is not None:
-        option = "--like" if shard_size is None else "--shard-size"
-        output = replace(output, container=_only(SHARDED, output, option))
-    if ranks is not None or shard_dim is not None:
-        if ranks is None:
-            why = "Without a number of ranks nothing is divided."
-            raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
-        output = replace(output, container=_only(DCP, output, "--ranks"))
-    if output.container is None and (output.path or "").endswith("/"):
-        output = replace(output, container=output.format(SHARDED).name)
-    container = output.format(opened.checkpoint.container)
+        change = _only(SHARDED, change, "--like" if shard_size is None else "--shard-size")
+    if ranks is not None:
+        change = _only(DCP, change, "--ranks")
+    elif shard_dim is not None:
+        why = "Without a number of ranks nothing is divided."
+        raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
+    if change.asked["container"] is None and (change.path or "").endswith("/"):
+        change = change.into(change.format(SHARDED).name)
+    container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:
-        _refuse_only_weights(container, all)
+        if container.tensors_only and not all:
+            what = f"--optimizer-as is about the optimizer, and {container.name} takes only weights"
+            fix = "For example: -o checkpoint.pt; or --all"
+            raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizer_names import with_optimizers
         from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
-        made_plain += tuple(lines)
+        rows += lines
     expected = None
     if not container.tensors_only:
         changed, summary, behind, notes = _to_pickle(taken, named, container, only, exclude, opened.path)
     elif all:
-        _refuse_choice(container, opened.path, only, exclude)
-        changed, summary, behind, notes = _packed(taken)
+        changed, summary, behind, notes = _packed(taken, container, opened.path, only, exclude)
         expected = taken
     else:
         copies = ties == "copy" or not container.keeps_ties
-        changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies, materialize)
+        changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
     behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
     beside = None
     if container.tensors_only and container.writes_folder:
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
         changed = divided(changed, shard_size, beside.stem)
-        notes += _name_notes(changed.tree, opened.checkpoint, beside, output)
+        notes += _name_notes(changed.tree, opened.checkpoint, beside, change.path or "")
     if ranks is not None:
         from ckptool.formats.dcp.save_plan import RankDivision
 
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
-    chosen = named or bool(only or exclude)
-    left = left_behind(opened.checkpoint, behind, changed.tree, chosen=chosen)
-    result = save(output, opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
-    facts = {"tensors": sum(1 for _ in tensors(changed.tree)), **left.facts}
+    left = left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
+    saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
-        described = f"flat parameters are divided by the order and shapes in {printable(shown(against))}"
-        made_plain += (f"{described}; the files tell only how many elements there are",)
-    details = (*made_plain, *left.lines)
-    return written(output, opened.checkpoint, result, summary, facts=facts, details=details, notes=notes)
+        described = f"flat parameters are divided by the order and shapes in {shown(against)}"
+        rows.append(f"{described}; the files tell only how many elements there are")
+    count = sum(1 for _ in tensors(changed.tree))
+    return saved.about(summary, *rows, *left.lines, notes=notes, tensors=count, **left.facts)
 
 
 def _opened(
     file: CheckpointLike, at: str | None, part: bool, rules_file: PathLike | None, against: CheckpointLike | None
 ) -> Opened:
-    if not isinstance(file, (str, os.PathLike)):
-        if rules_file is not None:
+    if rules_file is not None:
+        if not isinstance(file, (str, os.PathLike)):
             what = f"--rules joins the files of ranks, and was given {shown(file)}"
             raise UsageError(what, "They are in a folder.", "Name the folder.")
-        return open_whole(file, at, part=part)
-    if against is None:
-        if rules_file is None:
-            return open_whole(file, at, part=part)
+        if against is not None:
+            what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
+            raise UsageError(what, "No folder needs both.", "Leave out one of them.")
         from ckptool.transforms.join_ranks import open_by_rules
 
         return open_by_rules(file, rules_file, at, part=part)
-    if rules_file is not None:
-        what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
-        raise UsageError(what, "No folder needs both.", "Leave out one of them.")
+    if against is None or not isinstance(file, (str, os.PathLike)):
+        return open_whole(file, at, part=part)
     from ckptool.formats.rank_files.flat_parameters import rebuilt
     from ckptool.verbs._target import find_target
 
@@ -225,56 +226,37 @@ def _opened(
         return Opened(rebuilt(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
 
 
-def _refuse_only_weights(container: Format, all: bool) -> None:
-    """Raises `UsageError` for an output that has no optimizer."""
-    if container.tensors_only and not all:
-        what = f"--optimizer-as is about the optimizer, and {container.name} takes only weights"
-        raise UsageError(what, "Nothing of the optimizer would be written.", "For example: -o checkpoint.pt; or --all")
-
-
-def _refuse_usage(ties: str, no_output: bool, against_nothing: bool) -> None:
-    if against_nothing:
-        what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
-        raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
-    if ties not in TIES:
-        raise UsageError(f"unknown --ties {ties!r}", f"Available: {', '.join(TIES)}.")
-    if no_output:
-        raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
-
-
 _EXAMPLES = {SHARDED: "-o DIR --shard-size 5GB", DCP: "-o model.dcp --ranks 8"}
 
 
-def _only(name: str, output: Output, option: str) -> str:
-    """The container of the output, which has to be a folder as `name` is. Raises `UsageError` for another."""
-    container, wanted = output.format(name), named(name)
+def _only(name: str, change: Change, option: str) -> Change:
+    """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
+    another."""
+    container, wanted = change.format(name), by_name(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         raise UsageError(
-            f"{option} writes a folder ({name}), but {output.path or ''} would be {container.name}",
+            f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}",
             "Nothing else is divided into files.",
             f"For example: {_EXAMPLES[name]}",
         )
-    return container.name
+    return change.into(container.name)
 
 
-def _name_notes(tree: Any, original: Checkpoint, beside: ModelFolder, output: Output) -> tuple[Note, ...]:
+def _name_notes(tree: Any, original: Checkpoint, beside: ModelFolder, path: str) -> tuple[Note, ...]:
     """The note on a wrapper's prefix, with which the model's library would not find its weights."""
     names = [name for name in tree if type(name) is str]
-    found = next(filter(None, map(wrappers, names)), "")
+    prefix = next(filter(None, map(wrappers, names)), "")
     lightning = isinstance(original.tree, dict) and "pytorch-lightning_version" in original.tree
-    if lightning and not found and len({name.split(".")[0] for name in names}) == 1:
-        found = f"{names[0].split('.')[0]}."
-    if not found or not beside.library:
+    if lightning and not prefix and len({name.split(".")[0] for name in names}) == 1:
+        prefix = f"{names[0].split('.')[0]}."
+    if not prefix or not beside.library:
         return ()
-    path = (output.path or "").rstrip("/")
-    fix = command("strip-module", path, prefix=found if lightning else "", out=f"{path}-bare/")
-    return (Note("prefix-module", f"{beside.library} does not find names that begin with {found}", fix),)
+    path = path.rstrip("/")
+    fix = command("strip-module", path, prefix=prefix if lightning else "", out=f"{path}-bare/")
+    return (Note("prefix-module", f"{beside.library} does not find names that begin with {prefix}", fix),)
 
 
-Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
-
-
-def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], list[str]]:
+def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
     """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
     plain = plain_values(part)
     if plain.checkpoint.tree is None and part.tree is not None:
@@ -283,73 +265,50 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, tuple[str, ...], li
             "It is an object that only its own code can make. Nothing was written.",
         )
     lost = lost_tensors(part.tree, plain.checkpoint.tree)
-    refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", _without(part, lost, path))
-    changed = [f"converted {printable(place) or 'the top'}: {word}" for place, word in plain.converted]
-    gone = [f"dropped {printable(place) or 'the top'}: {word}" for place, word in plain.dropped]
-    return plain.checkpoint, (*changed, *gone), [address((*part.base, *place)) for place, _ in transient(part.tree)]
-
-
-def _without(part: Checkpoint, lost: Lost, path: str) -> Advice:
-    """The command that drops these tensors first."""
     places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
-    if not 0 < len(patterns) <= MANY_LOST:
-        return Advice("Write the weights of one model alone, by its address: FILE#ADDRESS")
-    return Advice("Leave them out first: ", command("edit", path, drop=patterns, out=OUT))
+    fix = Advice("Write the weights of one model alone, by its address: FILE#ADDRESS")
+    if 0 < len(patterns) <= MANY_LOST:
+        fix = Advice("Leave them out first: ", command("edit", path, drop=patterns, out=OUT))
+    refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
+    lines = [f"converted {place or 'the top'}: {word}" for place, word in plain.converted]
+    lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
+    return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in transient(part.tree)]
 
 
-def _refuse_choice(container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> None:
-    """Raises `UsageError` for what the whole tree cannot be written to, and for a choice of its keys."""
-    if not (container.tensors_only and container.keeps_tree):
+Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
+"""What is written, in words, the addresses of what stays behind, and notes."""
+
+
+def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> Outcome:
+    """The whole tree, as safetensors can carry it. Raises `UsageError` for other containers and a choice of keys."""
+    if not container.keeps_tree:
         raise UsageError(
             f"--all writes safetensors, not {container.name}",
             "The whole tree is kept in the metadata of one safetensors file.",
             "For example: -o model.safetensors",
         )
     if only or exclude:
-        raise UsageError(
-            "--all keeps everything; --only and --exclude leave something out",
-            "",
-            Advice("Drop entries first: ", command("edit", path, drop="ADDRESS", out=OUT)),
-        )
-
-
-def _packed(part: Checkpoint) -> Outcome:
-    """The whole tree, as safetensors can carry it."""
-    packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: `save` says so
+        fix = Advice("Drop entries first: ", command("edit", path, drop="ADDRESS", out=OUT))
+        raise UsageError("--all keeps everything; --only and --exclude leave something out", "", fix)
+    packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 
 def _to_tensors(
-    part: Checkpoint,
-    named: bool,
-    container: Format,
-    only: Sequence[str],
-    exclude: Sequence[str],
-    copy_ties: bool,
-    materialize: bool,
+    part: Checkpoint, named: bool, container: Format, only: Sequence[str], exclude: Sequence[str], copy_ties: bool
 ) -> Outcome:
     """One set of weights, for a container of tensors alone."""
     if part.tensors_only and not named and isinstance(part.tree, dict):
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    exported = export(
-        part,
-        root,
-        only,
-        exclude,
-        copy_ties=copy_ties,
-        materialize=materialize,
-        container=container.name,
-        keep_metadata=container.keeps_metadata,
-    )
-    of = f" of {printable(root.address)}" if root.address else ""
-    summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
-    notes = exported.notes
-    if not container.keeps_ties:
-        notes = (*notes, *lost_ties(root.node, exported, container.name))
-    return exported.checkpoint, summary, list(exported.left_behind), notes
+    metadata = container.keeps_metadata
+    made = export(part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=metadata)
+    of = f" of {root.address}" if root.address else ""
+    summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
+    notes = made.notes if container.keeps_ties else (*made.notes, *lost_ties(root.node, made, container.name))
+    return made.checkpoint, summary, list(made.left_behind), notes
 
 
 def _to_pickle(
@@ -358,43 +317,30 @@ def _to_pickle(
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
-        what = (
-            f"all of {printable(address(part.base))}"
-            if part.base
-            else "the weights"
-            if members.beside(part)
-            else "everything"
-        )
-        compact = "" if container.writes_folder else ", in a compact file"
-        return part, f"{what}{compact}", [], _module_notes(part, path)
+        what = "the weights" if members.beside(part) else "everything"
+        what = f"all of {address(part.base)}" if part.base else what
+        return part, what + ("" if container.writes_folder else ", in a compact file"), [], _module_notes(part, path)
     root, _ = one_state_dict(part, "" if named else None)
-    here = root.base + root.path
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
-    behind = [address((*here, key)) for key in root.node if key not in keys]
+    behind = [address((*root.base, *root.path, key)) for key in root.node if key not in keys]
     refuse_packed(part, root)
     behind += around(part, root)
-    what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
-    summary = f"the {counted(len(keys), 'tensor')} of {what}" if module or weights_only else _chosen(root, keys)
-    return replace(part, tree=_kept(root.node, keys), extras={}), summary, behind, ()
-
-
-def _chosen(root: StateDict, keys: set[str]) -> str:
-    return f"{len(keys):,} of {counted(len(root.node), 'key')}" + (
-        f" of {printable(root.address)}" if root.address else ""
-    )
+    if module or weights_only:
+        what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
+        summary = f"the {counted(len(keys), 'tensor')} of {what}"
+    else:
+        of = f" of {root.address}" if root.address else ""
+        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{of}"
+    tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
+    return replace(part, tree=tree, extras={}), summary, behind, ()
 
 
 def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """The notes on whole modules that were written as they were."""
     holds_objects = any(isinstance(node, Object) for node in visit(part.tree))
-    found = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
-    if not found:
+    modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
+    if not modules:
         return ()
-    message = f"{found[0]} stays an object of its class; by the address of a module its weights alone are written"
-    place = found[0].address or "/"
-    return (Note("whole-module", message, command("convert", f"{path}#{place}", out="weights.pt")),)
-
-
-def _kept(node: dict[Any, Any], keys: set[str]) -> dict[Any, Any]:
-    items = {key: value for key, value in node.items() if key in keys}
-    return OrderedDict(items, node.attributes) if isinstance(node, OrderedDict) else items
+    message = f"{modules[0]} stays an object of its class; by the address of a module its weights alone are written"
+    fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
+    return (Note("whole-module", message, fix),)

@@ -6,15 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import TensorEntry
 from ckptool.commands import several
-from ckptool.errors import UsageError, listed, printable
+from ckptool.errors import UsageError
 from ckptool.options import option, verb
 from ckptool.transforms import edit as edits
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
-from ckptool.verbs._save import ChangeOptions, Unpack
 from ckptool.verbs.save import checkpoint_of
 
 
@@ -44,7 +42,7 @@ def edit(
         ),
     ] = None,
     at: ChangedAt = None,
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Drops entries, sets plain values, replaces the values of tensors.
 
@@ -62,17 +60,12 @@ def edit(
     values = checkpoint_of({place: _number(value) for place, value in (set or {}).items()}).tree
     change = begin_change("edit", file, out, at, options)
     done = edits.edit(change.part, several(drop), values, arrays)
-    result = change.save(done.checkpoint)
-    facts = {"dropped": list(done.dropped), "set": list(done.set), "replaced": list(done.replaced)}
-    parts = [
-        f"{len(names):,} {word}"
-        for word, names in (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
-        if names
-    ]
-    words = (("dropped", done.dropped), ("set", done.set), ("new values for", done.replaced))
-    details = tuple(f"{word} {listed([printable(name) for name in names], 8)}" for word, names in words if names)
-    summary = f"entries: {', '.join(parts)}"
-    return change.written(result, summary, facts=facts, details=details)
+    words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
+    summary = ", ".join(f"{len(names):,} {word}" for word, names in words if names)
+    return change.save(done.checkpoint).about(
+        f"entries: {summary}",
+        *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words),
+    )
 
 
 def _array(place: str, given: Any) -> Any:

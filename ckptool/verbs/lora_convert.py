@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
@@ -13,14 +12,15 @@ from ckptool.options import option, verb
 from ckptool.transforms.lora.schemes import SCHEMES, convert
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,
+    RENEWED,
     AdapterArgument,
     ConfigOption,
     open_adapter,
-    output_of_adapter,
     write_adapter,
 )
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import SaveOptions, Unpack
+from ckptool.verbs._save import Save, Unpack, change_of
+from ckptool.verbs._written import Written
 
 
 @verb(
@@ -43,7 +43,7 @@ def lora_convert(
     ] = None,
     fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: ConfigOption = None,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
 
@@ -54,11 +54,12 @@ def lora_convert(
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `UsageError`
     where a base or a component has to be named.
     """
-    output = output_of_adapter("lora convert", out, options, adapter)
+    change = change_of("lora convert", out, options, adapter)
+    change.refuse_in_place(*RENEWED, what="a new adapter")
     if to not in SCHEMES:
         raise UsageError(f"unknown naming scheme {to!r}", f"Available: {', '.join(SCHEMES)}.")
     checkpoint, found = open_adapter(adapter, config)
     given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
     made = convert(found, SCHEMES[to], component=component, bases=bases, fold=fold)
-    return write_adapter(output, checkpoint, made, notes=found.notes)
+    return write_adapter(change, checkpoint, made, notes=found.notes)

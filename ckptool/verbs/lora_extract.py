@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.commands import several
 from ckptool.errors import printable
@@ -16,9 +15,10 @@ from ckptool.options import argument, option, verb
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import NEW_ADAPTER, Rank, output_of_adapter, write_adapter
+from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, Rank, write_adapter
 from ckptool.verbs._options import Exclude, Only, Out
-from ckptool.verbs._save import SaveOptions, Unpack
+from ckptool.verbs._save import Save, Unpack, change_of
+from ckptool.verbs._written import Written
 
 
 @verb(
@@ -38,7 +38,7 @@ def lora_extract(
     dtype: Annotated[object, option("--dtype DTYPE", "The type of the factors.")] = "f32",
     only: Only = (),
     exclude: Exclude = (),
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
 
@@ -48,7 +48,8 @@ def lora_extract(
     Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """
-    output = output_of_adapter("lora extract", out, options, tuned, base)
+    change = change_of("lora extract", out, options, tuned, base)
+    change.refuse_in_place(*RENEWED, what="a new adapter")
     target = parse_dtype(dtype)
     opened = open_whole(tuned), open_whole(base)
     nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]
@@ -71,7 +72,7 @@ def lora_extract(
         only=several(only),
         exclude=several(exclude),
     )
-    return write_adapter(output, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
+    return write_adapter(change, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
 
 
 def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:

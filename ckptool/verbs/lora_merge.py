@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.analysis.save import Written
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import OUT, Advice, command
-from ckptool.errors import NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
@@ -22,7 +21,8 @@ from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
-from ckptool.verbs._save import SaveOptions, Unpack, output_of, save, written
+from ckptool.verbs._save import Save, Unpack, change_of
+from ckptool.verbs._written import Row, Written
 
 
 @verb(
@@ -43,7 +43,7 @@ def lora_merge(
     changed_base: Annotated[
         bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
     ] = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.
 
@@ -55,9 +55,8 @@ def lora_merge(
     Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
-    output = output_of("lora merge", out, options, base, adapter)
-    if output.in_place:
-        raise UsageError("lora merge writes a new file", "It has two inputs.", "For example: -o merged.safetensors")
+    change = change_of("lora merge", out, options, base, adapter)
+    change.refuse_in_place("It has two inputs.", "For example: -o merged.safetensors")
     if not math.isfinite(scale):
         raise UsageError(f"a scale of {scale} is no number", "", "For example: --scale 0.8")
     opened = open_whole(base, at, part=part)
@@ -73,22 +72,23 @@ def lora_merge(
     merged = _merged(root.node, found, checkpoint, opened.name, scale)
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
     left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
-    saved = save(output, together(checkpoint, [added]), changed, inputs=[added.source] if added.source else [])
-    facts = {"adapter": found.name, "scheme": found.scheme, "base_model": printable(found.base_model)}
-    facts |= {each: getattr(merged, each) for each in ("keys", "changed", "replaced", "added")} | left.facts
-    shown = {
-        "taken whole from the adapter": listed([printable(key) for key in merged.replaced], 8),
-        "new, from modules_to_save": listed([printable(key) for key in merged.added], 8),
-    }
-    details = [
+    inputs = [added.source] if added.source else []
+    trained_on = printable(found.base_model)
+    return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
+        f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}",
         *([remark] if remark else []),
         *merged.moved,
-        *(f"{what}: {keys}" for what, keys in shown.items() if keys),
-    ]
-    details += [f"the adapter was trained on {printable(found.base_model)[:200]}"] if found.base_model else []
-    details += left.lines
-    summary = f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}"
-    return written(output, checkpoint, saved, summary, facts=facts, details=details, notes=found.notes)
+        Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
+        Row.named("added", merged.added, "new, from modules_to_save:"),
+        Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
+        *left.lines,
+        notes=found.notes,
+        adapter=found.name,
+        scheme=found.scheme,
+        keys=merged.keys,
+        changed=merged.changed,
+        **left.facts,
+    )
 
 
 def _merged(node: Any, adapter: Adapter, base: Checkpoint, name: str, scale: float) -> MergedWeights:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.analysis.save import Written
 from ckptool.options import verb
 from ckptool.transforms.lora.resize_rank import resize
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,
+    RENEWED,
     AdapterArgument,
     ConfigOption,
     Rank,
     open_adapter,
-    output_of_adapter,
     write_adapter,
 )
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import SaveOptions, Unpack
+from ckptool.verbs._save import Save, Unpack, change_of
+from ckptool.verbs._written import Written
 
 
 @verb(
@@ -31,7 +31,7 @@ def lora_resize(
     *,
     rank: Rank,
     config: ConfigOption = None,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.
 
@@ -40,6 +40,7 @@ def lora_resize(
     is not beside it: a file, its content, or peft's `LoraConfig`.
     Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none.
     """
-    output = output_of_adapter("lora resize", out, options, adapter)
+    change = change_of("lora resize", out, options, adapter)
+    change.refuse_in_place(*RENEWED, what="a new adapter")
     checkpoint, found = open_adapter(adapter, config)
-    return write_adapter(output, checkpoint, resize(found, rank), notes=found.notes)
+    return write_adapter(change, checkpoint, resize(found, rank), notes=found.notes)

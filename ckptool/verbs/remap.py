@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
-from ckptool.errors import UsageError, counted, printable
+from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import locations
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs
-from ckptool.verbs._save import ChangeOptions, Unpack, out_first
+from ckptool.verbs._save import out_first
 
 
 @verb(
@@ -33,7 +32,7 @@ def remap(
         ),
     ] = None,
     at: ChangedAt = None,
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Tags every storage with the device `to`, as `torch.load(map_location=…)` would, or by `moves`, old to new.
 
@@ -46,19 +45,17 @@ def remap(
         raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
     change = begin_change("remap", file, out, at, options)
     done = locations.remap(change.part, to, moves)
-    result = change.save(done.checkpoint, changes=done.changed > 0)
-    facts = {
-        "changed": done.changed,
-        "storages": done.total,
-        "moves": [{"from": a, "to": b, "storages": n} for a, b, n in done.moves],
-    }
+    saved = change.save(done.checkpoint, changes=done.changed > 0)
     where = to if to is not None else "the devices asked for"
-    summary = (
+    return saved.about(
         f"{done.changed:,} of {counted(done.total, 'storage')} moved"
         if done.changed
-        else f"already clean: every storage is on {where}"
+        else f"already clean: every storage is on {where}",
+        Row(
+            "moves",
+            [{"from": old, "to": new, "storages": count} for old, new, count in done.moves],
+            [f"{old} → {new}: {counted(count, 'storage')}" for old, new, count in done.moves],
+        ),
+        changed=done.changed,
+        storages=done.total,
     )
-    details = tuple(
-        f"{printable(old)} → {printable(new)}: {counted(count, 'storage')}" for old, new, count in done.moves
-    )
-    return change.written(result, summary, facts=facts, details=details)

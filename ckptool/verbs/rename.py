@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckptool.analysis.save import Written
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import several
 from ckptool.errors import UsageError
@@ -13,10 +12,9 @@ from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, option, verb
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs._change import begin_change
+from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
-from ckptool.verbs._save import ChangeOptions, Unpack
-from ckptool.verbs.strip_module import renamed_file
+from ckptool.verbs._renamed import renamed_file
 
 
 def _words(
@@ -46,7 +44,7 @@ def rename(
     *,
     rules_file: Annotated[str | None, option("--rules FILE.yaml", "More rules, from a file.")] = None,
     at: ChangedAt = None,
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.find_rules import FoundRules
-from ckptool.analysis.save import SaveResult, Written
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.commands import several
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
@@ -26,9 +25,8 @@ from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._change import FileChange, begin_change
+from ckptool.verbs._change import FileChange, Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
-from ckptool.verbs._save import ChangeOptions, Output, Unpack, save
 from ckptool.verbs.find_rules import find_rules
 from ckptool.verbs.layouts import layouts
 
@@ -97,7 +95,7 @@ def translate(
         str | int | None, option("--shard-size SIZE", "Write a folder of files of at most this size: 5GB.")
     ] = None,
     at: ChangedAt = None,
-    **options: Unpack[ChangeOptions],
+    **options: Unpack[SavePart],
 ) -> Written | Any:
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
 
@@ -147,7 +145,14 @@ def translate(
         translation, reverse = layout.rules_for(*sides), layout.sides[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
-    output, weights_alone = _output(change, like, shard_size)
+    asked, whole = change.asked, change.original
+    in_folder = (change.path or "").endswith("/") or shard_size is not None or like is not None
+    if in_folder and asked["container"] is None:
+        change = change.into(change.format(SHARDED).name)
+    container = change.format(whole.container)
+    shards = container.writes_folder and container.tensors_only
+    # Of a whole file, only one set of weights goes into a container of tensors, as `convert` takes it.
+    weights_alone = container.tensors_only and not (asked["in_place"] or whole.tensors_only)
     done = translate_roots(
         change.part,
         roots,
@@ -158,58 +163,37 @@ def translate(
         way_back=(lambda: there) if reverse else None,
         moments=not weights_alone,
     )
-    beside = _beside(change, done.checkpoint, like, layout, reverse)
-    result, behind, notes = _saved(replace(change, output=output), done.checkpoint, shard_size, beside, weights_alone)
-    details = [*_details(change, done, layout, reverse), *behind]
-    return change.written(result, _summary(done, layout, reverse), facts=_facts(done), details=details, notes=notes)
-
-
-def _output(change: FileChange, like: PathLike | None, shard_size: int | str | None) -> tuple[Output, bool]:
-    """Where to, and whether of a whole file only one set of weights goes there, as into a container of tensors."""
-    output = change.output
-    if output.container is None and ((output.path or "").endswith("/") or shard_size is not None or like is not None):
-        output = replace(output, container=output.format(SHARDED).name)
-    container = output.format(change.original.container)
-    return output, container.tensors_only and not (output.in_place or change.original.tensors_only)
-
-
-def _saved(
-    change: FileChange, done: Checkpoint, shard_size: int | str | None, beside: ModelFolder, weights_alone: bool
-) -> tuple[SaveResult, list[str], tuple[Note, ...]]:
-    """Writes the translated file; to a container of tensors, as `convert` does, its one set of weights.
-
-    Lines on what was taken and what stays behind, and notes on what the container cannot say.
-    """
-    output = change.output
-    container = output.format(change.original.container)
-    if not weights_alone:
-        if container.writes_folder and container.tensors_only:
-            done = divided(replace(done, origin=None), shard_size, beside.stem)
-        return change.save(done, beside=beside), [], ()
-    root, remark = one_state_dict(done, "" if change.named else None)
-    copies = not container.keeps_ties
-    exported = export(done, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
-    behind = [*exported.left_behind, *siblings(change.original.tree, change.part.base)]
-    left = left_behind(change.original, behind, exported.checkpoint.tree, chosen=change.named)
-    changed = replace(exported.checkpoint, base=())
-    if container.writes_folder:
-        changed = divided(replace(changed, origin=None), shard_size, beside.stem)
-    result = save(output, change.original, changed, beside=beside)
-    return (
-        result,
-        [*([remark] if remark else []), *left.lines],
-        exported.notes,
+    made, behind, notes = done.checkpoint, list[str](), tuple[Note, ...]()
+    beside = _beside(change, made, like, layout, reverse)
+    if weights_alone:
+        root, remark = one_state_dict(made, "" if change.named else None)
+        copies = not container.keeps_ties
+        found = export(made, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
+        names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
+        left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
+        made, notes = replace(found.checkpoint, base=()), found.notes
+        behind = [*([remark] if remark else []), *left.lines]
+    if shards:
+        made = divided(replace(made, origin=None), shard_size, beside.stem)
+    written = change.write(whole, made, beside=beside) if weights_alone else change.save(made, beside=beside)
+    return written.about(
+        _summary(done, layout, reverse),
+        *_rows(done, bool(asked["dry_run"])),
+        *(layout.notes if layout is not None and not reverse else ()),
+        *behind,
+        notes=notes,
+        reversible=not done.lost and not any(root.dropped for _, root in done.roots),
     )
 
 
 def _beside(
-    change: FileChange, done: Checkpoint, like: PathLike | None, layout: LayoutRules | None, reverse: bool
+    change: FileChange, tree: Checkpoint, like: PathLike | None, layout: LayoutRules | None, reverse: bool
 ) -> ModelFolder:
     """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one,
     unless the layout says that it is both."""
     if like is not None:
-        return model_folder(change.part, done.tree, os.fspath(like))
-    found = model_folder(change.original, done.tree)
+        return model_folder(change.part, tree.tree, os.fspath(like))
+    found = model_folder(change.original, tree.tree)
     if layout is not None and layout.same_config:
         return found
     library = "" if layout is None else (layout.old if reverse else layout.new).name
@@ -227,78 +211,55 @@ def _summary(done: TranslatedCheckpoint, layout: LayoutRules | None, reverse: bo
     return f"{counted(before, 'tensor')} became {after:,}{sides}"
 
 
-def _facts(done: TranslatedCheckpoint) -> dict[str, Any]:
-    return {
-        "optimizers": done.optimizers,
-        "reversible": not done.lost and not any(root.dropped for _, root in done.roots),
-        "not_reversible": list(done.lost),
-        "roots": [
-            {
-                "root": place,
-                "steps": [_step(step, root) for step in root.steps],
-                "dropped": list(root.dropped),
-                "kept": list(root.kept),
-                "filled": list(root.filled),
-                "unfilled": list(root.unfilled),
-            }
-            for place, root in done.roots
-        ],
-    }
-
-
-def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
-    def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
-        return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
-
-    outputs = [root.items[name] for name in step.outputs]
-    return {
-        "rule": step.rule.text,
-        "place": step.rule.place,
-        "operations": step.rule.operations,
-        "inputs": described(step.keys, [list(shape) for shape in step.shapes] or map(_shape, outputs)),
-        "outputs": described(step.outputs, [_shape(each) for each in outputs]),
-        "reversible": not step.lost,
-    }
-
-
-def _shape(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, TensorEntry) else None
-
-
-def _details(
-    change: FileChange, done: TranslatedCheckpoint, layout: LayoutRules | None, reverse: bool
-) -> Iterator[str]:
+def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
+    roots, lines = [], []
     for place, root in done.roots:
-        if len(done.roots) > 1:
-            yield f"{printable(place) or 'the whole file'}:"
-        shown = root.steps if change.output.dry_run or len(root.steps) <= MANY else _first_of_rules(root)
-        yield from (_line(step, root) for step in shown)
-        if len(shown) < len(root.steps):
-            yield f"… {len(root.steps) - len(shown):,} more like these (-n shows all)"
+        steps = [_step(step, root) for step in root.steps]
+        lines += [f"{place or 'the whole file'}:"] if len(done.roots) > 1 else []
+        shown = dict(enumerate(steps))
+        if len(steps) > MANY and not dry_run:  # the first of each rule
+            firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
+            shown = {number: steps[number] for number in sorted(firsts.values())}
+        lines += [_line(step, bool(root.steps[number].shapes)) for number, step in shown.items()]
+        lines += [f"… {len(steps) - len(shown):,} more like these (-n shows all)"] if len(shown) < len(steps) else []
+        dropped = [name for name in root.dropped if name not in root.tied]
         for names, what in (
             (root.tied, "left out, being tied to a tensor that is there"),
-            ([name for name in root.dropped if name not in root.tied], "left out"),
+            (dropped, "left out"),
             (root.kept, "kept as they are, as no rule takes them"),
             (root.filled, "filled with zeros"),
             (root.unfilled, "left out, as all of them are zeros"),
         ):
-            if names:
-                yield f"{what}: {listed([printable(name) for name in names], 6)}"
-    yield from (f"not reversible: {line}" for line in done.lost)
-    if done.optimizers:
-        yield f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
-    yield from layout.notes if layout is not None and not reverse else ()
+            lines += Row.named("", names, f"{what}:", 6).lines
+        rest = {each: list(getattr(root, each)) for each in ("dropped", "kept", "filled", "unfilled")}
+        roots.append({"root": place, "steps": steps, **rest})
+    yield Row("roots", roots, lines)
+    yield Row("not_reversible", list(done.lost), [f"not reversible: {line}" for line in done.lost])
+    moved = f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
+    yield Row("optimizers", done.optimizers, [moved] if done.optimizers else [])
 
 
-def _first_of_rules(root: TranslatedRoot) -> list[Step]:
-    return list({step.rule.origin: step for step in reversed(root.steps)}.values())[::-1]
+def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
+    def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
+        shapes = (None if shape is None else list(shape) for shape in shapes)
+        return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
+
+    values = [root.items[name] for name in step.outputs]
+    shapes = [value.shape if isinstance(value, TensorEntry) else None for value in values]
+    return {
+        "rule": step.rule.text,
+        "place": step.rule.place,
+        "operations": step.rule.operations,
+        "inputs": described(step.keys, step.shapes or shapes),
+        "outputs": described(step.outputs, shapes),
+        "reversible": not step.lost,
+    }
 
 
-def _line(step: Step, root: TranslatedRoot) -> str:
-    def named(pairs: Iterable[tuple[str, Any]]) -> str:
-        texts = [printable(name) + (f" {list(shape)}" if shape is not None else "") for name, shape in pairs]
-        return listed(texts, 4)
+def _line(step: dict[str, Any], reshapes: bool) -> str:
+    def named(tensors: list[dict[str, Any]], shapes: bool = True) -> str:
+        sizes = [f" {each['shape']}" if shapes and each["shape"] is not None else "" for each in tensors]
+        return listed([each["name"] + size for each, size in zip(tensors, sizes, strict=True)], 4)
 
-    old = named(zip(step.keys, step.shapes or [None] * len(step.keys), strict=True))
-    new = named((name, _shape(root.items[name])) for name in step.outputs)
-    return f"{old} → {new}" + (f" : {step.rule.operations}" if step.rule.chain else "")
+    rule = f" : {step['operations']}" if step["operations"] else ""
+    return f"{named(step['inputs'], reshapes)} → {named(step['outputs'])}{rule}"

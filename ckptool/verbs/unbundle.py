@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from ckptool import formats
-from ckptool.analysis.save import SaveResult, Written
 from ckptool.analysis.verify import refuse_damaged
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
-from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.tree import map_storages
 from ckptool.commands import FILE, OUT, Advice, command, several
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.options import option, verb
-from ckptool.output import check_folder, replace_folder
-from ckptool.transforms.bundles import check_names, is_plain, key_of, members_of, refuse_unnamed, separated, table
+from ckptool.transforms.bundles import (
+    CONTAINERS,
+    check_names,
+    container_of,
+    is_plain,
+    key_of,
+    lines_of,
+    members_of,
+    refuse_unnamed,
+    table,
+    ties_across,
+)
 from ckptool.verbs._options import File, IsPart, Texts
-from ckptool.verbs._save import Output, SaveOptions, Unpack, output_of, refuse_extras, save, verifier, written
-from ckptool.verbs.bundle import CONTAINERS, facts_of, lines_of
+from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras, verifier
+from ckptool.verbs._written import Row, Written
 
 
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))
@@ -36,7 +46,7 @@ def unbundle(
     *,
     only: Annotated[Texts, option("--only NAME", "Write only this member. Repeatable.", several=True)] = (),
     part: IsPart = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, which `bundle` reads.
 
@@ -46,49 +56,60 @@ def unbundle(
     a folder, the members are given back.  only: these members.  part: take also a file that is only a part.
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
-    output = output_of("unbundle", folder, options, file)
-    if output.in_place or (folder is None and not output.live):
+    change = change_of("unbundle", folder, options, file)
+    if change.asked["in_place"] or (folder is None and not change.live):
         raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
-    container = _container(checkpoint, output)
-    refuse_extras(checkpoint, container)
-    members = members_of(checkpoint)
-    refuse_unnamed(checkpoint.tree)
-    chosen = {key_of(members, name) for name in only} if only else set(members)
-    tree, shared = separated({name: value for name, value in members.items() if name in chosen})
-    files = _files(tree, container)
-    rows = table(tree, files)
-    record = bundle_json.BundleRecord(
-        checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT,
-        tuple(_part(name, tree[name], files.get(name, ""), row.kind) for name, row in zip(tree, rows, strict=True)),
-        shared.ties,
-        shared.twins,
-        isinstance(checkpoint.tree, OrderedDict),
-    )
-    parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
-    result = (
-        save(output, opened.checkpoint, replace(checkpoint, tree=tree))
-        if folder is None
-        else _save(parts, bundle_json.text(record), os.fspath(folder), container, checkpoint, output)
-    )
-    summary = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
-    if values := len(tree) - len(files):
-        summary += f", with {counted(values, 'plain value')}"
-    facts = {"members": facts_of(rows)}
-    return written(output, opened.checkpoint, result, summary, facts=facts, details=lines_of(rows))
-
-
-def _container(checkpoint: Checkpoint, output: Output) -> Format:
-    name = output.container or (checkpoint.container if checkpoint.container in CONTAINERS else formats.DEFAULT)
-    if (container := formats.by_name(name)).name not in CONTAINERS:
+    container = formats.by_name(change.asked["container"] or container_of(checkpoint))
+    if container.name not in CONTAINERS:
         raise UsageError(
             f"members cannot be written as {container.name}",
             f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
             "For example: --to safetensors",
         )
-    return container
+    refuse_extras(checkpoint, container)
+    members = members_of(checkpoint)
+    refuse_unnamed(checkpoint.tree)
+    chosen = {key_of(members, name) for name in only} if only else set(members)
+    tree = {name: value for name, value in members.items() if name in chosen}
+    ties = ties_across(tree)
+    # What 0.1.0 stored once for several is stored for each.
+    tree = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
+    files = _files(tree, container)
+    rows = table(tree, files)
+    if folder is None:
+        written = change.write(opened.checkpoint, replace(checkpoint, tree=tree))
+    else:
+        entries = [
+            bundle_json.BundleMember(name, files[name], None, row.kind)
+            if name in files
+            else bundle_json.BundleMember(name, value=tree[name])
+            for name, row in zip(tree, rows, strict=True)
+        ]
+        ordered = isinstance(checkpoint.tree, OrderedDict)
+        record = bundle_json.BundleRecord(container_of(checkpoint), tuple(entries), ties, ordered)
+        parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
+        plan = _plan(parts, bundle_json.text(record), container, bool(change.asked["keep_unknown"]))
+        if change.asked["verify"] and not change.asked["dry_run"]:
+            refuse_damaged(checkpoint)
+
+        def verify(path: str) -> None:
+            for name, part in parts.items():
+                verifier(part)(os.path.join(path, name))
+
+        sources = [checkpoint.source] if checkpoint.source is not None else []
+        path = os.fspath(folder)
+        notes = change.put(plan, path, sources, lambda: verify, _files_of(path))
+        size = plan.nbytes
+        written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
+    values = len(tree) - len(files)
+    return written.about(
+        f"{counted(len(files), 'file')} and {bundle_json.NAME}"
+        + (f", with {counted(values, 'plain value')}" if values else ""),
+        Row("members", [asdict(row) for row in rows], lines_of(rows)),
+    )
 
 
 def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
@@ -104,43 +125,10 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
     return {name: f"{name}{container.suffixes[0]}" for name in names}
 
 
-def _part(name: Any, value: Any, file: str, kind: str) -> bundle_json.BundleMember:
-    return bundle_json.BundleMember(name, file, None, kind) if file else bundle_json.BundleMember(name, value=value)
-
-
 def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:
     """A member as a checkpoint of its own; of the mark of a recovered file, what is about it."""
     metadata = marks.recovered_in_part(checkpoint.metadata, (name,))
     return replace(checkpoint, tree=tree, origin=None, metadata=metadata, tensors_only=False, notes=())
-
-
-def _save(
-    parts: Mapping[str, Checkpoint],
-    record: bytes,
-    folder: str,
-    container: Format,
-    checkpoint: Checkpoint,
-    output: Output,
-) -> SaveResult:
-    """Writes all files as one folder, or looks whether that could be done."""
-    plan = _plan(parts, record, container, output.keep_unknown)
-    replaceable = {*_files_of(folder), *plan.files}
-    if output.dry_run:
-        check_folder(folder, overwrite=output.overwrite, replaceable=replaceable)
-        return SaveResult(folder, container.name, "new folder", plan.nbytes, plan.nbytes)
-    inputs: list[Input] = [checkpoint.source] if checkpoint.source is not None else []
-    if output.verify:
-        refuse_damaged(checkpoint)
-    notes = replace_folder(
-        plan,
-        folder,
-        overwrite=output.overwrite,
-        replaceable=replaceable,
-        inputs=inputs,
-        verify=_verifier(parts) if output.verify else None,
-        progress=output.progress,
-    )
-    return SaveResult(folder, container.name, "new folder", plan.nbytes, plan.nbytes, notes)
 
 
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:
@@ -164,13 +152,3 @@ def _files_of(folder: str) -> set[str]:
     except CkptoolError:
         return set()
     return {bundle_json.NAME, *(part.file for part in record.parts if part.file)}
-
-
-def _verifier(parts: Mapping[str, Checkpoint]) -> Callable[[str], None]:
-    """Re-reads every file of the folder and compares it with what was meant."""
-
-    def verify(path: str) -> None:
-        for name, part in parts.items():
-            verifier(part)(os.path.join(path, name))
-
-    return verify

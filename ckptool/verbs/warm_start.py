@@ -25,7 +25,7 @@ from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
-from ckptool.verbs._save import InMemory, Output, SaveOptions, Unpack, output_of, save
+from ckptool.verbs._save import Change, Save, Unpack, change_of
 
 if TYPE_CHECKING:
     from ckptool.transforms.warm_start_plan import WarmStartPlan
@@ -86,7 +86,7 @@ def warm_start(
         PathLike | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
     ] = None,
     part: IsPart = False,
-    **options: Unpack[SaveOptions],
+    **options: Unpack[Save],
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
@@ -118,7 +118,8 @@ def warm_start(
         min_loaded=min_loaded,
         strict=strict,
     )
-    output = output_of("warm-start", out, options, file)
+    change = change_of("warm-start", out, options, file)
+    dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:
         fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
         raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
@@ -134,16 +135,16 @@ def warm_start(
     if plan.report.missing or plan.report.mismatched:
         plan = replace(plan, report=_with_translation(plan.report, root, target))
     if suggest is not None and _has_rules(plan.report):
-        check_target(suggest, overwrite=output.overwrite)
+        check_target(suggest, overwrite=overwrite)
     names = _parameters(target)
     moved = carried(opened.checkpoint, root, target, plan.chosen, names) if optimizer else None
     report = replace(plan.report, optimizer=moved.report) if moved is not None else plan.report
-    if output.live and not output.dry_run and not report.accepted:
+    if change.live and not dry_run and not report.accepted:
         raise refusal(report)
-    if (out is not None or (output.live and not output.dry_run)) and report.accepted:
-        report = _write(opened.checkpoint, root, target, plan, report, moved, output)
-    report = report if suggest is None else _with_rules_file(report, suggest, output)
-    return report.output.made if isinstance(report.output, InMemory) else report
+    if (out is not None or (change.live and not dry_run)) and report.accepted:
+        report = _write(opened.checkpoint, root, target, plan, report, moved, change)
+    report = report if suggest is None else _with_rules_file(report, suggest, overwrite, dry_run)
+    return report.output.made[0] if change.live and not dry_run else report
 
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
@@ -172,10 +173,9 @@ def _write(
     plan: WarmStartPlan,
     report: LoadReport,
     moved: Any,
-    output: Output,
+    change: Change,
 ) -> LoadReport:
-    if output.in_place:
-        raise UsageError("warm-start writes a new file", "The checkpoint stays what it was.", "A new file: -o OUT")
+    change.refuse_in_place("The checkpoint stays what it was.", "A new file: -o OUT")
     from ckptool.transforms.optimizer_state import as_state_dict
     from ckptool.transforms.warm_start import filled
 
@@ -183,34 +183,34 @@ def _write(
     tree: Any = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     if moved is not None:
-        _refuse_tensors_only(output, kind)
+        _refuse_tensors_only(change, kind)
         tree = {WEIGHTS: tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
     mark = marks.with_recovered_part({}, () if moved is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     made = Checkpoint(tree, kind, mark, checkpoint.source)
-    _refuse_target(target, output)
+    _refuse_target(target, change)
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
-    saved = save(output, original, made, beside=beside if beside is not None and beside.files else None)
+    saved = change.write(original, made, beside=beside if beside is not None and beside.files else None)
     notes = (*report.normalised, *saved.notes)
-    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not output.dry_run)
+    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not change.asked["dry_run"])
 
 
-def _refuse_target(target: Target, output: Output) -> None:
+def _refuse_target(target: Target, change: Change) -> None:
     """The model's own checkpoint is replaced only where that was asked for."""
     source = target.checkpoint.source if target.checkpoint is not None else None
-    if source is not None and source.is_at(output.path or "") and not output.overwrite:
+    if source is not None and source.is_at(change.path or "") and not change.asked["overwrite"]:
         raise UsageError(
-            f"{output.path or ''} is the target itself",
+            f"{change.path or ''} is the target itself",
             "It was left as it is.",
             "Replace it: -f, or name another file.",
         )
 
 
-def _refuse_tensors_only(output: Output, kind: str) -> None:
-    container = output.format(kind)
+def _refuse_tensors_only(change: Change, kind: str) -> None:
+    container = change.format(kind)
     if container.tensors_only:
         raise UsageError(
             f"{container.name} holds tensors under names, and no optimizer state",
@@ -223,16 +223,16 @@ def _has_rules(report: LoadReport) -> bool:
     return any(suggestion.rules for suggestion in report.suggestions)
 
 
-def _with_rules_file(report: LoadReport, path: PathLike, output: Output) -> LoadReport:
+def _with_rules_file(report: LoadReport, path: PathLike, overwrite: bool, dry_run: bool) -> LoadReport:
     """Writes the suggestions as a rules file; where there are none, says so and writes nothing."""
     if not _has_rules(report):
         note = Note(
             "no-suggestions", f"no rules were found that would make more fit; {os.fspath(path)} was not written"
         )
         return replace(report, normalised=(*report.normalised, note))
-    if not output.dry_run:
+    if not dry_run:
         from ckptool.transforms.suggest import rules_file as rules_text
 
         plan = Plan({"": [InlineBytes(rules_text(report.suggestions).encode())]})
-        replace_file(plan, path, overwrite=output.overwrite)
+        replace_file(plan, path, overwrite=overwrite)
     return replace(report, rules_file=os.fspath(path))

@@ -187,7 +187,7 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
     assert source.read(0, 1) == b"\1"
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(limit=st.integers(1, 4), seeds=st.lists(st.integers(0, 99), min_size=4, max_size=6))
 def test_threads_that_read_at_once(limit: int, seeds: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every read has the bytes of its own file, whoever closes and opens what meanwhile."""

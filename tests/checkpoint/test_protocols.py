@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import Ambiguous, CkptoolError, FileChanged, MissingKey, Unsupported, UsageError
 from tests.support.files import saved
 from tests.support.looped import looped
+from tests.support.processes import soon
 
 WEIGHT = torch.randn(40, 6)
 TREE = {
@@ -96,11 +96,10 @@ def test_a_missing_key_is_a_key_error_in_words(look: Callable[[Any], Any], words
 def test_missing_many_keys_costs_nothing_until_the_error_is_read(tmp_path: Path) -> None:
     torch.save({"sd": {f"layers.{i}.weight": i for i in range(5_000)}}, tmp_path / "a.pt")
     names = ckptool.open(tmp_path / "a.pt")["sd"]
-    start = time.process_time()
-    for i in range(2_000):
-        with pytest.raises(KeyError) as caught:
-            names[f"layer.{i}.weight"]
-    assert time.process_time() - start < 2
+    with soon(2):
+        for i in range(2_000):
+            with pytest.raises(KeyError) as caught:
+                names[f"layer.{i}.weight"]
     again = pickle.loads(pickle.dumps(caught.value))
     assert "Did you mean layers.1999.weight?" in str(caught.value) == str(again)
 

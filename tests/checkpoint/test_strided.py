@@ -75,7 +75,7 @@ def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> 
         assert array.tobytes() == bytes_of(view), name
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))

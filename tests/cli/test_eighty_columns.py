@@ -76,7 +76,7 @@ def test_a_folder_of_many_is_not_cut(folder: Path) -> None:
     check(ckptool.scan(str(folder)), {})
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.text("ab \x1b-,", max_size=60), max_size=5), st.integers(1, 100))
 def test_pages_keep_every_word_and_the_width(lines: list[str], width: int) -> None:
     text = "\n".join(lines).replace("\x1b", "\x1b[1mx\x1b[0m")

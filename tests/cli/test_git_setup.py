@@ -81,7 +81,7 @@ def test_remove_leaves_the_bytes_that_were_there(
     assert done(run("git-setup", *flags, "--remove")) == "git-setup: nothing to remove\n"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(st.sampled_from(["add", "setup", "remove", "top", "lfs", "inside"]), min_size=1, max_size=6))
 def test_lines_of_others_stay_whatever_is_done_in_between(steps: list[str], repository: Path, run: Run) -> None:
     path = repository / ".gitattributes"
@@ -217,7 +217,7 @@ def shown(file: Path | str, run: Run) -> list[str]:
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kinds=st.dictionaries(
         st.text("ab.\n\x1b é", min_size=1, max_size=6), st.tuples(st.sampled_from(DTYPES), st.booleans())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from fixtures.sparse import make_sparse
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, torch_bytes
 from tests.support.hostile_system import temporaries
-from tests.support.processes import default_signals
+from tests.support.processes import HANG, default_signals
 from tests.support.worked import reporting, throwing_away, worked
 
 # What is done with all files; `.` stands for the folder.
@@ -194,12 +195,11 @@ def test_a_worker_is_ended_in_silence_wherever_it_is(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """Files whose work takes a second or so each, and nearly no room."""
+def make_large(folder: Path, size: int) -> Path:
+    """Files whose work takes a second or more each, and nearly no room."""
     for number in range(3):
-        make_sparse(tmp_path / f"m{number}.pt", 1 << 30)
-    return tmp_path
+        make_sparse(folder / f"m{number}.pt", size)
+    return folder
 
 
 def program(folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -207,19 +207,23 @@ def program(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, cwd=folder, stdout=pipe, stderr=pipe, text=True, preexec_fn=default_signals)
 
 
-def children(process: int) -> list[int]:
-    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in lines.splitlines()]
-    return [int(pid) for pid, parent, state in rows if int(parent) == process and not state.startswith("Z")]
+def at_work(process: int, folder: Path) -> list[int]:
+    """The children of a process that have a file of the folder open."""
+    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    found = []
+    for child, parent in map(str.split, lines.splitlines()):
+        if int(parent) == process:
+            with suppress(OSError):  # it has ended
+                opened = [os.path.realpath(fd) for fd in Path(f"/proc/{child}/fd").iterdir()]
+                found += [int(child)] * any(path.startswith(f"{folder}{os.sep}m") for path in opened)
+    return found
 
 
-def workers_of(process: subprocess.Popen[str], count: int) -> list[int]:
+def workers_of(process: subprocess.Popen[str], count: int, folder: Path) -> list[int]:
     """The workers of the program, once all of them work."""
-    limit = time.monotonic() + 20
-    while len(found := children(process.pid)) < count:
-        assert process.poll() is None and time.monotonic() < limit
+    while len(found := at_work(process.pid, folder)) < count:
+        assert process.poll() is None
         time.sleep(0.02)
-    time.sleep(1)
     return found
 
 
@@ -237,24 +241,26 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks a
 
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_all_processes_and_nothing_is_half_written(number: int, large: Path) -> None:
+def test_a_signal_ends_all_processes_and_nothing_is_half_written(number: int, tmp_path: Path) -> None:
+    large = make_large(tmp_path, 3 << 30)
     words = ["convert", *sorted(path.name for path in large.iterdir()), "--to", "safetensors", "-d", "out", "--verify"]
     process = program(large, *words, "--jobs", "3")
-    found = workers_of(process, 3)
+    found = workers_of(process, 3, large)
     os.kill(process.pid, number)
-    out, err = process.communicate(timeout=30)
-    assert gone(found, 10 if number == signal.SIGKILL else 0)
+    out, err = process.communicate(timeout=HANG)
+    assert gone(found, HANG if number == signal.SIGKILL else 0)
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number and "Traceback" not in err and not out, (process.returncode, err)
     assert temporaries(large) == []
-    assert {os.path.getsize(path) > 1 << 29 for path in (large / "out").glob("*")} <= {True}
+    assert {os.path.getsize(path) > 1 << 30 for path in (large / "out").glob("*")} <= {True}
 
 
 @needs_proc
-def test_a_worker_that_runs_out_of_memory_is_named_and_the_others_are_looked_at(large: Path) -> None:
+def test_a_worker_that_runs_out_of_memory_is_named_and_the_others_are_looked_at(tmp_path: Path) -> None:
+    large = make_large(tmp_path, 1 << 30)
     process = program(large, "scan", ".", "--full", "--jobs", "2")
-    os.kill(workers_of(process, 2)[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    os.kill(workers_of(process, 2, large)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 1 and err == ""
     assert out.count("run-failed") == 1 and "ended by signal 9" in out, out
 

@@ -18,7 +18,7 @@ import pytest
 from ckptool.cli.output import progress_bar
 from ckptool.commands import VERBS as COMMANDS
 from fixtures.sparse import make_sparse
-from tests.support.processes import default_signals
+from tests.support.processes import HANG, default_signals
 from tests.support.programs import programs
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
@@ -208,7 +208,7 @@ def test_a_stopped_write_leaves_nothing(number: signal.Signals, code: int, tmp_p
     while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".ckptool-*")):
         time.sleep(0.01)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANG)
     assert process.returncode == code and b"Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["big.pt"]
 
@@ -220,7 +220,7 @@ def test_a_write_under_nohup_goes_on(tmp_path: Path) -> None:
     while process.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".ckptool-*")):
         time.sleep(0.01)
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=30)
+    process.communicate(timeout=HANG)
     assert process.returncode == 0 and (tmp_path / "out.pt").exists()
 
 

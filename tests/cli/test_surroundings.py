@@ -20,6 +20,7 @@ import pytest
 
 from ckptool.commands import VERBS as COMMANDS
 from tests.support.command_options import options_of
+from tests.support.processes import HANG
 from tests.support.small_files import HARNESS, kinds_and_bytes, plain_words
 from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
 
@@ -81,7 +82,7 @@ def run_in(command: str, around: Surroundings, small: Path, folder: Path, progra
             stdin=waiting,
             capture_output=True,
             check=False,
-            timeout=90 if command in TORCH else 30,
+            timeout=HANG,
         )
     finally:
         os.close(waiting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ckptool.pickles.calls import uses_of
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
 from tests.support.pickle_files import each, pickle_to
+from tests.support.processes import soon
 
 
 class Traced:
@@ -65,13 +65,12 @@ def test_streams_nested_in_streams_are_refused_beyond_a_depth(tmp_path: Path) ->
     refused = 0
     for _ in range(6):
         file = pickle_to({"w": Nested(data)}, tmp_path / "a.pkl")
-        start = time.process_time()
-        try:
-            read(file)
-        except CkptoolError as error:
-            assert isinstance(error, (LimitExceeded, Unsupported, Corrupt)), error
-            refused += 1
-        assert time.process_time() - start < 1
+        with soon(1):
+            try:
+                read(file)
+            except CkptoolError as error:
+                assert isinstance(error, (LimitExceeded, Unsupported, Corrupt)), error
+                refused += 1
         data = stream(Nested(data))
     assert refused >= 2
 
@@ -131,12 +130,11 @@ PLAIN_STATE = (3, "<", None, None, None, -1, -1, 0)
 )
 def test_object_arrays_and_odd_arrays_stay_opaque(value: Any, tmp_path: Path) -> None:
     file = pickle_to({"model": {"a.weight": value}}, tmp_path / "a.pkl")
-    start = time.process_time()
-    node = read(file).tree["model"]["a.weight"]
-    assert isinstance(node, Object) and node.state is not MISSING and array_entry(node) is None
-    assert not ckptool.inspect(file).listing.tensors
-    str(ckptool.inspect(file))
-    assert time.process_time() - start < 2
+    with soon(2):
+        node = read(file).tree["model"]["a.weight"]
+        assert isinstance(node, Object) and node.state is not MISSING and array_entry(node) is None
+        assert not ckptool.inspect(file).listing.tensors
+        str(ckptool.inspect(file))
 
 
 def test_a_right_start_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:

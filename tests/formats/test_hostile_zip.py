@@ -279,7 +279,7 @@ def test_a_record_without_a_name_is_corrupt(put: Put) -> None:
 # Any layout ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
 def test_any_layout_is_refused_or_read_as_others_read_it(
     layout: Layout, tmp_path_factory: pytest.TempPathFactory

@@ -4,7 +4,6 @@ damage."""
 from __future__ import annotations
 
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support.files import torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickle_bytes, storage_id, stream
 from tests.support.looped import looped
+from tests.support.processes import soon
 
 
 @looped(
@@ -141,9 +141,8 @@ def test_a_list_of_storage_keys_that_disagrees_is_corrupt(keys: Any, tmp_path: P
 
 
 def test_twenty_thousand_extra_keys_are_refused_within_a_second(tmp_path: Path) -> None:
-    begin = time.process_time()
-    legacy_refused(stream(Rebuilt(storage_id(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
-    assert time.process_time() - begin < 1
+    with soon(1):
+        legacy_refused(stream(Rebuilt(storage_id(), (4,)), keys=["1", *map(str, range(20_000)), "7"] * 2), tmp_path)
 
 
 @pytest.mark.parametrize("numel", [3, 5, 0, -4, 1 << 40, 4 << 56])

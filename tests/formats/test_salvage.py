@@ -192,7 +192,7 @@ def nothing_wrong(name: str, data: bytes, path: Path) -> int:
     return len(back)
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(sorted(FILES)))
 def test_nothing_that_comes_back_differs(data: st.DataObject, name: str, tmp_path: Path) -> None:
     original = FILES[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckptool.formats.zip.writer import local_header
 from tests.support.damaged import PLAIN
 from tests.support.files import written
 from tests.support.looped import looped
+from tests.support.processes import soon
 
 
 def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:
@@ -56,14 +56,10 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @looped("name", HOSTILE)
 def test_salvaging_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
     path = written(HOSTILE[name](), tmp_path / "hostile.pt")
-    begin = time.process_time()
-    with pytest.raises(CkptoolError) as caught:
+    with soon(1), pytest.raises(CkptoolError) as caught:
         read(path)
-    assert time.process_time() - begin < 1
-    begin = time.process_time()
-    with contextlib.suppress(CkptoolError):
+    with soon(1), contextlib.suppress(CkptoolError):
         damaged.salvage(Source(path), caught.value)
-    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("name", ["a size of four gigabytes", "records that contain each other"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.files import carry_out, load, torch_bytes, written
 from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickle_bytes, storage_id, stream
 from tests.support.looped import looped
+from tests.support.processes import soon
 from tests.support.same import assert_same_objects, assert_same_tree
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -95,9 +95,8 @@ def test_nothing_is_loaded_and_data_stay_ranges_of_the_file(tmp_path: Path) -> N
 def test_many_tensors_in_linear_time(tmp_path: Path) -> None:
     many = {f"layers.{i}.weight": torch.zeros(2) for i in range(5_000)}
     file = written(torch_bytes(many, **LEGACY), tmp_path / "many.pt")
-    begin = time.process_time()
-    assert len(read(file).tree) == 5_000
-    assert time.process_time() - begin < 3
+    with soon(3):
+        assert len(read(file).tree) == 5_000
 
 
 # Older than any torch that installs -----------------------------------------------------------------------------------

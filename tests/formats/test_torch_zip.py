@@ -76,7 +76,7 @@ def test_files_of_old_torch_are_read_and_rewritten(name: str, tmp_path: Path) ->
     assert_same_objects(load(original, mmap=True), load(out, mmap=True))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("views")

@@ -122,7 +122,6 @@ class Case:
 OLD = b"a file that was there"
 SAME = ("in.pt",)
 SHARDS = (INDEX, "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors")
-BINS = tuple(f"out/pytorch_model{end}" for end in (".bin.index.json", "-00001-of-00002.bin", "-00002-of-00002.bin"))
 ST = ("m.safetensors",)
 RANKS = ("out.dcp/.metadata", "out.dcp/__0_0.distcp", "out.dcp/ckptool.json")
 CASES = {
@@ -164,7 +163,7 @@ CASES = {
     "average, new": Case("average in.pt other.pt -o out.pt --ema 0.9 --verify", two),
     "bake": Case("bake in.pt -o out.pt -f", normed, old=OLD),
     "bundle": Case("bundle -o out.pt a=in.pt b=m.safetensors epoch:=4 -f", lambda: pt() | model(), old=OLD),
-    "bundle, tied": Case("bundle -o out.pt a=in.pt b=other.pt --dedup", two),
+    "bundle, of two": Case("bundle -o out.pt a=in.pt b=other.pt", two),
     "bundle, changed": Case("bundle in.pt --drop best -o out.pt", pt),
     "unbundle": Case("unbundle in.pt -d out", changes=("out/bundle.json", "out/state_dict.pt"), folder="out"),
     "warm start": Case("warm-start in.pt --against other.pt -o out.pt -f", two, old=OLD),
@@ -172,13 +171,6 @@ CASES = {
     "shards, new": Case("convert in.pt --shard-size 100KB -o out", changes=SHARDS, folder="out"),
     "shards, over others": Case(
         "convert in.pt --shard-size 100KB -o out -f", lambda: pt() | shards(), changes=SHARDS, folder="out"
-    ),
-    "torch shards, new": Case("convert in.pt --to sharded-bin --shard-size 100KB -o out", changes=BINS, folder="out"),
-    "torch shards, over others": Case(
-        "convert in.pt --to sharded-bin --shard-size 100KB -o out -f",
-        lambda: pt() | shards(),
-        changes=BINS,
-        folder="out",
     ),
     "dcp, new": Case("convert in.pt -o out.dcp --ranks 2", changes=(*RANKS, "out.dcp/__1_0.distcp"), folder="out.dcp"),
     "dcp, over others": Case("convert in.pt -o out.dcp -f", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"),

@@ -32,7 +32,7 @@ PROTOCOLS = range(6)
 # Against Python -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(graphs(), st.sampled_from(PROTOCOLS))
 def test_what_python_pickles_is_decoded_as_the_same_graph(graph: Any, protocol: int) -> None:
     data = pickle.dumps(graph, protocol)
@@ -336,7 +336,7 @@ def test_every_byte_changed_gives_a_tree_or_an_error_of_ours(data: bytes) -> Non
     assert refused > len(data)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.sampled_from(

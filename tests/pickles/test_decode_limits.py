@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from ckptool.checkpoint.nodes import ByteString, OrderedDict
@@ -12,6 +10,7 @@ from ckptool.pickles.decode import decode
 from ckptool.pickles.objects import MAX_NAMES
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
 from tests.support.looped import looped
+from tests.support.processes import soon
 
 
 def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
@@ -83,10 +82,8 @@ HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
 @looped("name", HOSTILE, at_once=10, here=30)
 def test_a_hostile_pickle_is_refused_quickly(name: str) -> None:
     data, error = HOSTILE[name]
-    began = time.process_time()
-    with pytest.raises(error) as caught:
+    with soon(5), pytest.raises(error) as caught:
         decode_pickle(data)
-    assert time.process_time() - began < 5
     assert "data.pkl" in caught.value.what
 
 
@@ -114,11 +111,10 @@ def test_cycles_are_kept() -> None:
 def test_colliding_integer_keys_exceed_the_limit() -> None:
     step = (1 << 61) - 1
     keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
-    began = time.process_time()
-    for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
-        with pytest.raises(LimitExceeded, match="same hash"):
-            decode_pickle(pickle_)
-    assert time.process_time() - began < 5
+    with soon(5):
+        for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
+            with pytest.raises(LimitExceeded, match="same hash"):
+                decode_pickle(pickle_)
     assert len(decode_pickle(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
     spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
     assert len(decode_pickle(b"}(" + spread + b"u.").root) == 7_999

@@ -36,7 +36,7 @@ def back(data: bytes) -> Any:
     return decode(data, lambda pid: pid, BUILDERS).root
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(graphs())
 def test_what_is_encoded_python_loads_as_the_same_graph(graph: Any) -> None:
     tree = as_tree(graph)
@@ -45,7 +45,7 @@ def test_what_is_encoded_python_loads_as_the_same_graph(graph: Any) -> None:
     assert_same_objects(pickle.loads(data), graph)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(graphs())
 def test_the_same_tree_gives_the_same_bytes_again_and_again(graph: Any) -> None:
     data = to_bytes(as_tree(graph))
@@ -53,7 +53,7 @@ def test_the_same_tree_gives_the_same_bytes_again_and_again(graph: Any) -> None:
     assert to_bytes(back(pickle.dumps(graph, 4))) == to_bytes(back(pickle.dumps(graph, 4)))
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(graphs())
 def test_opcodes_are_those_of_pythons_pickler_at_protocol_2(graph: Any) -> None:
     """Up to equal texts and bytes, which Python recalls when they are one object, and the encoder always; and up to

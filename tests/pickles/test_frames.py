@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from ckptool.errors import Corrupt
 from tests.support.decoding import decode_pickle
 from tests.support.looped import looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
+from tests.support.processes import soon
 from tests.support.same import assert_same_tree
 
 
@@ -29,9 +29,8 @@ def test_frames_that_tear_an_opcode_are_corrupt(data: bytes) -> None:
 
 def test_a_hundred_thousand_frames_are_read_within_a_second() -> None:
     data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
-    began = time.process_time()
-    assert len(decode_pickle(data).root) == 100_000
-    assert time.process_time() - began < 1
+    with soon(1):
+        assert len(decode_pickle(data).root) == 100_000
 
 
 @pytest.mark.parametrize("op", [0xFE, 0xFF])

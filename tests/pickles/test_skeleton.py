@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import struct
-import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from ckptool.pickles.strings import StubbedValue, encoded, whole
 from tests.support.looped import examples, looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.processes import soon
 from tests.support.same import assert_same_tree
 
 PROTOCOLS = range(6)
@@ -56,7 +56,7 @@ def use_tiny(monkeypatch: pytest.MonkeyPatch, window: int = 3, long_value: int =
 # The same as decoding the whole ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(120))
 @given(graphs(), st.sampled_from(PROTOCOLS), st.integers(1, 30), st.integers(30, 40))  # names are shorter than 30
 def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, window: int, long_value: int) -> None:
     graph = [graph, "text " * 8, b"bytes" * 8, {"key " * 9: bytearray(39)}]
@@ -300,9 +300,9 @@ def test_a_value_of_4_gb_is_not_read(tmp_path: Path) -> None:
     size = 4 << 30
     data = sparse(tmp_path / "big.pkl", b"\x80\x04](\x8e" + struct.pack("<Q", size), size, b"K\x07e.")
     tracemalloc.start()
-    began = time.process_time()
-    made = skeleton(data, name="big")
-    assert time.process_time() - began < 0.5 and tracemalloc.get_traced_memory()[1] < 1 << 20
+    with soon(0.5):
+        made = skeleton(data, name="big")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert made.stubs[0].data.length == size and made.end == data.length
     with pytest.raises(LimitExceeded, match="4,294,967,296 bytes"):
@@ -338,10 +338,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_a_megabyte_takes_less_than_a_second(data: bytes) -> None:
-    began = time.process_time()
-    with contextlib.suppress(CkptoolError):
+    with soon(1), contextlib.suppress(CkptoolError):
         skeleton(InlineBytes(b"\x80\x04" + data + b"."), name="a")
-    assert time.process_time() - began < 1
     tracemalloc.start()
     with contextlib.suppress(CkptoolError):
         skeleton(InlineBytes(b"\x80\x04" + data[:200_000] + b"."), name="a")

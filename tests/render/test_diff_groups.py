@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
@@ -66,7 +66,6 @@ def names(row: str, is_group: bool) -> list[str]:
     return expand(text) if is_group else [text]
 
 
-@settings(deadline=None)
 @given(st.dictionaries(keys, kinds, max_size=40))
 def test_groups_unfold_to_the_table(made: dict[str, str]) -> None:
     left: dict[str, Any] = {key: 1 if kind == "value" else BEFORE for key, kind in made.items() if kind != "only right"}

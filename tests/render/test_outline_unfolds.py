@@ -129,7 +129,7 @@ def blocks(draw: st.DrawFn) -> dict[str, TensorEntry]:
     return found
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500))
 @given(blocks(), blocks(), st.dictionaries(KEYS, TENSORS, max_size=6))
 def test_an_outline_unfolds_to_the_table(one: Any, other: Any, more: Any) -> None:
     flat = {f"m.{key}": value for key, value in (one | more | other).items()}
@@ -137,7 +137,7 @@ def test_an_outline_unfolds_to_the_table(one: Any, other: Any, more: Any) -> Non
     check({"model": flat, "n": [one, other, more], "deep": {0: more, "0": one, ("x", 1): other}})
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(KEYS, TENSORS, max_size=12), st.lists(st.tuples(KEYS, st.integers(0, 11)), max_size=4))
 def test_any_names_unfold(tensors: dict[str, TensorEntry], ties: list[tuple[str, int]]) -> None:
     values = list(tensors.values())

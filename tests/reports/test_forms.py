@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis.curves import Curve
 from ckptool.analysis.git_setup import GitSetup
-from ckptool.analysis.plot import Curve, RunHistory
 from ckptool.analysis.prove import CommandProof
 from ckptool.analysis.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
 from ckptool.checkpoint.registry import Report
@@ -21,6 +21,7 @@ from ckptool.cli import main
 from ckptool.verbs._explain import explain
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._schema import schema
+from ckptool.verbs.plot import RunHistory
 
 NASTY = "<script>alert('x')</script>\x1b[31m"
 REPORTS: dict[str, Callable[[], Any]] = {

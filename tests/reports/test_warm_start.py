@@ -25,6 +25,7 @@ from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names
 from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
 from tests.support.looped import examples
+from tests.support.processes import soon
 
 
 def checkpoint(**shapes: Any) -> Checkpoint:
@@ -145,9 +146,7 @@ def test_whole_numbers_fit() -> None:
 
 
 @hypothesis.given(data=strategies.data())
-@hypothesis.settings(
-    max_examples=examples(80), deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=examples(80), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_laid_over(monkeypatch: pytest.MonkeyPatch, data: strategies.DataObject) -> None:
     import numpy
 
@@ -214,10 +213,8 @@ def test_slots() -> None:
 
 def test_many_names_are_quick(tmp_path: Path) -> None:
     """20,000 tensors are planned in a moment."""
-    import time
-
     shapes = {f"layers_{n}_{end}": (2,) for n in range(10_000) for end in ("weight", "bias")}
     ours = Checkpoint({f"module.{key}": value for key, value in checkpoint(**shapes).tree.items()}, "test")
-    start = time.process_time()
-    report = planned(ours, checkpoint(**shapes))
-    assert report.share == 1 and time.process_time() - start < 5
+    with soon(5):
+        report = planned(ours, checkpoint(**shapes))
+    assert report.share == 1

@@ -20,6 +20,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.guard import slowness
+
 SMALL = 1 << 20  # bytes of input that the budget is promised for
 SECONDS, MEGABYTES = 1.0, 300.0
 ROOM = 4 / 3  # of a bound: the same work takes more on another machine, and on a busy one
@@ -57,7 +59,7 @@ def meets_budget(
             path.write_bytes(data)
             outcome = _ask(path)
     assert not outcome.code.startswith("crash"), outcome
-    assert outcome.seconds <= seconds * ROOM, f"{outcome.seconds:.2f} s for {outcome.code or 'an answer'}"
+    assert outcome.seconds <= seconds * ROOM * slowness(), f"{outcome.seconds:.2f} s for {outcome.code or 'an answer'}"
     assert outcome.megabytes <= megabytes * ROOM, f"{outcome.megabytes:.0f} MB for {outcome.code or 'an answer'}"
     raw = {c for c in outcome.text if not c.isprintable()} - {"\n"}
     assert not raw, f"raw control characters: {raw!r}"
@@ -68,7 +70,7 @@ def command_meets_budget(*words: str | Path, characters: int = 2_000_000) -> Out
     """The outcome of a command line on small hostile files: at most 1.5 s of processor time, 300 MB, so much text."""
     outcome = _ask([os.fspath(word) for word in words])
     assert not outcome.code.startswith("crash") and "error[bug]" not in outcome.text, (words, outcome)
-    assert outcome.seconds <= 1.5 * ROOM, f"{words}: {outcome.seconds:.2f} s"
+    assert outcome.seconds <= 1.5 * ROOM * slowness(), f"{words}: {outcome.seconds:.2f} s"
     assert outcome.megabytes <= MEGABYTES * ROOM, f"{words}: {outcome.megabytes:.0f} MB"
     assert len(outcome.text) <= characters, f"{words}: {len(outcome.text):,} characters"
     return outcome

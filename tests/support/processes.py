@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.guard import slowness
+
 ROOT = Path(__file__).parents[2]
+HANG = 120  # seconds after which a process of tests hangs, however busy the machine is
 
 
 def default_signals() -> None:
@@ -23,8 +28,8 @@ def default_signals() -> None:
 
 
 def quickest(work: Callable[[], object], times: int = 3) -> float:
-    """Seconds of processor time that `work` takes, the least of several runs, without the garbage of the tests before
-    it.
+    """Seconds of processor time that `work` takes on a usual machine, the least of several runs, without the garbage of
+    the tests before it.
 
     Others are at work on the same cores; what takes quadratic time is slow in every run.
     """
@@ -37,7 +42,19 @@ def quickest(work: Callable[[], object], times: int = 3) -> float:
             taken.append(time.process_time() - began)
     finally:
         gc.enable()
-    return min(taken)
+    return min(taken) / slowness()
+
+
+@contextmanager
+def soon(seconds: float) -> Iterator[None]:
+    """Fails if a block, with the processes that it waits for, takes more processor time than so many seconds of a usual
+    machine (tests/guard.py)."""
+    began = sum(os.times()[:4])
+    yield
+    taken = sum(os.times()[:4]) - began
+    if taken > seconds:
+        taken /= slowness()
+    assert taken <= seconds, f"{taken:.2f} s of processor time"
 
 
 def python_process(head: str, code: str, *args: object, **options: Any) -> subprocess.Popen[bytes]:

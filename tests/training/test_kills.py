@@ -83,17 +83,30 @@ def test_workers_come_and_go(tmp_path: Path, server: ForkServer) -> None:
 # A signal that asks ---------------------------------------------------------------------------------------------------
 
 
+# As long as there is such a file beside it: so that the signal comes before the end, however late it is sent.
+SLOW = """
+import os, time
+class Slow:
+    def after_step(self, trainer):
+        if trainer.step > 5 and os.path.exists(os.path.join(os.path.dirname(__file__), "slow")):
+            time.sleep(0.2)
+"""
+
+
 @pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("TERM", True, 143), ("INT", True, 130)])
 def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent: str, group: bool, code: int) -> None:
-    made = lab(tmp_path, server, every=1000)
+    (tmp_path / "hook.py").write_text(SLOW)
+    made = lab(tmp_path, server, every=1000, hooks=[f"{tmp_path / 'hook.py'}:Slow"])
     made.train("reference", "data.workers=0")
     number = signal.Signals[f"SIG{sent}"]
+    (tmp_path / "slow").touch()
     words = made.words("killed", "data.workers=2" if group else "data.workers=0", "stop.signals=[TERM,INT]")
     process = server.start(words)
-    while made.logged("killed") < 5:
+    while made.logged("killed") < 5 and not server.ended():
         time.sleep(0.001)
     (os.killpg if group else os.kill)(process, number)
     assert server.wait() == code, server.stderr_tail()
+    (tmp_path / "slow").unlink()
     stopped = list(Lines(os.path.join(made.run_of("killed"), "history.jsonl")).read())[-1]
     assert (stopped["event"], stopped["signal"]) == ("stop", int(number))
     assert 5 <= stopped["step"] < STEPS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.tree import storages, walk
+from ckptool.checkpoint.tree import walk
 from ckptool.errors import Ambiguous, Conflict, UsageError
 from ckptool.transforms.bundles import (
     MAX_PLAIN,
@@ -22,13 +22,13 @@ from ckptool.transforms.bundles import (
     changed,
     check_names,
     is_plain,
-    joined,
     key_of,
     members_of,
-    separated,
     table,
+    tied_again,
+    ties_across,
 )
-from ckptool.transforms.slim import deduplicate, equal
+from ckptool.transforms.slim import equal
 from tests.support.files import opened
 from tests.support.looped import looped
 
@@ -62,19 +62,15 @@ def test_a_bundle_keeps_the_type_of_the_one_it_replaces() -> None:
     assert type(bundled({"a": 1})) is dict
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5), st.booleans())
-def test_what_was_separated_joins_to_the_same(plan: list[list[int]], dedup: bool) -> None:
-    """Members of tensors on a few storages, some of them equal: apart without twins, together as before."""
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_what_was_tied_is_tied_again(plan: list[list[int]]) -> None:
+    """Members of tensors on a few storages, some of them equal: apart in files of their own, together as before."""
     pool = [stored(number // 2) for number in range(6)]
     tree = bundled({f"m{i}": {f"w{j}": tensor(pool[k]) for j, k in enumerate(ks)} for i, ks in enumerate(plan)})
-    tree = deduplicate(tree)[0] if dedup else tree
-    alone, shared = separated(tree)
-    assert not any(storage.deduplicated for storage in storages(alone))
+    ties = ties_across(tree)
     # As from files: every member gets storages of its own.
-    fresh = {name: with_own_storages(member) for name, member in alone.items()}
-    again, twins, gone = joined(fresh, shared)
-    assert gone == 0 and shape_of(again) == shape_of(tree)
-    assert twins == sum(len(group) - 1 for group in shared.twins)
+    fresh = {name: with_own_storages(member) for name, member in tree.items()}
+    assert shape_of(tied_again(fresh, ties)) == shape_of(tree)
 
 
 def with_own_storages(member: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -86,28 +82,22 @@ def with_own_storages(member: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {name: tensor(made[id(entry.storage)]) for name, entry in member.items()}
 
 
-def shape_of(tree: Any) -> list[tuple[int, int, bool]]:
-    """For each tensor: which storage, on which data, and whether it is a twin, numbered as they are met."""
-    numbers: dict[Any, int] = {}
-    rows = []
-    for _, node in walk(tree):
-        if isinstance(node, TensorEntry):
-            storage = numbers.setdefault(id(node.storage), len(numbers))
-            data = (
-                numbers.setdefault(("data", id(node.storage.data)), len(numbers)) if node.storage.deduplicated else -1
-            )
-            rows.append((storage, data, node.storage.deduplicated))
-    return rows
+def shape_of(tree: Any) -> list[int]:
+    """For each tensor: which storage, numbered as they are met."""
+    numbers: dict[int, int] = {}
+    entries = (node for _, node in walk(tree) if isinstance(node, TensorEntry))
+    return [numbers.setdefault(id(entry.storage), len(numbers)) for entry in entries]
 
 
 def test_tied_tensors_that_differ_are_refused() -> None:
     one = stored(1)
-    alone, shared = separated({"a": {"w": tensor(one)}, "b": {"w": tensor(one)}})
-    assert shared.ties == (("a/w", "b/w"),)
+    alone = {"a": {"w": tensor(one)}, "b": {"w": tensor(one)}}
+    ties = ties_across(alone)
+    assert ties == (("a/w", "b/w"),)
     for other in (stored(2), stored(1, 4096), Storage(InlineBytes(bytes([1]) * 2048), "cuda:0")):
         with pytest.raises(Conflict, match="a/w, b/w were one tensor"):
-            joined({**alone, "b": {"w": tensor(other)}}, shared)
-    assert joined({"a": alone["a"], "b": {}}, shared)[0]["a"]["w"].storage is alone["a"]["w"].storage
+            tied_again({**alone, "b": {"w": tensor(other)}}, ties)
+    assert tied_again({"a": alone["a"], "b": {}}, ties)["a"]["w"].storage is alone["a"]["w"].storage
 
 
 def test_equal_storages_are_found_by_their_bytes() -> None:
@@ -167,7 +157,7 @@ def test_rows_say_what_a_member_is(tmp_path: Path) -> None:
         "betas": (0.9, 0.99),
     }
     rows = table(opened(tree, tmp_path).tree, {"G": "G.pt"})
-    assert [(row.name, row.kind, row.tensors, row.nbytes, row.origin) for row in rows] == [
+    assert [(row.name, row.kind, row.tensors, row.bytes, row.file) for row in rows] == [
         ("G", "model weights", 2, 32, "G.pt"),
         ("ema", "EMA weights", 1, 32, ""),
         ("training", "model weights, optimizer without state, 1 parameter", 1, 32, ""),

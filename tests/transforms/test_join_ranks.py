@@ -103,7 +103,7 @@ def share(name: str, full: torch.Tensor, rank: int, world: int, groups: int, que
     return full.chunk(world)[rank] if ".up." in name else full
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     world=st.sampled_from([1, 2, 4]),
     stages=st.integers(1, 3),

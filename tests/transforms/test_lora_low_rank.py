@@ -47,7 +47,7 @@ def error_of(values: Array, rank: int) -> float:
     return float((numpy.linalg.norm(exact - made) - 1e-6 * numpy.linalg.norm(exact)) / max(best, 1e-30))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.floats(0, 3), st.integers(0, 99))
 def test_a_small_difference_is_taken_apart_exactly(height: int, width: int, rank: int, decay: float, seed: int) -> None:
     rank = min(rank, height, width)
@@ -98,7 +98,7 @@ def test_infinities_are_named(value: float, exact: int, monkeypatch: pytest.Monk
         TensorDifference("a.weight", entry(values), entry(numpy.zeros((9, 8)))).factors(2, F32, ())["A"].bytes()
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
 def test_a_product_is_truncated_as_by_the_exact_svd(height: int, width: int, old: int, rank: int, seed: int) -> None:
     rng = numpy.random.default_rng(seed)

@@ -95,7 +95,7 @@ def test_images_and_kernels_are_resized_along_the_axes_that_differ(mode: str, ol
     strategies.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     strategies.integers(0, 2**31),
 )
-@settings(max_examples=examples(150), deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 def test_random_grids_are_torchs(sides: Any, mode: str, antialias: bool, dtype: torch.dtype, seed: int) -> None:
     old, new = sides[:2], sides[2:]
     tensor = torch.randn(1, *old, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)

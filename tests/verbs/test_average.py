@@ -108,7 +108,7 @@ def test_one_file_against_itself_is_itself(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("mean")
     count = data.draw(st.integers(2, 4))

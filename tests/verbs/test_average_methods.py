@@ -1,4 +1,4 @@
-"""`average --method`: what the formulas of mergekit, peft and the papers give, written down here in torch."""
+"""`average --method`: what the formulas of mergekit and the papers give, written down here in torch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def one_thread() -> Iterator[None]:
 # The formulas ---------------------------------------------------------------------------------------------------------
 
 
-def largest(delta: torch.Tensor, density: float, least: int = 1) -> torch.Tensor:
+def largest(delta: torch.Tensor, density: float) -> torch.Tensor:
     """All but the largest differences set to zero; of equal ones the first are kept."""
-    keep = max(least, int(density * delta.numel()))
+    keep = max(1, int(density * delta.numel()))
     order = torch.argsort(delta.abs().flatten(), descending=True, stable=True)[:keep]
     return torch.where(
         torch.zeros(delta.numel(), dtype=torch.bool).index_fill(0, order, True).view(delta.shape), delta, 0
@@ -45,19 +45,12 @@ def task_arithmetic(base: torch.Tensor, files: Tensors, weights: list[float], sc
     return base + sum((file - base) * weight for file, weight in zip(files, weights, strict=True)) * scale
 
 
-def ties_of_mergekit(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
+def ties(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
     weighted = torch.stack([largest(file - base, density) * w for file, w in zip(files, weights, strict=True)])
     elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0)
     agree = (weighted.sign() == elected).to(base.dtype)
     divisor = sum(agree[number] * weight for number, weight in enumerate(weights))
     return base + (weighted * agree).sum(0) / torch.where(divisor == 0, 1, divisor) * scale
-
-
-def ties_of_peft(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
-    deltas = torch.stack([largest(file - base, density, least=0) for file in files])
-    agree = (deltas.sign() == torch.where(deltas.sum(0) >= 0, 1.0, -1.0)).to(base.dtype)
-    weighted = torch.stack([delta * weight for delta, weight in zip(deltas, weights, strict=True)])
-    return base + (weighted * agree).sum(0) / agree.sum(0).clamp(min=1) * scale
 
 
 def slerp(t: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -104,9 +97,7 @@ def test_differences_are_merged_as_the_formulas_say(tmp_path: Path, dtype: torch
     for density in (0.2, 0.5, 1.0, 1e-9):
         options: Any = {"method": "ties", "weights": weights, "scale": 0.8, "density": density, "overwrite": True}
         found = merged(paths, tmp_path / "c.pt", **options)
-        assert torch.equal(found, ties_of_mergekit(base, files, weights, density, 0.8).to(dtype))
-        found = merged(paths, tmp_path / "c.pt", **options, definition="peft")
-        assert torch.equal(found, ties_of_peft(base, files, weights, density, 0.8).to(dtype))
+        assert torch.equal(found, ties(base, files, weights, density, 0.8).to(dtype))
 
 
 def test_the_largest_are_exact_and_equal_ones_are_kept_from_the_front(tmp_path: Path) -> None:
@@ -124,16 +115,12 @@ def test_the_largest_are_exact_and_equal_ones_are_kept_from_the_front(tmp_path: 
 def test_dare(tmp_path: Path) -> None:
     tensors, paths = models(tmp_path, 2)
     base, *files = tensors
-    one = merged(paths[:2], tmp_path / "a.pt", method="dare", density=0.25, definition="peft")
+    one = merged(paths[:2], tmp_path / "a.pt", method="dare", density=0.25)
     kept = one != base
     assert abs(kept.double().mean().item() - 0.25) < 0.01
     assert torch.allclose(one[kept], (base + (files[0] - base) / 0.25)[kept], atol=1e-6)
-    both = merged(paths, tmp_path / "b.pt", method="dare", density=[0.25, 1.0], definition="peft", weights=[1, 0.5])
+    both = merged(paths, tmp_path / "b.pt", method="dare", density=[0.25, 1.0], weights=[1, 0.5])
     assert torch.allclose(both, one + (files[1] - base) * 0.5, atol=1e-6)
-    scaled = merged(paths[:2], tmp_path / "c.pt", method="dare", density=0.25)  # mergekit: to the old sum of magnitudes
-    delta = files[0] - base
-    factor = delta.abs().double().sum() / delta[kept].abs().double().sum()
-    assert torch.equal(scaled != base, kept) and torch.allclose(scaled[kept], (base + delta * factor)[kept], atol=1e-6)
     again = merged(paths[:2], tmp_path / "d.pt", method="dare", density=0.25, seed=1)
     assert not torch.equal(again != base, kept)
 
@@ -144,7 +131,7 @@ def test_what_dare_keeps_depends_on_seed_name_and_place_alone(tmp_path: Path) ->
     w, x = torch.zeros(200_003), torch.randn(9)
     states = [{"a.w": w, "b.w": w.clone(), "x.w": x}, {"x.w": x, "b.w": w + 1, "a.w": w + 1}]
     base, file = (saved(state, tmp_path / f"{n}.pt") for n, state in enumerate(states))
-    options: Any = {"method": "dare", "density": 0.5, "definition": "peft"}
+    options: Any = {"method": "dare", "density": 0.5}
     ckptool.average([file], tmp_path / "all.pt", base=base, **options)
     found = load(tmp_path / "all.pt")
     assert not torch.equal(found["a.w"], found["b.w"]) and torch.equal(found["x.w"], x)
@@ -276,7 +263,6 @@ def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> No
         ({"method": "dare", "base": "0.pt", "density": 1e-300}, "density=1e-300 is not from 1e-9"),
         ({"method": "ties", "base": "0.pt", "weights": [float("nan"), 1]}, "weights add up to nan"),
         ({"method": "slerp", "weights": [1e308, 1e308]}, "weights add up to inf"),
-        ({"method": "ties", "base": "0.pt", "definition": "mine"}, "unknown definition='mine'"),
         ({"method": "slerp", "t": 1.5}, "is not from 0 to 1"),
         ({"method": "slerp", "t": 0.5, "weights": [1, 1]}, "both given"),
         ({"method": "slerp", "weights": [-1, 2]}, "negative"),
@@ -308,7 +294,7 @@ def test_the_command_says_how_it_merged(tmp_path: Path, run: Run) -> None:
     done = run("average", *paths[1:], *options, "-o", tmp_path / "out.pt")
     assert done.code == 0, done
     assert "the dare merge of 2 files: 1 tensor → " in done.out
-    for words in ("density 0.5, 0.7", "lambda 0.9", "seed 7", "as mergekit defines it", f"1 × {paths[1]}"):
+    for words in ("density 0.5, 0.7", "lambda 0.9", "seed 7", f"1 × {paths[1]}"):
         assert words in done.out, done.out
 
 

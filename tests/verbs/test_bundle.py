@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 
 import pytest
@@ -113,56 +112,6 @@ def test_what_is_taken_twice_is_two_things(gan_files: Path, again: str) -> None:
     assert loaded["teacher"]["0.weight"].any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dedup_stores_equal_tensors_once_and_says_so(gan_files: Path, layout: str) -> None:
-    plain = ckptool.bundle(GAN, f"plain.{layout}")
-    done = ckptool.bundle(GAN, layout, dedup=True, verify=True)
-    twice = sum(t.nbytes for name, t in load(gan_files / "G.pt").items() if t.nbytes >= 1024)
-    same_in_state = done.facts["twin_bytes"] - twice  # Adam's averages after one step may be equal as well
-    assert twice and same_in_state >= 0 and plain.file_bytes - done.file_bytes >= 0.9 * done.facts["twin_bytes"]
-    assert f"{done.facts['twin_bytes']:,} bytes of equal tensors not stored twice" in done.summary
-    assert "new-ties" in [note.code for note in done.notes]
-    ours = ckptool.load(layout)
-    assert_same_objects(ours["ema"], load(gan_files / "ema.pt"))
-    ours["generator"]["2.weight"].zero_()
-    assert_same_objects(ours["ema"], load(gan_files / "ema.pt"))
-    assert ckptool.diff(layout, f"plain.{layout}").same
-
-
-def test_what_is_said_of_equals_fits_the_layout(gan_files: Path) -> None:
-    """Stock readers tie twins in a torch file; in safetensors they find one name of them."""
-    for layout, words in (("gan.tar", "stock torch.load ties them"), ("gan.safetensors", "find only one name of each")):
-        done = ckptool.bundle(GAN, layout, dedup=True)
-        (note,) = [note for note in done.notes if note.code == "new-ties"]
-        assert words in note.message and f"{done.facts['twin_storages']} storages are not stored again" in note.message
-    names = safetensors.torch.load_file("gan.safetensors").keys()
-    assert ("generator/0.weight" in names) != ("ema/0.weight" in names)
-    (note,) = [note for note in ckptool.inspect("gan.tar").notes if note.code == "new-ties"]
-    assert "stored as" in note.message
-
-
-def test_dedup_finds_equals_where_only_one_container_has_checksums(gan_files: Path) -> None:
-    ckptool.convert("G.pt", "G.safetensors")
-    done = ckptool.bundle({"a": "G.pt", "b": "G.safetensors"}, "out.pt", dedup=True)
-    assert done.facts["twin_storages"] == sum(t.nbytes >= 1024 for t in load(gan_files / "G.pt").values()) > 0
-
-
-def test_dedup_never_trusts_a_checksum(gan_files: Path) -> None:
-    """Two tensors with one CRC-32 and other bytes: the checksum of zeros with a multiple of its polynomial in them is
-    the same."""
-    poly = 0x104C11DB7  # 33 bits; added to a message, it changes no CRC
-    zeros, other = bytearray(4096), bytearray(4096)
-    for bit in range(33):
-        if poly >> (32 - bit) & 1:
-            other[100 + bit // 8] ^= 1 << (bit % 8)  # CRC-32 takes the lowest bit of a byte first
-    assert zlib.crc32(zeros) == zlib.crc32(other) and zeros != other
-    for name, raw in (("a", zeros), ("b", other)):
-        torch.save({"w.weight": torch.frombuffer(raw, dtype=torch.uint8).clone()}, f"{name}.pt")
-    done = ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.pt", dedup=True)
-    assert done.facts["twin_storages"] == 0 and "no equal tensors" in done.summary
-    assert bytes(load(gan_files / "out.pt")["b"]["w.weight"].numpy()) == other
-
-
 # Changing a bundle ---------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +185,7 @@ def test_the_command(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         main(["bundle", "gan.tar", "--add", "ema=ema.pt", "--add", "step:=[1]", "--drop", "epoch", "--in-place"]) == 0
     )
     capsys.readouterr()
-    assert main(["bundle", "gan.tar", "--rename", "generator=G", "--dedup", "-o", "new.tar", "--json"]) == 0
+    assert main(["bundle", "gan.tar", "--rename", "generator=G", "-o", "new.tar", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["schema"] == "ckptool.written/1" and answer["verb"] == "bundle"
     assert [m["name"] for m in answer["facts"]["members"]] == ["G", "discriminator", "why", "ema", "step"]
@@ -273,28 +222,26 @@ def test_a_folder_for_one_file(gan_files: Path, capsys: pytest.CaptureFixture[st
 # Memory --------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.tar", dedup="dedup" in sys.argv)
+ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.tar")
 ckptool.unbundle("out.tar", "parts")
 ckptool.bundle(out="again.tar", from_folder="parts")
 """
 
 
-def memory(folder: Path, nbytes: int, *options: str) -> int:
+def memory(folder: Path, nbytes: int) -> int:
     for name in ("a", "b"):
         make_sparse(folder / f"{name}.pt", nbytes)
-    peak = peak_of(PROGRAM, folder, *options)
+    peak = peak_of(PROGRAM, folder)
     assert ckptool.inspect(folder / "again.tar").listing.bytes == (folder / "out.tar").stat().st_size
     for path in folder.rglob("*.*"):
         path.unlink()
     return peak
 
 
-@pytest.mark.parametrize("options", [[], ["dedup"]], ids=["plain", "dedup"])
-def test_memory_does_not_grow_with_the_files(tmp_path: Path, options: list[str]) -> None:
-    assert memory(tmp_path, 50_000_000, *options) < LIMIT + 2_000 * 200
+def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
+    assert memory(tmp_path, 50_000_000) < LIMIT + 2_000 * 200
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [[], ["dedup"]], ids=["plain", "dedup"])
-def test_two_gigabytes_stay_below_128_mb(tmp_path: Path, options: list[str]) -> None:
-    assert memory(tmp_path, 2 << 30, *options) < 128_000_000
+def test_two_gigabytes_stay_below_128_mb(tmp_path: Path) -> None:
+    assert memory(tmp_path, 2 << 30) < 128_000_000

@@ -111,9 +111,7 @@ def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None
     load_refused(file, mlp(), Corrupt, "checksum")
 
 
-@hypothesis.settings(
-    max_examples=examples(60), deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(max_examples=examples(60), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=strategies.data())
 def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
     """Random checkpoints and options: either exactly what the report says has changed, or nothing has."""

@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.analysis.plot import MOST_POINTS, Curve, CurveBuilder, RunHistory
+from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
 from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
-from ckptool.render.plot import plot_text
+from ckptool.render.lines import text as text_of
 from ckptool.render.style import Style
 from ckptool.training.start import start
+from ckptool.verbs.plot import RunHistory
 from tests.support.cli import Ran, done
 from tests.support.looped import examples
 from tests.support.small_runs import config
@@ -131,7 +132,7 @@ def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> Non
 # The points of long curves -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.integers(1, 40_000), st.sampled_from([1, 7, 10**6]), st.booleans())
 def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in_order: bool) -> None:
     dice = random.Random(seed)
@@ -192,13 +193,12 @@ def history(points: list[tuple[int, float]], steps: list[int]) -> RunHistory:
     return RunHistory("runs/x", {"loss": builder.curve()}, tuple(sorted(steps)), event="save", step=1)
 
 
-@settings(deadline=None)
 @given(curves, st.lists(st.integers(0, 400), max_size=5), st.sampled_from([None, 40, 80, 200]))
 def test_any_curve_can_be_drawn_within_the_width(
     points: list[tuple[int, float]], steps: list[int], width: int | None
 ) -> None:
     found = history(points, steps)
-    text = plot_text(found, style=Style(width=width))
+    text = text_of(found, style=Style(width=width))
     drawn = [line for line in text.split("\n") if re.search("[┤│└]", line)]
     assert drawn and all(len(line) <= (width or 80) for line in drawn)
     assert any(0x2800 < ord(c) < 0x2900 for c in text) == bool(found.curves["loss"].finite)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import shutil
 import signal
 import subprocess
@@ -22,9 +21,9 @@ import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.analysis.report import CheckpointReport
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
 from ckptool.training.start import start
+from ckptool.verbs.report import CheckpointReport
 from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved
@@ -50,8 +49,8 @@ def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
     found = ckptool.report("a.pt", "b.pt", against="b.pt")
     (one, _), facts = found.files, found.to_dict()
     assert one.inspection is not None
-    assert facts["files"][0]["inspect"] == ckptool.inspect("a.pt", stats=True).to_dict()
-    assert facts["files"][0]["doctor"] == ckptool.doctor("a.pt").to_dict()
+    assert facts["files"][0]["inspection"] == ckptool.inspect("a.pt", stats=True).to_dict()
+    assert facts["files"][0]["diagnosis"] == ckptool.doctor("a.pt").to_dict()
     assert facts["fit"] == ckptool.doctor("a.pt", against="b.pt").to_dict()
     assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
     assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
@@ -67,7 +66,7 @@ def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, f
 
 def test_a_part_of_a_file(folder: Path) -> None:
     found = ckptool.report("a.pt#sd", "b.pt#sd")
-    assert found.to_dict()["files"][0]["inspect"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
+    assert found.to_dict()["files"][0]["inspection"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
     assert found.to_dict()["diff"] == ckptool.diff("a.pt#sd", "b.pt#sd").to_dict()
     with pytest.raises(UsageError):
         ckptool.report("a.pt#nothing")
@@ -97,7 +96,7 @@ def test_a_file_that_cannot_be_opened_is_a_page_with_its_diagnosis(kind: str, fo
     found = ckptool.report(path, "b.pt")
     assert found.files[0].inspection is None and found.files[0].diagnosis.findings
     assert found.files[1].inspection is not None and found.diff is None and found.problems >= 1
-    assert found.to_dict()["files"][0]["inspect"] is None and found.html()
+    assert found.to_dict()["files"][0]["inspection"] is None and found.html()
 
 
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
@@ -215,34 +214,6 @@ def test_without_jinja2_it_says_what_to_install(folder: Path, monkeypatch: pytes
     ran = run("report", "a.pt", "-o", "page.html")
     assert ran.code == 2 and "pip install 'ckptool[report]'" in ran.err and not Path("page.html").exists()
     assert run("report", "a.pt", "--json").code == 0
-
-
-# Several files --------------------------------------------------------------------------------------------------------
-
-
-def test_distances_are_what_numpy_computes(folder: Path) -> None:
-    third = state(2, "module.")
-    third["module.fc0.weight"] = state()["fc0.weight"].clone()  # the same bytes as in the first
-    third["module.fc1.weight"] = torch.randn(7, 5)  # of another shape: nobody shares it
-    third["module.fc2.weight"] = third["module.fc2.weight"].t().contiguous().t()
-    third["module.packed"] = torch.zeros(3, dtype=torch.complex64)
-    saved(third, folder / "c.pt")
-    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
-    assert found is not None and found.names == ("a.pt", "b.pt", "c.pt")
-    assert found.shared == ((3, 3, 2), (3, 3, 2), (2, 2, 4))
-    assert found.equal[0][2] == 0.5 and found.equal[0][1] == 0 and found.equal[2][2] == 1
-    a, c = ([one["fc0.weight"], one["fc2.weight"]] for one in (state(), {k[7:]: v for k, v in third.items()}))
-    one, other = (numpy.concatenate([each.double().numpy().ravel() for each in side]) for side in (a, c))
-    expected = one @ other / math.sqrt((one @ one) * (other @ other))
-    assert found.cosine[0][2] == found.cosine[2][0] == pytest.approx(expected, rel=1e-9)
-    assert found.cosine[1][1] == pytest.approx(1)
-
-
-def test_files_with_nothing_in_common(folder: Path) -> None:
-    saved({"other.weight": torch.randn(2, 2)}, folder / "c.pt")
-    found = ckptool.report("a.pt", "b.pt", "c.pt").distances
-    assert found is not None and found.shared[0][2] == 0
-    assert found.equal[0][2] is None and found.cosine[0][2] is None
 
 
 # A run ----------------------------------------------------------------------------------------------------------------

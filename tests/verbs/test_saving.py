@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptool
-from ckptool.analysis.save import Written
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
 from ckptool.formats import read
 from ckptool.pickles import calls
+from ckptool.verbs._written import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts

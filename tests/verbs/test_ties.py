@@ -15,23 +15,23 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.cli import main
 from ckptool.formats import WRITERS
+from tests.support.deduplicated import deduplicated
 
 SIZE = 1024
 Tensors = dict[str, torch.Tensor]
 
 
-def deduplicated(folder: Path) -> Path:
+def stored_once(folder: Path) -> Path:
     """Two names of equal bytes that are stored once, and are two tensors."""
     torch.save(
         {"a": torch.arange(float(SIZE)), "b": torch.arange(float(SIZE)), "c": torch.ones(3)}, folder / "plain.pt"
     )
-    done = ckptool.slim(folder / "plain.pt", folder / "in.pt", dedup=True)
-    assert done.facts["twin_storages"] == 1
+    assert deduplicated(folder / "plain.pt", folder / "in.pt") == 1
     return folder / "in.pt"
 
 
-def deduplicated_safetensors(folder: Path) -> Path:
-    ckptool.convert(deduplicated(folder), folder / "in.safetensors")
+def stored_once_in_safetensors(folder: Path) -> Path:
+    ckptool.convert(stored_once(folder), folder / "in.safetensors")
     return folder / "in.safetensors"
 
 
@@ -47,7 +47,7 @@ def overlapping(folder: Path) -> Path:
     return folder / "in.pt"
 
 
-SOURCES = [deduplicated, deduplicated_safetensors, tied, overlapping]
+SOURCES = [stored_once, stored_once_in_safetensors, tied, overlapping]
 
 
 def by_stock_safetensors(out: Path) -> Tensors:
@@ -67,10 +67,6 @@ def by_torch(out: Path) -> Tensors:
     return found
 
 
-def by_torch_of_shards(out: Path) -> Tensors:
-    return {name: value for file in sorted(out.glob("*.bin")) for name, value in by_torch(file).items()}
-
-
 def by_numpy(out: Path) -> Tensors:
     return {name: torch.from_numpy(array) for name, array in numpy.load(out).items()}
 
@@ -86,7 +82,6 @@ def by_torch_dcp(out: Path) -> Tensors:
 CONTAINERS = {
     "safetensors": ("out.safetensors", by_stock_safetensors),
     "sharded": ("out", by_stock_safetensors_of_shards),
-    "sharded-bin": ("out", by_torch_of_shards),
     "npz": ("out.npz", by_numpy),
     "dcp": ("out.dcp", by_torch_dcp),
     "torch-zip": ("out.pt", by_torch),
@@ -118,7 +113,7 @@ def test_every_name_has_its_values(make: object, container: str, ties: str, tmp_
 
 
 @pytest.mark.parametrize("container", ["safetensors", "sharded"])
-@pytest.mark.parametrize("make", [deduplicated, deduplicated_safetensors, tied])
+@pytest.mark.parametrize("make", [stored_once, stored_once_in_safetensors, tied])
 def test_copies_are_written_for_each_name(make: object, container: str, tmp_path: Path) -> None:
     file = make(tmp_path)  # type: ignore[operator]
     record, copy = (converted(file, container, ties) for ties in ("record", "copy"))

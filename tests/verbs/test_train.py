@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,18 @@ def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed, tmp
     assert typed("resume", "runs/x", "--set", "hooks=[]")[1] == "done: 20 steps → runs/x\n"
 
 
-def test_the_time_of_a_run_begins_with_its_first_step(typed: Typed, tmp_path: Path) -> None:
+def test_the_time_of_a_run_begins_with_its_first_step(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However short it is, and however long a hook or a model takes to start, the run gets on."""
+    monkeypatch.setattr("time.monotonic", time.monotonic)  # which the hook replaces
     (tmp_path / "hook.py").write_text(
-        "import time\nclass Slow:\n    def attach(self, trainer):\n        time.sleep(0.3)\n"
+        "import time\nnow = time.monotonic\nclass Slow:\n    def attach(self, trainer):\n"
+        "        time.monotonic = lambda: now() + 1000\n"
     )
     code, out, _ = train_typed(typed, "stop.after=0.0001", "hooks=[hook.py:Slow]")
     assert (code, out.splitlines()[0]) == (0, "stopped after 1 step, saved → runs/x")
-    assert train_typed(typed, "stop.after=0.29", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
+    assert train_typed(typed, "stop.after=900", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
         "done: 2"
     )
 

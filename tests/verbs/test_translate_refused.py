@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
+from tests.support.processes import soon
 
 STATE = {
     "l.0.qkv": torch.arange(42.0).reshape(7, 6),
@@ -138,9 +138,9 @@ def test_many_keys_and_many_rules(tmp_path: Path) -> None:
     one = torch.ones(3, 1)
     save_file({f"m{i % 100}.{i // 100}.qkv": one.clone() for i in range(3000)}, tmp_path / "in.safetensors")
     rules = [f"m{i}.{{n}}.qkv => x{i}.{{n}}.{{q,k,v}} : split 0" for i in range(100)]
-    begin = time.process_time()
-    done = ckptool.translate(tmp_path / "in.safetensors", rules, tmp_path / "out.safetensors", dry_run=True)
-    assert done.summary == "3,000 tensors became 9,000" and time.process_time() - begin < 20
+    with soon(20):
+        done = ckptool.translate(tmp_path / "in.safetensors", rules, tmp_path / "out.safetensors", dry_run=True)
+    assert done.summary == "3,000 tensors became 9,000"
 
 
 def test_a_conflict_leaves_what_was_there(file: Path, tmp_path: Path) -> None:

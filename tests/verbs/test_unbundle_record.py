@@ -39,7 +39,6 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any]], Any], type[CkptoolError], st
     "no-list": (lambda record: record.update(members={}), Corrupt, "damaged"),
     "no-members": (lambda record: record.pop("members"), Corrupt, "damaged"),
     "ties": (lambda record: record.update(ties=[[1]]), Corrupt, "damaged"),
-    "twins": (lambda record: record.update(twins=[["a"]]), Corrupt, "damaged"),
     "newer": (lambda record: record.update(schema="ckptool.bundle/2"), Unsupported, "ckptool.bundle/2"),
     "no-schema": (lambda record: record.pop("schema"), Unsupported, "None"),
 }

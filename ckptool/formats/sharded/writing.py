@@ -12,8 +12,8 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
-from ckptool.errors import Unsupported, UsageError, is_text, listed
-from ckptool.formats import marks, safetensors, sidecar, torch_zip, tree_record
+from ckptool.errors import Unsupported, UsageError
+from ckptool.formats import marks, safetensors, sidecar, tree_record
 from ckptool.formats.parts import NUMBERED
 
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
@@ -44,26 +44,24 @@ def size_in_bytes(size: int | str) -> int:
 class Division:
     """A new division of a checkpoint: at most `limit` bytes of tensors to a shard.
 
-    stem: the beginning of the names of files.  pickled: torch's files instead of safetensors.
+    stem: the beginning of the names of files.
     """
 
     limit: int
     stem: str = "model"
-    pickled: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DivisionOrigin:
     """The division that a checkpoint was read from: the files, and what was in which.
 
-    pickled: the shards are torch's files.  metadata: what each shard says beside its tensors.  renamed: the names that
-    they get, where those are others.
+    pickled: the shards are torch's own files, which are only read.  metadata: what each shard says beside its tensors.
+    renamed: the names that they get, where those are others.
     """
 
     index: str
     pickled: bool
     metadata: dict[str, dict[str, Any]]
-    origins: dict[str, Any]
     by_name: dict[Any, str]
     by_storage: dict[int, str]
     alive: tuple[Storage, ...]  # so that no other storage gets the `id` of one of these
@@ -77,7 +75,6 @@ class DivisionOrigin:
             index,
             pickled,
             {file: {k: v for k, v in shard.metadata.items() if k not in ties} for file, shard in shards.items()},
-            {file: shard.origin for file, shard in shards.items()},
             {name: file for file, shard in shards.items() for name in shard.tree},
             {key: file for key, (_, file) in alive.items()},
             tuple(storage for storage, _ in alive.values()),
@@ -113,9 +110,9 @@ def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a folder: shards, and their index; of one shard, `model.safetensors` without an index.
 
-    A checkpoint that was read from shards keeps its division, and shards of torch's own files stay such; any other is
-    divided in the order of its keys, at most 5 GB of tensors to a shard (a single tensor may be larger). Ties stay
-    together and are recorded. Raises `Unsupported` naming everything that cannot be kept.
+    A checkpoint that was read from shards keeps its division; any other is divided in the order of its keys, at most
+    5 GB of tensors to a shard (a single tensor may be larger). Ties stay together and are recorded. Raises
+    `Unsupported` naming everything that cannot be kept.
     """
     if tree_record.KEY in checkpoint.metadata:
         what = "a whole tree (convert --all) is one safetensors file, and is not divided into shards"
@@ -124,14 +121,18 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
     if origin is not None:
-        division = origin.renamed or Division(0, origin.stem, pickled=origin.pickled and not checkpoint.tensors_only)
-    pickled = division.pickled
-    units = _units_of_pickles(checkpoint) if pickled else _units_of_tensors(checkpoint)
+        stem = "model" if origin.pickled and origin.stem == "pytorch_model" else origin.stem
+        division = origin.renamed or Division(0, stem)
+    stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
+    by_name = {name: _Unit([name], entry.nbytes) for name, entry in stored.items()}
+    for dropped, kept in ties.items():
+        by_name[kept].names.append(dropped)
+    units = list(by_name.values())
     if origin is not None:
         shards = _as_before(origin, division, units, checkpoint.tree)
     else:
         shards = _named(_split(units, division.limit), division)
-    return _plan(checkpoint, origin, division, shards, keep_unknown)
+    return _plan(checkpoint, origin, division, shards)
 
 
 # Dividing ------------------------------------------------------------------------------------------------------------
@@ -143,42 +144,6 @@ class _Unit:
 
     names: list[Any]
     size: int
-
-
-def _units_of_tensors(checkpoint: Checkpoint) -> list[_Unit]:
-    stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
-    units = {name: _Unit([name], entry.nbytes) for name, entry in stored.items()}
-    for dropped, kept in ties.items():
-        units[kept].names.append(dropped)
-    return list(units.values())
-
-
-def _units_of_pickles(checkpoint: Checkpoint) -> list[_Unit]:
-    """The entries of a dictionary, those that share a storage together."""
-    wrong = [str(key)[:80] for key in checkpoint.tree if type(key) is not str or not is_text(key)]
-    if wrong:
-        raise Unsupported(f"names in an index of shards are strings, unlike {listed(wrong)}", "JSON has no other.")
-    leader: dict[Any, Any] = {name: name for name in checkpoint.tree}
-    first: dict[int, Any] = {}
-    for name, value in checkpoint.tree.items():
-        for storage in storages(value):
-            other = _leader(leader, first.setdefault(id(storage.data), name))
-            leader[_leader(leader, name)] = other
-    groups: dict[Any, list[Any]] = {}
-    for name in checkpoint.tree:
-        groups.setdefault(_leader(leader, name), []).append(name)
-    return [_Unit(names, _bytes_of(checkpoint.tree, names)) for names in groups.values()]
-
-
-def _leader(leader: dict[Any, Any], name: Any) -> Any:
-    """The name that stands for all that share bytes with this one."""
-    while leader[name] != name:
-        leader[name] = name = leader[leader[name]]
-    return name
-
-
-def _bytes_of(tree: dict[Any, Any], names: Iterable[Any]) -> int:
-    return sum({id(s.data): s.nbytes for name in names for s in storages(tree[name])}.values())
 
 
 def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
@@ -207,17 +172,16 @@ def _as_before(
     for unit in units:
         before = origin.file_of(unit.names, tree[unit.names[0]]) or before
         shards[before].append(unit)
-    if origin.renamed is None and division.pickled == origin.pickled and all(shards.values()):
+    if origin.renamed is None and not origin.pickled and all(shards.values()):
         return shards
     return _named([found for found in shards.values() if found] or [[]], division)
 
 
 def _named(shards: list[list[_Unit]], division: Division) -> dict[str, list[_Unit]]:
-    stem, suffix = division.stem, ".bin" if division.pickled else ".safetensors"
-    if len(shards) == 1:
-        return {stem + suffix: shards[0]}
-    count = len(shards)
-    return {f"{stem}-{number:05d}-of-{count:05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
+    stem, count = division.stem, len(shards)
+    if count == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 # The plan ------------------------------------------------------------------------------------------------------------
@@ -228,9 +192,7 @@ def _plan(
     origin: DivisionOrigin | None,
     division: Division,
     shards: dict[str, list[_Unit]],
-    keep_unknown: bool,
 ) -> Plan:
-    pickled = division.pickled
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     shard_of = {name: file for file, units in shards.items() for unit in units for name in unit.names}
@@ -238,20 +200,18 @@ def _plan(
     for name, value in checkpoint.tree.items():
         parts[shard_of[name]][name] = value
     for file, tree in parts.items():
-        same = origin is not None and pickled == origin.pickled and file in origin.metadata
-        metadata, own = (origin.metadata[file], origin.origins[file]) if origin is not None and same else ({}, None)
-        if pickled:
-            plan = torch_zip.write(Checkpoint(tree, torch_zip.NAME, metadata, origin=own), keep_unknown=keep_unknown)
-        else:
-            plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
+        metadata = origin.metadata.get(file, {}) if origin is not None and not origin.pickled else {}
+        plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
     first = next(iter(shards))
     if len(shards) > 1 or NUMBERED.fullmatch(first):
-        weight_map = {name: shard_of[name] for name in checkpoint.tree} if pickled else _stored(shards, checkpoint.tree)
+        # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
+        places = {unit.names[0]: file for file, units in shards.items() for unit in units}
+        weight_map = {name: places[name] for name in checkpoint.tree if name in places}
         total = sum(unit.size for units in shards.values() for unit in units)
         files[_index_name(origin, division, first)] = [InlineBytes(_index(checkpoint, weight_map, total))]
-    if isinstance(checkpoint.tree, OrderedDict) and not pickled and sidecar.holds(found := checkpoint.tree.metadata):
+    if isinstance(checkpoint.tree, OrderedDict) and sidecar.holds(found := checkpoint.tree.metadata):
         files[sidecar.NAME] = [sidecar.written({sidecar.METADATA: found})]
     return Plan(files, checks)
 
@@ -261,12 +221,6 @@ def _empty_parts(tree: dict[Any, Any], shards: Iterable[str]) -> dict[str, dict[
     if not isinstance(tree, OrderedDict):
         return {file: {} for file in shards}
     return {file: OrderedDict((), None if number else tree.attributes) for number, file in enumerate(shards)}
-
-
-def _stored(shards: dict[str, list[_Unit]], tree: dict[Any, Any]) -> dict[str, str]:
-    """The names that are really in the shards, in the tree's order; the others are recorded as ties of these."""
-    places = {unit.names[0]: file for file, units in shards.items() for unit in units}
-    return {name: places[name] for name in tree if name in places}
 
 
 def _index_name(origin: DivisionOrigin | None, division: Division, first: str) -> str:

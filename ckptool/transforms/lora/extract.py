@@ -19,7 +19,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
 from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
@@ -159,7 +159,7 @@ class _Extraction:
             "smaller than the rank, and kept exactly": self.clamped if self.energy >= 1 else [],
             "tied in both, taken once": list(self.aliases),
         }
-        shown = [f"{what}: {listed(list(map(printable, names)), 6)}" for what, names in details.items() if names]
+        shown = [f"{what}: {listed(list(names), 6)}" for what, names in details.items() if names]
         return replace(made, summary=summary, facts=lambda: facts, details=shown)
 
 

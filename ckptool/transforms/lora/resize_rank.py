@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, WHOLE
-from ckptool.errors import LimitExceeded, UsageError, counted, listed, printable
+from ckptool.errors import LimitExceeded, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation
 from ckptool.transforms.lora.schemes import (
@@ -64,7 +64,7 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
 def _details(truncations: Sequence[Truncation], dora: int) -> Iterator[str]:
     worst = sorted(((each.error, each.name) for each in truncations if each.error is not None), key=lambda it: -it[0])
     if worst:
-        shown = [f"{printable(name)} {error:.2%}" for error, name in worst]
+        shown = [f"{name} {error:.2%}" for error, name in worst]
         yield f"cut off, of the norm of each product: {listed(shown, 4)}"
     if dora and truncations:
         yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.analysis import pictures, statistics
-from ckptool.analysis.pictures import QUANTILES, detail, pictured
-from ckptool.analysis.report import BINS, TensorPicture
+from ckptool.analysis import statistics
+from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, pictured
 from ckptool.checkpoint import blocks
 from tests.support.entries import entry_of
 from tests.support.looped import examples
@@ -114,13 +113,12 @@ def laid_out(tensor: torch.Tensor, layout: str, draw: st.DrawFn) -> torch.Tensor
     return tensor
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(tensor=tensors(), side=st.integers(0, 5), chunk=st.sampled_from([7, 16, 64, 1 << 16]))
 def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk: int) -> None:
     with (
         patch.multiple(blocks, CHUNK=chunk),
         patch.multiple(statistics, CHUNK=chunk),
-        patch.object(pictures, "CHUNK", chunk),
     ):
         judge(tensor, side, 1 << 14)
         judge(tensor, side, 20)
@@ -161,4 +159,4 @@ def test_a_sample_sees_every_column(shape: tuple[int, ...]) -> None:
 def test_all_thumbnails_of_a_file_take_some_60_000_cells() -> None:
     for count in (1, 50, 51, 250, 251, 1000, 100_000):
         side, values = detail(count)
-        assert min(count, pictures.MOST_THUMBNAILS) * side * side <= 65_000 and values >= 1 << 9
+        assert min(count, statistics.MOST_THUMBNAILS) * side * side <= 65_000 and values >= 1 << 9

@@ -1,12 +1,13 @@
-"""The numbers that a run logged, over its steps, and what happened to it on the way: its history as data to draw."""
+"""Numbers over the steps of a run: curves that are thinned as they grow, and the pieces to draw of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
+from typing import Annotated
 
-from ckptool.checkpoint.registry import Report
+from ckptool.facts import LIVE
 
 BUCKETS = 512  # stretches of the steps that a long curve keeps points of
 MOST_POINTS = 4 * BUCKETS  # of a curve; one with more is thinned
@@ -25,15 +26,21 @@ class Curve:
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
-    points: int
+    points: int = 0
     not_finite: int = 0
 
     @property
-    def finite(self) -> list[Point]:
+    def finite(self) -> Annotated[list[Point], LIVE]:
         return [point for point in zip(self.steps, self.values, strict=True) if isfinite(point[1])]
 
     @property
-    def odd_steps(self) -> list[int]:
+    def ends(self) -> Annotated[tuple[float, float] | None, LIVE]:
+        """The lowest and the highest finite value, if there is any."""
+        values = [value for _, value in self.finite]
+        return (min(values), max(values)) if values else None
+
+    @property
+    def odd_steps(self) -> Annotated[list[int], LIVE]:
         """Steps with NaN or an infinity, the first of them among these."""
         return [step for step, value in zip(self.steps, self.values, strict=True) if not isfinite(value)]
 
@@ -42,15 +49,14 @@ class Curve:
 
         Each has at most the lowest and the highest value of a column; a line ends where a value is not finite.
         """
-        finite = [value for _, value in self.finite]
-        low, span = min(finite, default=0.0), max(finite, default=0.0) / 2 - min(finite, default=0.0) / 2
+        low, high = self.ends or (0.0, 0.0)
+        span = high / 2 - low / 2  # halves: the distance of two numbers can be more than the largest number
         lines: list[list[tuple[int, float]]] = []
         for is_finite, group in groupby(zip(self.steps, self.values, strict=True), lambda point: isfinite(point[1])):
             line: list[tuple[int, float]] = []
-            for at, points in groupby(group, lambda point: column(point[0], first, last, width)):
+            for at, points in groupby(group if is_finite else (), lambda point: column(point[0], first, last, width)):
                 values = [value for _, value in points]
-                ends = sorted((values.index(min(values)), values.index(max(values)))) if is_finite else []
-                # Halves: the distance of two numbers can be more than the largest number.
+                ends = sorted((values.index(min(values)), values.index(max(values))))
                 line += [(at, (values[i] / 2 - low / 2) / span if span else 0.5) for i in dict.fromkeys(ends)]
             lines += [line] if line else []
         return lines
@@ -59,42 +65,6 @@ class Curve:
 def column(step: int, first: int, last: int, width: int) -> int:
     """The column of a step, of `width` for the steps from `first` to `last`."""
     return (step - first) * (width - 1) // (last - first) if last > first else 0
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class RunHistory(Report):
-    """The curves of a run by name, and the steps at which things happened to it.
-
-    saves: checkpoints.  resumes: where it went on.  kills: where it began again though no end was noted.  stops: where
-    it was stopped or failed.  event, step: the last of these.  left_out: curves for which there was no room.
-    """
-
-    path: str
-    curves: dict[str, Curve]
-    saves: tuple[int, ...] = ()
-    resumes: tuple[int, ...] = ()
-    kills: tuple[int, ...] = ()
-    stops: tuple[int, ...] = ()
-    event: str = ""
-    step: int | None = None
-    left_out: int = 0
-
-    @property
-    def series(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
-        """The steps and values of each curve."""
-        return {name: (curve.steps, curve.values) for name, curve in self.curves.items()}
-
-    @property
-    def done(self) -> tuple[int, ...]:
-        """The step at which it was done, where that is the last that happened to it."""
-        return (self.step,) if self.event == "done" and self.step is not None else ()
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first and the last step of all curves and events: the axis."""
-        steps = [step for curve in self.curves.values() for step in (curve.steps[0], curve.steps[-1])]
-        steps += [*self.saves, *self.resumes, *self.kills, *self.stops, *self.done]
-        return min(steps, default=0), max(steps, default=0)
 
 
 @dataclass(slots=True)
@@ -130,10 +100,10 @@ def _thinned(points: list[Point]) -> list[Point]:
     kept: list[Point] = []
     for _, group in groupby(points, lambda point: point[0] >> shift):
         stretch = list(group)
-        finite = [point for point in stretch if isfinite(point[1])]
-        chosen = [min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])] if finite else []
-        chosen += [point for point in stretch if not isfinite(point[1])][:1]
-        kept += sorted(dict.fromkeys([*chosen, *(points[-1:] if stretch[-1] is points[-1] else [])]), key=_step)
+        finite = sorted((point for point in stretch if isfinite(point[1])), key=lambda point: point[1])
+        odd = [point for point in stretch if not isfinite(point[1])]
+        last = [stretch[-1]] if stretch[-1] is points[-1] else []
+        kept += sorted(dict.fromkeys([*finite[:1], *finite[-1:], *odd[:1], *last]), key=_step)
     return kept
 
 

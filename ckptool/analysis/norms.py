@@ -1,0 +1,95 @@
+"""The layers of a run's weights at its checkpoints, which are read side by side, each once: norms and movements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers, resolve
+from ckptool.checkpoint.state_dicts import find_state_dicts, without_wrappers
+from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.tree import tensors
+from ckptool.errors import CkptoolError
+
+ROOM, LEAST = 1 << 19, 1 << 10  # values of all files that are in memory at a time, and of each at least
+
+Weights = dict[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormsOverTime:
+    """The norm of each layer of a run's weights at each of its checkpoints that could be read, and its movement.
+
+    steps: of the checkpoints.  norms: layer -> its norm at each step.  moved: layer -> the norm of its change since the
+    checkpoint before, as a share of its norm there; one fewer.  unread: step -> why a checkpoint was left out.
+    """
+
+    steps: tuple[int, ...]
+    norms: dict[str, tuple[float, ...]]
+    moved: dict[str, tuple[float, ...]]
+    unread: dict[int, str]
+
+
+def weights_of(checkpoint: Checkpoint) -> Weights:
+    """The tensors of the models in a checkpoint, by names that do not depend on wrappers, nor on where the only model
+    is; all tensors of one without a model."""
+    models = [root for root in find_state_dicts(checkpoint) if root.is_model]
+    found: Weights = {}
+    for root in models:
+        base = f"{root.address}/" if len(models) > 1 else ""
+        for key, value in root.node.items():
+            if isinstance(key, str) and isinstance(value, TensorEntry):
+                found.setdefault(base + without_wrappers(key), value)
+    everything = () if models else tensors(checkpoint.tree)
+    return found | {"/".join(map(str, path)): one for path, one in everything if isinstance(one, TensorEntry)}
+
+
+def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> NormsOverTime:
+    """The norms of the layers that all checkpoints have, by steps. One that cannot be read is left out, and why."""
+    import numpy
+
+    squares: dict[str, Array] = {}
+    moves: dict[str, Array] = {}
+    for key, first in next(iter(files.values()), {}).items():
+        layer, _, name = key.rpartition(".")
+        entries = [weights.get(key) for weights in files.values()]
+        if name.startswith("running_") or not all(_is_comparable(each, first) for each in entries):
+            continue
+        data = [(each, row_major(each)) for each in entries if each is not None]
+        here = squares.setdefault(layer, numpy.zeros(len(files)))
+        moved = moves.setdefault(layer, numpy.zeros(len(files) - 1))
+        room = max(LEAST, ROOM // len(files))
+        for start in range(0, first.numel, room):
+            values = numpy.zeros((len(files), min(room, first.numel - start)))
+            for step, row, (entry, source) in zip(files, values, data, strict=True):
+                size = entry.dtype.itemsize
+                try:
+                    raw = bytearray(source.read(start * size, len(row) * size))
+                except CkptoolError as problem:
+                    others = {other: weights for other, weights in files.items() if other != step}
+                    return norms_over_time(others, {**unread, step: problem.what})
+                row[:] = numbers(resolve(numpy.frombuffer(raw, numpy.uint8), entry.dtype, entry.flags), entry.dtype)
+            numpy.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)
+            here += numpy.einsum("ij,ij->i", values, values)
+            apart = numpy.diff(values, axis=0)
+            moved += numpy.einsum("ij,ij->i", apart, apart)
+    norms = {layer: tuple(map(sqrt, found.tolist())) for layer, found in squares.items()}
+    shares = {
+        layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(found.tolist(), norms[layer]))  # noqa: B905
+        for layer, found in moves.items()
+    }
+    return NormsOverTime(tuple(files), norms, shares, dict(unread))
+
+
+def _is_comparable(entry: TensorEntry | None, first: TensorEntry) -> bool:
+    """True for values that are read beside those of the first checkpoint: floats, in the same shape."""
+    return (
+        entry is not None
+        and entry.shape == first.shape
+        and first.dtype.kind == "float"
+        and has_numbers(entry.dtype)
+        and entry.dtype.kind != "complex"
+        and 0 < entry.nbytes <= entry.storage.nbytes
+    )

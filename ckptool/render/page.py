@@ -1,0 +1,532 @@
+"""The page of `report`: one file without requests, whose template gets plain facts and escapes every one of them."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from math import isfinite, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import compress
+
+from ckptool.analysis.curves import Curve
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
+from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.statistics import Statistics, TensorPicture
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
+from ckptool.checkpoint.tree import address
+from ckptool.errors import counted, printable, quoted
+from ckptool.facts import WHOLE, number, size
+from ckptool.render.diff import (
+    EVIDENCE,
+    aspect_rows,
+    entry_rows,
+    folded,
+    group_facts,
+    grouped_rows,
+    only_rows,
+    tensors_changed,
+)
+from ckptool.render.inspect import branch_detail, overview
+from ckptool.render.memory_line import memory_text
+from ckptool.render.outline import Branch, outline
+
+if TYPE_CHECKING:
+    from ckptool.analysis.diff import Diff, Difference
+    from ckptool.verbs.report import CheckpointReport, FileReport
+
+TEMPLATES = Path(__file__).with_name("templates")
+LINES = 90  # of an outline
+CELLS, HUES = 80, 6  # of a treemap 1,000 units wide
+LAYERS, KINDS = 60, 36  # rows and columns of a heatmap
+LEVELS = (0, 0.01, 0.1, 0.5, 1)  # of a share: shades 0 … 5
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # heights of a histogram's bars
+SHADES = 7  # of a thumbnail on each side of 0: -7 … 7, as digits 0 … e, and f where nothing is finite
+EXACT = 1 << 53  # the greatest integer of JavaScript
+EVENTS = {"save": "saves", "resume": "resumes", "kill": "kills", "stop": "stops"}
+
+
+def page(report: CheckpointReport) -> str:
+    """The page. Every text on it is escaped, and its control characters are shown."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.filters |= {
+        "size": size,
+        "number": number,
+        "counted": counted,
+        "cut": cut,
+        "fit": fit,
+        "quoted": quoted,
+    }
+    environment.tests["finite"] = isfinite
+    environment.globals |= {"treemap": treemap, "curve": Curve, "path": curve_path}
+    style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
+    hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
+    rules = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
+    template = environment.get_template("report.html")
+    return template.render(
+        report=report,
+        policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
+        style=style,
+        script=script,
+        files=[_about(file, "AB"[side] * (len(report.files) > 1)) for side, file in enumerate(report.files)],
+        change=_changes(report, report.diff) if report.diff is not None else None,
+        clear=[
+            rule for rule in dict.fromkeys(r for file in report.files for r in file.health.rules) if rule not in rules
+        ],
+        events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
+        data=packed(report) if any(map(_parts_of, report.files)) else "",
+    )
+
+
+def cut(text: str, room: int) -> str:
+    """The beginning and the end of a text, as far as there is room."""
+    text = printable(text)
+    return text if len(text) <= room else f"{text[: room // 2]}…{text[1 - room // 2 :]}"
+
+
+def fit(text: str, room: int) -> tuple[str, str]:
+    """As many of a name's last pieces as there is room for, and of those before them; a number stays with its name."""
+    text = printable(text)
+    ends = []
+    for sign in (r"[./](?=\D)", r"[./]"):
+        starts = [0, *(match.end() for match in re.finditer(sign, text))]
+        start = next((at for at in starts if len(text) - at <= room), len(text))
+        ends.append(text[start:])
+        text = text[: max(start - 1, 0)]
+    return ends[0], ends[1]
+
+
+def curve_path(curve: Curve, width: int, height: int) -> str:
+    """The pieces of a curve as a path; a point that stands alone is a line of no length."""
+    pieces = curve.pieces(curve.steps[0], curve.steps[-1], width)
+    lines = (piece if len(piece) > 1 else piece * 2 for piece in pieces)
+    return "".join("M" + "L".join(f"{x},{height - y * height:.1f}" for x, y in line) for line in lines)
+
+
+# A file --------------------------------------------------------------------------------------------------------------
+
+
+def _about(file: FileReport, letter: str) -> dict[str, Any]:
+    """What the template gets of a file.  letter: what it is called on a page about two."""
+    about: dict[str, Any] = {"name": file.diagnosis.file or "in memory", "letter": letter}
+    about |= {"diagnosis": file.diagnosis, "health": file.health, "notes": (), "parts": (), "memory": "", "outline": ()}
+    if file.inspection is None:
+        what = "What it is, and what to do, stands below."
+        return about | {
+            "facts": file.diagnosis.is_a,
+            "verdicts": [("Does it load?", "bad", "It cannot be opened", what)],
+        }
+    found, known = file.inspection.listing, {finding.code for finding in file.diagnosis.findings}
+    facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
+    facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
+    return about | {
+        "facts": " · ".join(filter(None, [*facts, found.part.label if found.part else ""])),
+        "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
+        "notes": [note for note in file.inspection.notes if note.code not in known],
+        "memory": memory_text(memory_needs(found)),
+        "numbers": file.inspection.statistics,
+        "parts": _parts_of(file),
+        "outline": list(_outline(file)),
+    }
+
+
+def _verdicts(file: FileReport, codes: set[str]) -> Iterator[tuple[str, str, str, str]]:
+    """The four questions, answered as far as was looked: question, tone (`good`, `bad`, `warn`), answer, detail."""
+    assert file.inspection is not None
+    blocking = sum(finding.blocks for finding in file.diagnosis.findings)
+    loads = ("bad", f"No: {counted(blocking, 'problem')}", "The notes say what to do.")
+    yield ("Does it load?", *(loads if blocking else ("good", "No problem found", "Judged by its structure.")))
+    runs = {
+        "unsafe-global": ("bad", "Yes, with pickle", "The notes name it; ckptool ran nothing."),
+        "custom-class": ("warn", "It imports classes", "The notes name them."),
+        "torchscript": ("warn", "It holds a program", "It runs when the model is called."),
+    }
+    nothing = ("good", "Nothing unknown", "It calls only what builds tensors and values.")
+    yield ("Would it run anything?", *next((said for code, said in runs.items() if code in codes), nothing))
+    health = file.health
+    odd = sum(1 for one in file.inspection.statistics.values() if one.nans or one.infs)
+    is_partial = any(reason != "empty" for reason in health.skipped.values())
+    answer = f"{counted(odd, 'tensor')} with NaN or Inf" if odd else "All that were read"
+    tone = "bad" if odd else "warn" if is_partial else "good"
+    read = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
+    yield "Are the values finite?", *((tone, answer) if health.read else ("", "Not looked at")), read
+    yield "Do checksums match?", "", "Not checked", ""
+
+
+def _parts_of(file: FileReport) -> list[PartSummary]:
+    """The parts of a file that have tensors; the last one for those that are in none."""
+    if file.inspection is None:
+        return []
+    found = parts(file.inspection.listing)
+    inside = {id(row) for part in found for row in part.rows}
+    rest = [row for row in file.inspection.listing.tensors if id(row) not in inside]
+    return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
+
+
+class Line(NamedTuple):
+    """A line of the folded table. nbytes: None where none are shown.  bar: of 100, its share of the largest."""
+
+    label: str
+    level: int
+    times: int
+    detail: str
+    nbytes: int | None
+    bar: int
+
+
+def _outline(file: FileReport) -> Iterator[Line]:
+    assert file.inspection is not None
+    shown, hidden = overview(parts(file.inspection.listing))
+    most = max((row.bytes or 0 for row in shown), default=0) or 1
+    deep = sum(1 for row in shown if row.outline is not None) or 1
+
+    def below(branch: Branch, level: int) -> Iterator[Line]:
+        for child in branch.expanded:
+            is_tied = child.leaf is not None and child.times == 1 and child.leaf in child.part.tied
+            nbytes, times = (None if is_tied else child.size), child.times // branch.times
+            detail = branch_detail(child, child.part)
+            yield Line(child.label, min(level, 8), times, detail, nbytes, 100 * (nbytes or 0) // most)
+            yield from below(child, level + 1)
+        if branch.hidden:
+            yield Line("…", min(level, 8), 1, f"{branch.hidden:,} more, in the table of all tensors", None, 0)
+
+    for row in shown:
+        yield Line(row.name, 0, 1, row.detail, row.bytes, 100 * (row.bytes or 0) // most)
+        if row.outline is not None:
+            yield from below(outline(row.part, LINES // deep, None), 1)
+    if hidden:
+        yield Line("…", 0, 1, f"and {counted(hidden, 'more part')}, in the table of all tensors", None, 0)
+
+
+# The map of modules ---------------------------------------------------------------------------------------------------
+
+Box = tuple[float, float, float, float]  # left, top, width, height
+Item = tuple[str, int]  # the address of a tensor, and its bytes
+
+
+class Cell(NamedTuple):
+    """A module in the treemap. name: its tensors' addresses begin so.  label: without what all names have in common.
+
+    leaf: it is a tensor.  hue: of the largest module that it is in, from 0.
+    odd: of its tensors, those with NaN or Inf.
+    """
+
+    name: str
+    label: str
+    leaf: bool
+    tensors: int
+    bytes: int
+    hue: int
+    odd: int
+    box: Box = (0, 0, 0, 0)
+
+    @property
+    def glob(self) -> str:
+        """What to search for in order to see its tensors, and no other's."""
+        signs = ["?" if c in "! " or not c.isprintable() else f"[{c}]" if c in "*?[" else c for c in self.name]
+        if signs[0] not in ("?", "[*]", "[?]", "[[]") and (self.leaf or self.name.startswith("re:")):
+            signs[0] = f"[{signs[0]}]"  # a pattern, neither a part of names nor an expression
+        return "".join(signs) + ("" if self.leaf else "[./]*")
+
+
+def treemap(
+    divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
+) -> Iterator[Cell]:
+    """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
+    total, most = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
+    shown = heapq.nlargest(most, [part for part in divided if part.bytes], key=lambda part: part.bytes)
+    areas = boxes([part.bytes for part in shown], (0, 0, width, height))
+    for part, area in zip(shown, areas, strict=True):
+        cells = list(_modules(part, statistics, max(most * part.bytes // total, 1)))
+        for cell, box in zip(cells, boxes([cell.bytes for cell in cells], area), strict=True):
+            yield cell._replace(box=box)
+
+
+def _modules(part: PartSummary, statistics: Mapping[str, Statistics], most: int) -> Iterator[Cell]:
+    """A part's modules, largest first, the small ones together in the cells of those that they are in."""
+    items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
+    start, below = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
+    todo: list[tuple[int, int, str, list[Item]]] = []
+    cells: list[tuple[int, int, str, list[Item]]] = []
+    while True:
+        for name, members in below.items():
+            heapq.heappush(todo, (-sum(nbytes for _, nbytes in members), len(todo) + len(cells), name, members))
+        below = {}
+        while todo and not below:
+            cell = heapq.heappop(todo)
+            _, below = _divided(cell[3], len(cell[2]) + 1)
+            is_whole = all([place for place, _ in each] == [name] for name, each in below.items())  # tensors alone
+            if is_whole or len(below) + len(todo) + len(cells) > most:
+                cells, below = [*cells, cell], {}
+        if not below:
+            break
+    cells.sort()
+    rest = [item for *_, members in cells[2 * CELLS :] for item in members]
+    hues: dict[str, int] = {}
+    for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", rest)]:
+        hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
+        odd = sum(1 for place, _ in members if (one := statistics.get(place)) is not None and (one.nans or one.infs))
+        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
+        if nbytes := sum(nbytes for _, nbytes in members):
+            yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, odd)
+
+
+def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
+    """Items by what their names have in common up to the end of the first piece in which they differ, or of their last
+    one; and where that piece begins, which is not before `start`."""
+    common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
+    start = max(start, 1 + max(common.rfind(sign) for sign in "./"))
+    below: dict[str, list[Item]] = {}
+    for item in items:
+        below.setdefault(_piece(item[0], start), []).append(item)
+    return start, below
+
+
+def _piece(name: str, start: int) -> str:
+    """A name up to the end of the piece that begins at `start`."""
+    return name[: min((at for sign in "./" if (at := name.find(sign, start)) >= 0), default=len(name))]
+
+
+def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
+    """Boxes of these sizes, the largest first, that fill an area: halved along its longer side again and again."""
+    if len(sizes) < 2:
+        return [area] * len(sizes)
+    total, first, cut = sum(sizes), sizes[0], 1
+    while cut < len(sizes) - 1 and first + sizes[cut] / 2 < total / 2:
+        first, cut = first + sizes[cut], cut + 1
+    x, y, width, height = area
+    if width >= height:
+        part = width * first / total
+        one, other = (x, y, part, height), (x + part, y, width - part, height)
+    else:
+        part = height * first / total
+        one, other = (x, y, width, part), (x, y + part, width, height - part)
+    return boxes(sizes[:cut], one) + boxes(sizes[cut:], other)
+
+
+# All tensors ----------------------------------------------------------------------------------------------------------
+
+STATISTICS = [field.name for field in fields(Statistics)]
+COLUMNS = (
+    "name",
+    "part",
+    "dtype",
+    "shape",
+    "bytes",
+    "tied",
+    "more",
+    *STATISTICS,
+    "hist",
+    "quantiles",
+    "thumb",
+    "change",
+)
+
+
+def packed(report: CheckpointReport) -> str:
+    """All tensors as base64 of deflated columns of JSON: ten thousand of them, with pictures, have to fit in 3 MB."""
+    rows: list[tuple[Any, ...]] = []
+    names: list[dict[str, Any]] = []
+    change = _change_of(report.diff) if report.diff is not None else lambda side, row: 0
+    for side, file in enumerate(report.files):
+        for part in _parts_of(file):
+            names.append({"file": side, "at": part.root.address, "model": part.root.is_model, "is": part.root.kind})
+            for index, row in enumerate(part.rows):
+                tied = part.rows[part.tied[index]].address if index in part.tied else 0
+                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change(side, row)))
+    columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    files = [file.diagnosis.file for file in report.files]
+    table = {"files": files, "parts": names, "diff": report.diff is not None, "columns": columns}
+    text = json.dumps(table, separators=(",", ":"), allow_nan=False)
+    return b64encode(compress(text.encode(), 5)).decode()
+
+
+def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
+    """The cells of a tensor from its dtype to its thumbnail."""
+    assert file.inspection is not None
+    tensor, place = row.tensor, row.address
+    words = [] if tensor.location == "cpu" else [printable(tensor.location)]  # what is unusual about it
+    if isinstance(tensor, TensorEntry):
+        words += [] if tensor.is_contiguous else [f"strides {list(tensor.stride)}"]
+        words += [f"offset {tensor.offset:,}"] if tensor.offset else []
+        words += [name for name, value in tensor.flags._asdict().items() if value]
+    else:
+        words.append(printable(tensor.kind))
+    yield tensor.dtype.name if tensor.dtype else "?"
+    yield from (tensor.shape, tensor.nbytes, tied, [row.storage, ", ".join(words)])
+    statistics, picture = file.inspection.statistics.get(place), file.pictures.get(place)
+    yield from (_plain(getattr(statistics, name, None)) for name in STATISTICS)
+    if picture is None:
+        yield from (0, 0, 0)
+        return
+    most = max(picture.counts) or 1
+    yield "".join(DIGITS[-(-count * 35 // most)] for count in picture.counts)  # none that is not empty is 0
+    yield [_plain(value) for value in picture.quantiles]
+    yield _thumbnail(picture) if picture.means else 0
+
+
+def _plain(value: float | int | None) -> Any:
+    """A number that JavaScript reads as the same number: as a text where it has none like it."""
+    if isinstance(value, int):
+        return value if abs(value) < EXACT else str(value)
+    return value if value is None or isfinite(value) else str(value).replace("inf", "Infinity").replace("nan", "NaN")
+
+
+def _thumbnail(picture: TensorPicture) -> list[Any]:
+    """Rows, columns, the value of the strongest shade, a digit for each block."""
+    means = [mean for row in picture.means for mean in row]
+    scale = max((abs(mean) for mean in means if mean is not None), default=0.0)
+    shades = ["f" if m is None else DIGITS[SHADES + (round(m / scale * SHADES) if scale else 0)] for m in means]
+    return [len(picture.means), len(picture.means[0]), _plain(float(f"{scale:.3g}")), "".join(shades)]
+
+
+# Two files ------------------------------------------------------------------------------------------------------------
+
+
+def _compared(diff: Diff, side: int, path: Sequence[Any]) -> str | None:
+    """What the differences call an entry of a file, the first or the second; None where it was not compared."""
+    base, inside = diff.bases[side], tuple(path[len(diff.bases[side]) :])
+    if tuple(path[: len(base)]) != base:
+        return None
+    return address(bare(inside) if "prefix" in diff.ignored else inside)
+
+
+def _change_of(diff: Diff) -> Any:
+    """What tells of a tensor of a file how it changed: a word; elements that moved and all of them; then the largest
+    difference and the cosine, where they are known."""
+    only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
+    changed = {change.address: change for change in diff.changed}
+
+    def change(side: int, row: TensorRow) -> list[Any]:
+        if (name := _compared(diff, side, row.path)) is None:
+            return ["not compared"]
+        if (found := changed.get(name)) is None:
+            above = (name[:at] for at, sign in enumerate(f"{name}/") if sign == "/")
+            return ["only here" if any(part in only for part in above) else f"same: {diff.evidence}"]
+        word = ", ".join(name for name in found.aspects if name != "values") or "values"
+        values = found.values
+        facts = () if values is None else (values.changed, values.total, _plain(values.max_abs), _plain(values.cosine))
+        return [word, *facts]
+
+    return change
+
+
+def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
+    """Two files compared."""
+    values = tensors_changed(diff)
+    groups = [(text, *group_facts(members, 0)[:4]) for text, members in folded(values)]
+    only, both = ("", "what"), ("", "old → new")
+    lists: list[tuple[str, tuple[str, ...], Sequence[Any]]] = [
+        ("Changed in value", ("", "tensors", "elements that differ", "largest |a−b|", "cosine"), groups),
+        ("Changed other than by value", both, grouped_rows(aspect_rows(diff))),
+        ("Only in A", only, grouped_rows(only_rows(diff.only_left))),
+        ("Only in B", only, grouped_rows(only_rows(diff.only_right))),
+        ("Entries that changed", both, grouped_rows(entry_rows(diff))),
+        (
+            "Tied in one file only",
+            ("in", "names"),
+            [("AB"[s == "right"], ", ".join(names[:20])) for s, names in diff.ties],
+        ),
+        ("In another order", ("keys of",), [(name,) for name in diff.order_differs]),
+    ]
+    remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
+    if any("shape" in change.aspects for change in diff.changed):
+        remarks.append("Values are compared only where the shapes agree.")
+    verdict = "; ".join(_clauses(report, diff, values))
+    equal = f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}."
+    if diff.changed_elements:
+        share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
+        equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
+    moved = {name: one.values.changed for name, one in values if one.values is not None}
+    return {
+        "verdict": verdict[:1].upper() + verdict[1:],
+        "equal": equal,
+        "remarks": remarks,
+        "lists": [each for each in lists if each[2]],
+        "heatmap": _heatmap(report, diff, moved) if moved else None,
+    }
+
+
+def _clauses(report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:
+    """What changed, in a few words for each kind of change."""
+    odd: list[set[str | None]] = []
+    for side, file in enumerate(report.files):
+        known = file.inspection.statistics if file.inspection is not None else {}
+        rows = file.inspection.listing.tensors if file.inspection is not None else ()
+        of_row = ((row, known.get(row.address)) for row in rows)
+        odd.append({_compared(diff, side, row.path) for row, one in of_row if one and (one.nans or one.infs)} - {None})
+    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
+        if new:
+            yield f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}"
+    by_text: dict[str, list[str]] = {}
+    for name, text in aspect_rows(diff):
+        by_text.setdefault(text, []).append(name)
+    yield from (f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3])
+    if len(by_text) > 3:
+        yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
+    if values:
+        _, share, most, _, _ = group_facts({name: [change] for name, change in values}, 0)
+        far = f": {share} elements, by up to {most}" if most else ""
+        yield f"values changed in {_named([name for name, _ in values])}{far}"
+    for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
+        if found:
+            yield f"only in {letter}: {_named([address(path) for path, _ in found], 'entry', 'entries')}"
+    if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
+        more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
+        yield f"entries changed: {', '.join(entries[:3])}{more}"
+    yield from ["different ties"] * bool(diff.ties) + ["a different order of keys"] * bool(diff.order_differs)
+    if "prefix" in diff.ignored:
+        yield "the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else "")
+
+
+def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
+    """Their number, and the first two of their groups."""
+    groups = [text for text, _ in folded((name, None) for name in names)]
+    text = ", ".join(cut(group, 90) or WHOLE for group in groups[:2]) + ", …" * (len(groups) > 2)
+    return text if len(names) == 1 else f"{counted(len(names), one, many)} ({text})"
+
+
+def _heatmap(report: CheckpointReport, diff: Diff, moved: Mapping[str, int]) -> dict[str, Any]:
+    """Share of the elements of the first file's weights that moved, by layer (the name up to its first number) and
+    kind, whose numbers do not count. Layers in which nothing did are there, too; those beyond the room are counted."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    kinds: Counter[str] = Counter()
+    for part in _parts_of(report.files[0]):
+        for row in part.rows if part.root.is_model else ():
+            if (name := _compared(diff, 0, row.path)) is not None:
+                match = re.match(r"((?:.*?[./])?\d+)[./](.+)", name)
+                layer, kind = match.groups() if match else name.rpartition(".")[::2]
+                kind = re.sub(r"(?<![^./])\d+(?![^./])", "*", kind)
+                kinds[kind] += 1
+                counts = sums.setdefault((layer or name, kind), [0, 0])
+                counts[0] += moved.get(name, 0)
+                counts[1] += max(prod(row.tensor.shape or (1,)), 1)
+    layers = list(dict.fromkeys(layer for layer, _ in sums))
+    common = {kind for kind, _ in kinds.most_common(KINDS)}
+    shares = {place: count / total for place, (count, total) in sums.items()}
+    hidden = [(len(layers) - LAYERS, "more layers"), (len(kinds) - KINDS, "more kinds")]
+    return {
+        "layers": layers[:LAYERS],
+        "kinds": [kind for kind in kinds if kind in common],
+        "shares": shares,
+        "levels": {place: sum(share > most for most in LEVELS) + (share >= 1) for place, share in shares.items()},
+        "hidden": ", ".join(f"{count:,} {what}" for count, what in hidden if count > 0),
+    }
