@@ -103,7 +103,9 @@ def _reports() -> dict[str, Any]:
 
 def _version(name: str) -> str:
     """The schema with its version: `ckptool.scan/2`."""
-    return f"ckptool.{picked(_reports()[name])[0] if name in _reports() else f'{name}/1'}"
+    if name in _reports():
+        return f"ckptool.{picked(_reports()[name])[0]}"
+    return f"ckptool.{name}/{_tables()[1][name].get('version', 1)}"
 
 
 def _reports_of(verb: str) -> Iterator[Any]:
@@ -140,7 +142,7 @@ def _add(name: str, used: dict[str, Json]) -> None:
     elif name in schemas:
         fields = {"schema": "", **schemas[name].get("fields", {})}
         used[name] |= {"description": schemas[name]["about"], **_object(fields, used)}
-        used[name]["properties"]["schema"] = {"const": f"ckptool.{name}/1"}
+        used[name]["properties"]["schema"] = {"const": _version(name)}
     else:
         used[name] |= _object(types[name], used) if isinstance(types[name], dict) else _type(types[name], used)
 
