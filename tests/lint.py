@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptool import commands
 from ckptool.analysis.error_texts import known_errors
+from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import VERBS
@@ -138,7 +139,7 @@ def named_constants(module: Module) -> dict[str, set[str]]:
 
 def codes_of(module: Module) -> Iterator[str]:
     """The codes that a module names: of a class of errors, or in making a note, finding or problem."""
-    makers = {"Note": 0, "Finding": 0, "Problem": 0, "_container": 0}
+    makers = {"Note": 0, "Finding": 0, "Problem": 0}
     names = named_constants(module)
     for call in calls(module, *makers):
         for value in call.args[makers[call.func.id] :][:1]:  # type: ignore[attr-defined]
@@ -157,6 +158,7 @@ def codes(house: House) -> Iterator[str]:
     """Each is explained, and no other is."""
     modules, explained = house.modules.values(), set(all_codes())
     made = {code for module in modules for code in codes_of(module)} | {known.code for known in known_errors()}
+    made |= {name.partition(",")[0] for name in table("findings")["findings"]}
     words = {node.value for module in modules for node in module.nodes if isinstance(node, ast.Constant)}
     if len(made) <= 110:
         yield f"only {len(made)} codes were found"
@@ -224,6 +226,9 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
         yield from (("the table of errors", str(fix), "") for fix in known.fixes)
         if advised := re.search(r": (ckptool .*)", known.advice):
             yield "the table of errors", advised[1], ""
+    for row in table("findings")["findings"].values():
+        for line in (*row.get("fixes", ()), *row.get("advised", ())):
+            yield "the table of findings", re.sub(r"\{\w+\}", "x", line), ""
 
 
 def taken(house: House) -> Iterator[str]:

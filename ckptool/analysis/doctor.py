@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ckptool.analysis.findings import Diagnosis, Finding, Stage, in_order
-from ckptool.analysis.fit import LOAD_MODEL, TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.analysis.findings import Diagnosis, Finding, Stage, finding, in_order, table
+from ckptool.analysis.fit import TranslationTo, Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.analysis.fixes import Chain
 from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of
 from ckptool.analysis.scan import ScannedFile
@@ -15,7 +15,7 @@ from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, PartKind
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
+from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
 from ckptool.errors import CkptoolError, listed
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
@@ -26,26 +26,16 @@ FOLDER = "folder"  # code of a finding
 # What keeps stock torch from loading values: they would run unknown code, need their class, or are refused by default.
 UNSAFE, CUSTOM_CLASS = "unsafe-global", "custom-class"
 
-_ANEW = command("convert", FILE, out=OUT)
-_TO_FILE = command("convert", FILE, out=OUT_PT)
-_TO_WEIGHTS = command("convert", FILE, out=OUT_SAFETENSORS)
-
-# The messages of torch, and of safetensors for a file that is named so, by the code of ckptool's own.
-_SAID = {
-    "truncated": (
-        "PytorchStreamReader failed reading zip archive: failed finding central directory; or: unexpected EOF",
-        "Error while deserializing header: MetadataIncompleteBuffer; or: incomplete metadata, file not fully covered",
-    ),
-    "not-a-checkpoint": (
-        "invalid load key; or: Weights only load failed … Unsupported operand",
-        "Error while deserializing header: HeaderTooLarge",
-    ),
-    "unsupported": ("invalid load key; or: Invalid magic number; corrupt file?", ""),
-    "corrupt": ("PytorchStreamReader failed", "Error while deserializing header"),
+# The findings on containers that stock torch.load does not read as it reads its own.
+_CONTAINERS = {
+    "archive": "archive",
+    "npy": "numpy-archive",
+    "npz": "numpy-archive",
+    "pickle": "bare-pickle",
+    "torch-legacy": "legacy-format",
+    "torch-tar": "legacy-tar",
+    "torchscript": "torchscript",
 }
-_IS_A_FOLDER = "IsADirectoryError: [Errno 21] Is a directory"
-_OF_NO_FOLDER = "OSError: … does not appear to have a file named …; or: FileNotFoundError"
-_ONE_IS_TAKEN = ""  # by transformers, without a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +54,25 @@ class Values:
 
 def of_problem(error: CkptoolError, file: str) -> Diagnosis:
     """A file that cannot be opened: what it is instead, or what is wrong with it."""
-    says = _SAID.get(error.code, ("", ""))[file.endswith(".safetensors")]
-    if os.path.isdir(file):
-        says = _ONE_IS_TAKEN if error.code == "ambiguous" else _OF_NO_FOLDER
+    says = table("findings")["errors"].get(error.code, ("", ""))[file.endswith(".safetensors")]
+    if os.path.isdir(file):  # of several that are there, transformers takes one without a word
+        missing = "OSError: … does not appear to have a file named …; or: FileNotFoundError"
+        says = "" if error.code == "ambiguous" else missing
     elif error.code == "truncated" and " is empty" in error.what:
         says = "EOFError: Ran out of input"
     commands = error.fix.commands[:1] if isinstance(error.fix, Advice) else ()
     advice = error.fix.otherwise if isinstance(error.fix, Advice) and commands else error.fix
     what = f"{error.what}. {error.why}" if error.why else error.what
-    finding = Finding(error.code, what, says, True, commands, str(advice))
-    return Diagnosis(file, "", (finding.filled(Chain(file)),))
+    return Diagnosis(file, "", (Finding(error.code, what, says, True, commands, str(advice)).filled(Chain(file)),))
 
 
 def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFile | None) -> Diagnosis:
     """A folder that is not a checkpoint itself: a run, or several checkpoints. newest: the latest good one in it."""
     if newest is None and not is_run:
         return of_problem(error, folder)
-    fixes = (command("doctor", newest.path),) if newest is not None else ()
-    if is_run:
-        what = "it is the folder of a run, not a checkpoint; its checkpoints are in it"
-        finding = Finding("run", what, _IS_A_FOLDER, commands=(command("inspect", folder), *fixes))
-    else:
-        what = "it is a folder of checkpoints, and not one itself; the commands name one"
-        finding = Finding("folder-of-checkpoints", what, _IS_A_FOLDER, commands=(command("scan", folder), *fixes))
-    return Diagnosis(folder, "", (finding,))
+    look = command("inspect", folder) if is_run else command("scan", folder)
+    fixes = (look, command("doctor", newest.path)) if newest is not None else (look,)
+    return Diagnosis(folder, "", (replace(finding("run" if is_run else "folder-of-checkpoints"), commands=fixes),))
 
 
 def of_checkpoint(
@@ -124,7 +109,7 @@ def of_checkpoint(
     elif any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings):
         # No verb writes such a file again, and none of these leaves the calls out.
         findings = [replace(each, commands=tuple(c for c in each.commands if not c.writes)) for each in findings]
-    compact = None if named(found.container).appendable else _ANEW
+    compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
     ordered = tuple(in_order(findings, compact, Chain(file, address(checkpoint.base))))
     unread = str(command("verify", file or FILE, finite=True))
     return Diagnosis(file, _is_a(found), ordered, unread, against.name if against is not None else "")
@@ -140,96 +125,40 @@ def _is_a(found: Listing) -> str:
 # The container --------------------------------------------------------------------------------------------------------
 
 
-def _container(code: str, what: str, says: str, fix: Command, blocks: bool = True, inert: bool = False) -> Finding:
-    return Finding(code, what, says, blocks, (fix,), stage=Stage.CONTAINER, inert=inert)
-
-
-_NO_DIRECTORY = "file in archive is not in a subdirectory; or: "
-_ARRAYS = _container(
-    "numpy-archive",
-    "it is numpy's file of arrays, which neither torch.load nor load_file reads",
-    _NO_DIRECTORY + "invalid load key, '\\x93'",
-    _TO_FILE,
-)
-_OF_FOLDERS = _container(
-    FOLDER, "it is a folder of several files, which torch.load does not read", _IS_A_FOLDER, _TO_FILE, blocks=False
-)
-# The containers that stock `torch.load` does not read as it reads its own.
-_CONTAINERS = {
-    "torchscript": _container(
-        "torchscript",
-        "it is a program with its tensors, not a state dict",
-        "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``",
-        _TO_WEIGHTS,
-        inert=True,
-    ),
-    "torch-tar": _container(
-        "legacy-tar",
-        "it was saved by a torch before 0.1.10",
-        "Cannot use ``weights_only=True`` with files saved in the legacy .tar format.",
-        _TO_FILE,
-        inert=True,
-    ),
-    "pickle": _container(
-        "bare-pickle",
-        "it is a bare pickle, which torch.load does not read",
-        "Invalid magic number; corrupt file? or: Unsupported operand 149",
-        _TO_FILE,
-        inert=True,
-    ),
-    "archive": _container(
-        "archive",
-        "it is an archive of several files, which torch.load does not read",
-        _NO_DIRECTORY + "Invalid magic number; corrupt file?",
-        _TO_FILE,
-        blocks=False,
-    ),
-    "npz": _ARRAYS,
-    "npy": _ARRAYS,
-    "torch-legacy": Finding(
-        "legacy-format",
-        "it is in torch's format before 1.6: no mmap, no checksums",
-        "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`",
-        False,
-        (_ANEW,),
-    ),
-}
-
-
 def _is_of_folder(found: Listing) -> bool:
     return named(found.container).is_folder and found.container not in _CONTAINERS
 
 
 def _is_rewritten(found: Listing) -> bool:
     """True for a container whose own finding has the command that leaves out what is refused."""
-    return found.container in _CONTAINERS and _CONTAINERS[found.container].inert
+    return found.container in _CONTAINERS and finding(_CONTAINERS[found.container]).inert
 
 
 def _of_container(found: Listing, file: str, values: Values, taken: StateDict | None) -> Iterator[Finding]:
     suffix, container = os.path.splitext(file)[1].lower(), named(found.container)
-    what = f"it is a {found.container} file, though its name ends in {suffix}"
+    facts = {"container": found.container, "suffix": suffix}
     if suffix in TORCH_SUFFIXES and container.tensors_only and container.keeps_tree:
-        yield _container("misnamed", what, _SAID["not-a-checkpoint"][0], _ANEW)
+        yield finding("misnamed, torch", **facts)
     elif suffix in (".safetensors", ".sft") and not (container.tensors_only and container.suffixes):
         # The suffix's own container holds one set of weights and nothing else.
         weights_alone = any(root.path == () and root.is_model for root in found.roots)
-        fix = _ANEW if weights_alone else _TO_FILE
-        yield _container("misnamed", what, _SAID["not-a-checkpoint"][1], fix)
-    finding = _CONTAINERS.get(found.container) or (_OF_FOLDERS if _is_of_folder(found) else None)
-    if finding is None:
+        yield finding("misnamed, weights" if weights_alone else "misnamed, safetensors", **facts)
+    code = FOLDER if _is_of_folder(found) else _CONTAINERS.get(found.container)
+    if code is None:
         return
+    each = finding(code)
     if container.is_program and not any(root.is_model for root in found.roots):
-        finding = replace(finding, commands=(), advice="It has no weights: run it with torch.jit.load.")
-    elif finding is _ARRAYS and not found.tensors:
-        finding = replace(finding, commands=())
-    elif finding is _OF_FOLDERS and taken is not None:
+        each = replace(each, commands=(), advice="It has no weights: run it with torch.jit.load.")
+    elif code == "numpy-archive" and not found.tensors:
+        each = replace(each, commands=())
+    elif code == FOLDER and taken is not None:
         take = command("convert", FILE / address(taken.path), out=OUT_PT)
         advice = f"It takes the weights alone; without #{address(taken.path)}, everything."
-        finding = replace(finding, commands=(take,), advice=advice)
-    elif not container.is_program and finding.inert and values.refused:
+        each = replace(each, commands=(take,), advice=advice)
+    elif not container.is_program and each.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)
-        finding = replace(finding, commands=() if values.lossy else (plain,))
-    yield finding
+        each = replace(each, commands=() if values.lossy else (plain,))
+    yield each
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -260,40 +189,17 @@ def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Itera
     said = {note.code: note.message for note in found.notes}
     code = next((code for code in (UNSAFE, CUSTOM_CLASS) if code in said), WEIGHTS_ONLY)
     what = said[UNSAFE] if code == UNSAFE else f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
-    says = "Weights only load failed … Unsupported global; with weights_only=False: No module named …"
-    fixes: tuple[Command, ...] = (command("convert", FILE, weights_only=True, out=OUT),)
-    advice = ""
     if taken is not None and _is_of_folder(found):
-        fixes, advice = (), "The weights alone have none of them."
+        each = finding("weights-only, beside the weights of a folder", what=what)
     elif taken is not None:
-        fixes = (command("convert", FILE / (address(taken.path) or "/"), out=OUT_PT),)
-        advice = "It takes the weights alone, and lists what it leaves behind."
-    elif values.lossy:
-        fixes, advice = (), "Plain values would lose some of it, so no command is offered: "
-        advice += "load it where these classes are installed, if you trust it."
+        each = finding("weights-only, beside the weights", what=what, place=address(taken.path) or "/")
+    else:
+        each = finding("weights-only, of which plain ones lose some" if values.lossy else "weights-only", what=what)
     # Engines read their folders with loaders of their own.
-    blocks = not named(found.container).is_folder or code == UNSAFE
-    yield Finding(code, what, says, blocks, fixes, advice, stage=Stage.VALUES, inert=True)
+    yield replace(each, code=code, blocks=not named(found.container).is_folder or code == UNSAFE)
 
 
 # Notes ----------------------------------------------------------------------------------------------------------------
-
-_WRAPPED = 'Missing key(s) in state_dict: "conv.weight" … Unexpected key(s): "module.conv.weight"'
-_COMPILED = 'Unexpected key(s) in state_dict: "_orig_mod.conv.weight"'
-_CUDA = "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False"
-_DEVICE = "don't know how to restore data location of torch.storage.UntypedStorage (tagged with …)"
-_A_PART = "Missing key(s) in state_dict: …; or: size mismatch for …: copying a param with shape torch.Size([0])"
-# The message that people see for a note, whether it keeps a file from loading, and its stage.
-_NOTES = {
-    "prefix-module": (_WRAPPED, True, Stage.WRAPPERS),
-    "prefix-compiled": (_COMPILED, True, Stage.WRAPPERS),
-    "cuda-location": (_CUDA, True, Stage.DEVICES),
-    "device-location": (_DEVICE, True, Stage.DEVICES),
-    "torchscript": ("", False, Stage.CONTAINER),
-    "pickle-protocol": ("Weights only load failed … Unsupported operand 149", True, Stage.CONTAINER),
-    "deflated": ("mmap=True: RuntimeError", False, Stage.BETTER),
-    PART: (_A_PART, True, Stage.BETTER),
-}
 
 
 def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
@@ -301,24 +207,19 @@ def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
     be right."""
     seen = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
     for note in found.notes:
-        says, blocks, stage = _NOTES.get(note.code, ("", False, Stage.BETTER))
+        row = table("findings")["notes"].get(note.code, {"notes": True})
+        stage = Stage[row.get("stage", "BETTER")]
         if note.code in seen or (stage is Stage.WRAPPERS and way is not None and not way.unwraps):
             continue
         seen.add(note.code)
         fixes = (note.fix,) if isinstance(note.fix, Command) else ()
+        each = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
-            says = 'Missing key(s) in state_dict: "lm_head.weight"'
-            copies = (command("convert", FILE, ties="copy", out=OUT),)
-            yield Finding("tied-weights", note.message, says, way is not None, copies, LOAD_MODEL, stage=Stage.MODEL)
+            each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
         elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
             advice = "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: "
-            yield Finding(note.code, note.message, says, False, (), advice, fixes, stage)
-        else:
-            yield Finding(note.code, note.message, says, blocks, fixes, stage=stage)
-    if way is not None and not way.unwraps:
-        return
+            each = replace(each, blocks=False, commands=(), advice=advice, advised=fixes)
+        yield each
     kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
-    if kinds and not named(found.container).is_program:
-        what = f"the model was pickled inside a wrapper: the keys of its state dict begin with {listed(sorted(kinds))}"
-        strip = command("strip-module", FILE, out=OUT)
-        yield Finding("prefix-module", what, _WRAPPED, commands=(strip,), stage=Stage.WRAPPERS)
+    if kinds and (way is None or way.unwraps) and not named(found.container).is_program:
+        yield finding("prefix-module, of a pickled model", wrappers=listed(sorted(kinds)))

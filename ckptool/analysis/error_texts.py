@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
-from ckptool.analysis.findings import Diagnosis, Finding
+from ckptool.analysis.findings import Diagnosis, Finding, commands_of, table
 from ckptool.analysis.fixes import Chain
-from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot, command
+from ckptool.commands import FILE, Command, command
 from ckptool.errors import listed, printable
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
 LOOK = ("Look at the file instead: ", command("doctor", FILE))
 
-_SLOTS: dict[str, str] = {slot: slot for slot in (FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Slot("PREFIX"))}
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
     "<q>": "[\"']",
@@ -47,17 +44,13 @@ class KnownError:
 @cache
 def known_errors() -> tuple[KnownError, ...]:
     """The table; the first that matches is meant."""
-    import yaml
-
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     errors = []
-    for row in rows:
+    for row in table("error_texts"):
         pattern = row["seen"] if isinstance(row["seen"], str) else "|".join(row["seen"])
         for name, expression in _SHORT.items():
             pattern = pattern.replace(name, expression)
-        fixes = (Command(_SLOTS.get(word, word) for word in shlex.split(line)) for line in row.get("fixes", ()))
-        facts = row["code"], row["means"], tuple(fixes), row.get("advice", ""), not row.get("likely")
+        fixes = commands_of(row.get("fixes", ()), {})
+        facts = row["code"], row["means"], fixes, row.get("advice", ""), not row.get("likely")
         errors.append(KnownError(re.compile(pattern, re.IGNORECASE), *facts))
     return tuple(errors)
 

@@ -1,15 +1,21 @@
-"""What `doctor` says of a file: reasons why it does not load, in the order in which their commands are to be run."""
+"""What `doctor` says of a file: reasons why it does not load, in the order in which their commands are to be run.
+
+Their sentences and commands are rows of `findings.yaml`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache
 from itertools import count
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from ckptool.analysis.fixes import Chain
-from ckptool.commands import Command
+from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot
 from ckptool.errors import printable
 from ckptool.facts import LIVE, Report, Told, bold, cyan, dim, green, red, yellow
 
@@ -110,6 +116,34 @@ class Diagnosis(Report):
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)
 
 
+_SLOTS = {str(slot): slot for slot in (FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Slot("PREFIX"))}
+
+
+@cache
+def table(name: str) -> Any:
+    """A table that lies here, `NAME.yaml`."""
+    import yaml
+
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
+    """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
+    words = ([word.format_map(facts) for word in shlex.split(line)] for line in lines)
+    return tuple(Command(_SLOTS.get(w) or (FILE / w[5:] if w[:5] == "FILE#" else w) for w in line) for line in words)
+
+
+def finding(name: str, **facts: str) -> Finding:
+    """The finding of a row, its facts filled in. name: its code, and which of several it is."""
+    row = table("findings")["findings"][name]
+    what, says, advice = (row.get(key, "").format_map(facts) for key in ("what", "says", "advice"))
+    fixes, advised = (commands_of(row.get(key, ()), facts) for key in ("fixes", "advised"))
+    stage = Stage[row.get("stage", "BETTER")]
+    code, blocks = name.partition(",")[0], not row.get("notes")
+    return Finding(code, what, says, blocks, fixes, advice, advised, stage, bool(row.get("inert")))
+
+
 def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
     """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
 
@@ -117,14 +151,14 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
     """
     codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
-    for finding in sorted(findings, key=lambda each: each.stage):
-        again, commands = finding.commands in seen, finding.commands
-        if commands and again and finding.code in codes:
+    for each in sorted(findings, key=lambda each: each.stage):
+        again, commands = each.commands in seen, each.commands
+        if commands and again and each.code in codes:
             continue
         if commands and again:
-            finding = replace(finding, advice="The same command fixes it.", commands=())
+            each = replace(each, advice="The same command fixes it.", commands=())
         elif commands == (compact,) and any(before[-1].writes for before in seen if before):
-            finding = replace(finding, advice="The commands above fix this as well.", commands=())
+            each = replace(each, advice="The commands above fix this as well.", commands=())
         seen.add(commands)
-        codes.add(finding.code)
-        yield finding.filled(chain)
+        codes.add(each.code)
+        yield each.filled(chain)

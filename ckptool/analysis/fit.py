@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.analysis.findings import Finding, Stage
+from ckptool.analysis.findings import Finding, finding
 from ckptool.analysis.inspect import Listing
 from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, tie_groups
 from ckptool.analysis.torch_versions import accepted, also_newer
@@ -26,7 +26,7 @@ from ckptool.checkpoint.state_dicts import (
     wrappers,
 )
 from ckptool.checkpoint.tree import Path, address, children, item_at, walk
-from ckptool.commands import FILE, OUT, OUT_PT, Command, command
+from ckptool.commands import FILE, OUT, Command, command
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
 from ckptool.pickles.plain.values import expand
@@ -40,15 +40,6 @@ _SHADOWS = frozenset({"shadow_params", "collected_params", "ema_params", "shadow
 # Entries of a state dict that modules write themselves, and that are not tensors.
 _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packed_params._packed_params")
 _TRIED = 8  # names of the model by which prefixes are looked for
-
-_NO_DICT = "Expected state_dict to be dict-like"
-_OTHER_KEYS = "Missing key(s) in state_dict: … Unexpected key(s) in state_dict: …"
-_UNEXPECTED = 'Unexpected key(s) in state_dict: "{}"'
-LOAD_MODEL = "Or in Python: safetensors.torch.load_model(model, FILE)"
-
-
-def _strip(prefix: str) -> Command:
-    return command("strip-module", FILE, prefix=prefix, out=OUT)
 
 
 # The place of the weights ---------------------------------------------------------------------------------------------
@@ -72,16 +63,13 @@ def of_layout(
         return
     unnamed = list(_unnamed(found.tree))
     for path, node in unnamed:
-        what = f"{address(path) or 'the file'} is a list of {counted(len(node), 'tensor')} without names"
-        advice = "Only their order names them: that of model.parameters() for an average. Copy them in Python."
-        yield Finding("unnamed-weights", what, _NO_DICT, False, (), advice, stage=Stage.ENTRIES)
+        yield finding("unnamed-weights", where=address(path) or "the file", count=counted(len(node), "tensor"))
     candidates = mains(found)
     root = chosen or (candidates[0] if candidates else None)
     if root is None:
         if not unnamed and not any(note.code == "numpy-weights" for note in found.notes):
-            kinds = dict.fromkeys(root.detail or root.kind for root in found.roots)
-            what = f"it holds no state dict: {'one tensor' if isinstance(found.tree, Tensor) else listed([*kinds])}"
-            yield Finding("no-weights", what, _NO_DICT, False, stage=Stage.ENTRIES)
+            kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)])
+            yield finding("no-weights", kinds="one tensor" if isinstance(found.tree, Tensor) else kinds)
         return
     if root.path:
         yield _nested(found, root, [] if chosen is not None else candidates, root is taken)
@@ -89,7 +77,7 @@ def of_layout(
         yield from _not_tensors(root, gone)
     if root.module is None and alone:
         if COUNTER in root.node and len(root.node) > 1:
-            yield _averaged_counter("the model itself")
+            yield finding("averaged-counter", model="the model itself")
         yield from _inner_prefix(found, root)
 
 
@@ -105,7 +93,6 @@ def _unnamed(tree: Any) -> Iterator[tuple[Path, Any]]:
 
 def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is_taken: bool) -> Finding:
     """Weights that are an entry of the file, or one set of several, so that the file is not a state dict."""
-    take = () if is_taken else (command("convert", FILE / address(root.path), out=OUT),)
     tops = [key for key, _ in children(found.tree)]
     inside, node = "checkpoint", found.tree  # what they are in Python: `checkpoint['learner'].model`
     for key in root.path:
@@ -115,16 +102,15 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
     inside += ".state_dict()" if root.module is not None else ""
     if is_taken and named(found.container).is_folder:  # which torch.load does not read
         inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
-    python, says = f"in Python: model.load_state_dict({inside})", _UNEXPECTED.format(tops[0])
+    facts = {"place": address(root.path), "top": str(tops[0]), "python": inside}
     if len(candidates) > 1:
         names = listed([each.address for each in candidates], 4)
-        what = f"it holds {counted(len(candidates), 'set')} of weights, and a model takes one: {names}"
-        advice = f"And so on for each. Or {python}"
-        return Finding("several-weights", what, says, False, take, advice, stage=Stage.ENTRIES)
-    averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
-    others = [f"{key}{' (an average)' if key in averages else ''}" for key in tops if key != root.path[0]]
-    what = f"the weights are the entry {root.address}" + (f", beside {listed(others, 3)}" if others else "")
-    return Finding("nested-weights", what, says, False, take, f"Or {python}", stage=Stage.PLACE)
+        each = finding("several-weights", count=counted(len(candidates), "set"), names=names, **facts)
+    else:
+        averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
+        others = [f"{key}{' (an average)' if key in averages else ''}" for key in tops if key != root.path[0]]
+        each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
+    return replace(each, commands=()) if is_taken else each
 
 
 # Inside the weights ---------------------------------------------------------------------------------------------------
@@ -144,18 +130,15 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     }
     if not odd:
         return
-    shown = listed([f"{key} ({_kind(value)})" for key, value in odd.items()], 3)
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {root.address or 'the state dict'}"
-    what = f"{len(odd):,} of {entries} are not tensors: {shown}"
-    says = "Unexpected key(s) in state_dict; or: While copying the parameter named …, expected torch.Tensor"
-    whole = any(map(is_optimizer, root.node.values()))  # of a run, as torchtitan saves it: nothing is wrong with it
+    shown = listed([f"{key} ({_kind(value)})" for key, value in odd.items()], 3)
+    each = finding("not-a-tensor", count=f"{len(odd):,}", entries=entries, odd=shown)
+    if any(map(is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong with it
+        each = replace(each, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
-    finding = Finding("not-a-tensor", what, says, not whole, stage=Stage.ENTRIES)
     if len(droppable) == len(odd):  # no module's parameter is called so
-        yield replace(finding, commands=(command("edit", FILE, drop=droppable, out=OUT),))
-    else:
-        advice = "Make them tensors in Python (torch.tensor), or find a whole copy: "
-        yield replace(finding, advice=f"{advice}the file does not have their values.")
+        each = replace(each, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
+    yield each
 
 
 def _becomes_tensor(value: Any) -> bool:
@@ -172,13 +155,6 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _averaged_counter(model: str) -> Finding:
-    """The counter of an averaged model, which the model itself does not have."""
-    what = f"{COUNTER} counts the models of an average; {model} has no such entry"
-    drop = command("edit", FILE, drop=COUNTER, out=OUT)
-    return Finding("averaged-counter", what, _UNEXPECTED.format(COUNTER), commands=(drop,), stage=Stage.ENTRIES)
-
-
 def _inner_prefix(found: Listing, root: StateDict) -> Iterator[Finding]:
     """A model inside another object whose layout is known: Lightning's module, an average."""
     names = [key for key in root.node if type(key) is str and isinstance(root.node[key], Tensor)]
@@ -187,20 +163,12 @@ def _inner_prefix(found: Listing, root: StateDict) -> Iterator[Finding]:
     averaged = next((prefix for prefix in _AVERAGED if prefix in fronts), "")
     online = next((prefix for prefix in _ONLINE if prefix in fronts), "")
     lightning = isinstance(found.tree, dict) and _LIGHTNING in found.tree
-    steps: tuple[Command, ...]
     if averaged and online:
-        what = f"it holds two models under prefixes: {online} and its average {averaged}"
-        steps = (command("convert", FILE, only=f"{online}*", out=OUT), _strip(online))
-        code, says, advice = "several-weights", names[0], f"The same with {averaged} for the average."
+        yield finding("several-weights, under prefixes", online=online, averaged=averaged, first=names[0])
     elif (averaged or lightning) and len(fronts) == 1 and all("." in name for name in bare):
-        (prefix,) = fronts
+        (prefix,), count = fronts, counted(len(names), "key")
         whose = "an average" if averaged else "the LightningModule"
-        what = f"all {counted(len(names), 'key')} begin with {prefix}, the part of {whose} that is the model"
-        code, says, steps = "prefix", f"{prefix}…", (_strip(prefix),)
-        advice = "If you load into the outer object, nothing is wrong; --against MODEL tells which."
-    else:
-        return
-    yield Finding(code, what, _UNEXPECTED.format(says), False, steps, advice, stage=Stage.ENTRIES)
+        yield finding("prefix, of another object", count=count, prefix=prefix, whose=whose)
 
 
 # The fit --------------------------------------------------------------------------------------------------------------
@@ -282,46 +250,41 @@ def find_way(root: StateDict, target: Target) -> Way:
         way = Way(unwrapped, (), True) if unwrapped.matched > way.fit.matched else way
     if COUNTER in way.fit.extra:
         rest = {name: key for name, key in way.fit.names.items() if name != COUNTER}
-        way = Way(fit(root, target, rest), (_averaged_counter(target.name),), way.unwraps)
+        way = Way(fit(root, target, rest), (finding("averaged-counter", model=target.name),), way.unwraps)
     if way.fit.is_exact:
         return way
     for candidates in (_without_prefix, _with_prefix):
         better = []
-        for rank, names, least, what, commands in candidates(way.fit.names, target):
+        for rank, names, least, step in candidates(way.fit.names, target):
             tried = fit(root, target, names)
             if tried.matched > way.fit.matched and 2 * tried.matched >= least:
-                step = Finding("prefix", what, _OTHER_KEYS, commands=commands, stage=Stage.ENTRIES)
                 better.append(((bool(tried.missing), rank), Way(tried, (*way.steps, step), way.unwraps)))
         if better:
             return min(better, key=lambda each: each[0])[1]
     return way
 
 
-# Other names for the keys, to be tried: which come first, names -> keys, twice the matches that are enough, what is
-# wrong, and what makes it right.
-Candidate = tuple[tuple[Any, ...], dict[str, str], int, str, tuple[Command, ...]]
+# Other names for the keys, to be tried: what comes first, names -> keys, twice the matches that are enough, the step.
+Candidate = tuple[tuple[Any, ...], dict[str, str], int, Finding]
 
 
 def _without_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
     """The model's names have a prefix in the checkpoint; what else is there is left out."""
-    commands: tuple[Command, ...]
     for prefix in _prefixes(list(target.tensors), list(names)):
         inside = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-        if rest := len(names) - len(inside):
-            what = f"the model's keys begin with {prefix}; {rest:,} others do not"
-            commands = (command("convert", FILE, only=f"{prefix}*", out=OUT), _strip(prefix))
-        else:
-            what, commands = f"its keys begin with {prefix}, those of {target.name} do not", (_strip(prefix),)
+        rest = len(names) - len(inside)
+        which = "prefix, some have it" if rest else "prefix, all have it"
         average = any(word in prefix.lower() for word in _AVERAGES)
-        yield (average, rest, prefix), inside, len(target.tensors), what, commands
+        step = finding(which, prefix=prefix, model=target.name, rest=f"{rest:,}")
+        yield (average, rest, prefix), inside, len(target.tensors), step
 
 
 def _with_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
     """The model's names have a prefix that the checkpoint's do not have."""
     for number, prefix in enumerate(_prefixes(list(names), list(target.tensors))):
-        what = f"the keys of {target.name} begin with {prefix}, the others do not"
-        add = command("add-module", FILE, prefix="" if prefix == "module." else prefix, out=OUT)
-        yield (number,), {prefix + name: key for name, key in names.items()}, len(names), what, (add,)
+        which = "prefix, the model is wrapped" if prefix == "module." else "prefix, the model has it"
+        step = finding(which, prefix=prefix, model=target.name)
+        yield (number,), {prefix + name: key for name, key in names.items()}, len(names), step
 
 
 def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:
@@ -344,45 +307,29 @@ def of_target(root: StateDict, target: Target, way: Way, translation: Translatio
     if not way.fit.is_exact or shapes:
         other = translation({name: root.node[key] for name, key in names.items()}, target.tensors)
     if other is not None:
-        what, translate = other
-        advice = "Then look again: the layouts may differ in more than tensors."
-        yield Finding("layout", what, _OTHER_KEYS, True, (translate,), advice, stage=Stage.MODEL)
+        yield replace(finding("layout", why=other[0]), commands=(other[1],))
         return
     odd = {key for key in not_tensors(root) if type(key) is str}  # which have a finding of their own
     missing = [name for name in way.fit.missing if names.get(name) not in odd]
     extra = [name for name in way.fit.extra if names[name] not in odd]
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     there = {name for group in groups if any(name in names for name in group) for name in group}
+    model, is_spec = {"model": target.name}, target.kind == SPEC
     if tied := [name for name in missing if name in there]:
         missing = [name for name in missing if name not in there]
-        what = f"{listed(tied, 3)}: tied in {target.name} to a tensor that the file has under its other name"
-        says, advice = f'Missing key(s) in state_dict: "{tied[0]}"', LOAD_MODEL
-        write: tuple[Command, ...] = (command("warm-start", FILE, against=target.name, out=OUT_PT),)
-        if target.kind == SPEC:
-            write, advice = (), "safetensors.torch.load_model(model, FILE) loads it."
-        yield Finding("tied-weights", what, says, True, write, advice, stage=Stage.MODEL)
+        which = "tied-weights, of a spec" if is_spec else "tied-weights"
+        yield finding(which, names=listed(tied, 3), first=tied[0], **model)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
         parts = [f"{len(n):,} {form(len(n), 'is', 'are')} {word} ({listed(n, 2)})" for word, n in sides if n]
-        what = f"of {counted(len(target.tensors), 'key')} of {target.name} {' and '.join(parts)}"
-        finding = Finding("keys-differ", what, _OTHER_KEYS, stage=Stage.MODEL)
-        if way.fit.matched > len(shapes):
-            plan = command("warm-start", FILE, against=target.name, on_mismatch="skip" if shapes else "")
-            yield replace(finding, advice="What fits, and rules for other names: ", advised=(plan,))
-        else:
-            yield replace(finding, advice="No tensor of the file fits the model: it was saved from a different one.")
+        which = "keys-differ, and shapes" if shapes else "keys-differ"
+        which = which if way.fit.matched > len(shapes) else "keys-differ, all of them"
+        yield finding(which, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
     if shapes:
         both = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
         differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in both], 3)
-        have = counted(len(shapes), "tensor has", "tensors have")
-        what = f"{have} another shape than in {target.name}: {differ}"
-        says = "size mismatch for …: copying a param with shape … from checkpoint"
-        finding = Finding("shape-mismatch", what, says, stage=Stage.MODEL)
-        if target.kind != SPEC and way.fit.matched > len(shapes):  # a spec has no values to fill up with
-            start = command("warm-start", FILE, against=target.name, on_mismatch="skip", out=OUT)
-            advice = f"It takes what fits, and the values of {target.name} for the rest."
-            finding = replace(finding, commands=(start,), advice=advice)
-        yield finding
+        which = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
+        yield finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
 
 
 def _shape(tensor: Any) -> str:
