@@ -15,8 +15,8 @@ from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, PartKind
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
-from ckptool.commands import FILE, OUT, OUT_PT, Advice, Command, command
-from ckptool.errors import CkptoolError, listed
+from ckptool.commands import FILE, OUT, OUT_PT, Command, command
+from ckptool.errors import CkptoolError, Text, listed
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
 from ckptool.formats.parts import MEMBERS
@@ -60,10 +60,11 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
         says = "" if error.code == "ambiguous" else missing
     elif error.code == "truncated" and " is empty" in error.what:
         says = "EOFError: Ran out of input"
-    commands = error.fix.commands[:1] if isinstance(error.fix, Advice) else ()
-    advice = error.fix.otherwise if isinstance(error.fix, Advice) and commands else error.fix
+    commands = error.fix.commands[:1] if isinstance(error.fix, Text) else ()
+    advice = error.fix.partition(str(commands[0]))[2].lstrip("; .") if commands else str(error.fix)
+    advice = advice[:1].upper() + advice[1:] if commands else advice
     what = f"{error.what}. {error.why}" if error.why else error.what
-    return Diagnosis(file, "", (Finding(error.code, what, says, True, commands, str(advice)).filled(Chain(file)),))
+    return Diagnosis(file, "", (Finding(error.code, what, says, True, commands, advice).filled(Chain(file)),))
 
 
 def of_folder(error: CkptoolError, folder: str, is_run: bool, newest: ScannedFile | None) -> Diagnosis:

@@ -30,7 +30,7 @@ class Chain:
             if isinstance(word, Slot) and word.is_output:
                 word = output = self._free(word.suffix)
             elif isinstance(word, Slot) and word.startswith("FILE"):
-                place = "/".join(part for part in (self.at, word.address) if part)
+                place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current
             words.append(word)
         if output:

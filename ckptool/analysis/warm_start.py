@@ -11,7 +11,7 @@ from ckptool.analysis.targets import BUFFER
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
-from ckptool.errors import PlanRefused, UsageError, counted, form, listed
+from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
@@ -147,6 +147,9 @@ class Refusal:
     code: str
     what: str
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", escaped(self.fix))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 
-from ckptool.commands import Advice, Command, other_program
+from ckptool.commands import FILE, Advice, Command, arg, other_program
 from ckptool.errors import (
     BrokenLink,
     CkptoolError,
@@ -51,7 +51,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
         return FileProblem(
             f"- stands for standard {'output' if writing else 'input'}, which is not a file",
             "A checkpoint is read in many places, and gets its name only when it is complete; a stream allows neither.",
-            "Name a file: -o FILE" if writing else "Save it first: cat > FILE; then name FILE",
+            f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE",
         )
     found = _ADDRESS.match(name)
     if found is None:

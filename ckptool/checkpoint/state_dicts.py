@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
-from ckptool.commands import OUT_SAFETENSORS, Advice, command, input_of
+from ckptool.commands import ADDRESS, OUT_SAFETENSORS, Advice, arg, command, input_of
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -157,7 +157,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             else Advice(
                 "See what it has: ",
                 command("inspect", input_of(checkpoint.source)),
-                "; then name the part: --at ADDRESS",
+                f"; then name the part: {arg(at=ADDRESS)}",
             ),
         )
     return roots or found

@@ -13,7 +13,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.file_objects import source_of
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.tree import find
-from ckptool.commands import OUT_PT, Advice, Command, command
+from ckptool.commands import OUT_PT, Advice, Command, arg, command
 from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 from ckptool.formats.in_memory import checkpoint_in_memory
@@ -148,7 +148,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     found = checkpoint.part
     if found is None or part:
         return
-    take = "take it as it is: --part"
+    take = f"take it as it is: {arg(part=True)}"
     if found.kind is PartKind.MEMBERS:
         raise _of_members(checkpoint, found, take)
     raise OnlyAPart(

@@ -32,7 +32,7 @@ from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, arg, command, input_of
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -336,7 +336,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
             Advice(
                 "Choose a part: ",
                 command("convert", FILE / "ADDRESS", out=OUT_SAFETENSORS),
-                "; or keep everything: --all",
+                f"; or keep everything: {arg(all=True)}",
             ),
         )
     wrong = [f"{name!s} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
@@ -344,7 +344,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",
             "It holds only plain tensors of its own dtypes, under names.",
-            Advice(*_without(checkpoint, tree), "; or keep everything: -o OUT.pt"),
+            Advice(*_without(checkpoint, tree), f"; or keep everything: {arg(out=OUT_PT)}"),
         )
     return tree
 

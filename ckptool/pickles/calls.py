@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import address, matching
-from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, arg, command, input_of
 from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 
@@ -256,7 +256,7 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
             command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
         )
         if thrown_away
-        else Advice(*_drop(checkpoint, unknown.values()), "Pass it on as it is: --keep-unknown"),
+        else Advice(*_drop(checkpoint, unknown.values()), f"Pass it on as it is: {arg(keep_unknown=True)}"),
     )
 
 

@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.checkpoint.tree import address, holders, replaced_at
-from ckptool.commands import MODEL, OUT, Advice, command
+from ckptool.commands import MODEL, OUT, Advice, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 from ckptool.transforms.optimizer_state import (
@@ -33,7 +33,7 @@ from ckptool.transforms.optimizer_state import (
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
 OPTION = "--optimizer-as"
-ADVICE = "name the model, or a spec of it, for the order of its parameters: --against model.py:build"
+ADVICE = f"name the model, or a spec of it, for the order of its parameters: {arg(against='model.py:build')}"
 
 
 def with_optimizers(

@@ -40,7 +40,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
     if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.verbs.scan import scan
+        from ckptool.analysis.scan import scan
 
         return of_folder(problem, path, is_run(path), scan(path).latest)
     return of_problem(problem, path)

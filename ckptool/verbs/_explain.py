@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import Advice, Command, nearest
+from ckptool.commands import Advice, Command
 from ckptool.errors import NoMatch, UsageError
 from ckptool.facts import LIVE, Report, Told, bold, cyan
-from ckptool.options import argument, verb
+from ckptool.options import argument, nearest, verb
 from ckptool.verbs._options import standard_input
 
 WIDTH = 25  # columns of a code in the list

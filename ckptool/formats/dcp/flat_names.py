@@ -17,7 +17,7 @@ from ckptool.checkpoint.graph import MAX_DEPTH, visit
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, replaced_at
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, Advice, arg, command
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 
 # Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.
@@ -85,7 +85,7 @@ def flat_names(tree: Any) -> FlatNames:
         raise Unsupported(
             "a dcp folder holds a dictionary, nothing else",
             "torch.distributed.checkpoint saves dictionaries alone.",
-            "Choose a part: FILE#ADDRESS; or write a torch file: --to torch-zip",
+            f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
         )
     flat = FlatNames()
     flat.hold(tree, ())

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice, command
+from ckptool.commands import Advice, arg, command
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -221,7 +221,7 @@ def _shard(index: _Index, file: str) -> Checkpoint:
         raise Corrupt(f"{index} names an index as a shard: {file}", "Shards hold tensors, not further shards.")
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
-        what = f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}"
+        what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
         raise Unsupported(what, "The two cannot be combined.")
     if not isinstance(shard.tree, dict):
         raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")
