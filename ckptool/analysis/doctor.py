@@ -218,8 +218,8 @@ def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
             each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
         elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
-            advice = "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: "
-            each = replace(each, blocks=False, commands=(), advice=advice, advised=fixes)
+            each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
+            each = replace(each, code=note.code)
         yield each
     kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
     if kinds and (way is None or way.unwraps) and not named(found.container).is_program:

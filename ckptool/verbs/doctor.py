@@ -6,6 +6,7 @@ import os
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.options import argument, option, verb
@@ -49,7 +50,7 @@ def doctor(
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
-        raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
+        raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     target = target_of(against) if against is not None else None
     try:
         return of_opened(open_file(file), target)

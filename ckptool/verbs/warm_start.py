@@ -16,6 +16,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
@@ -122,8 +123,9 @@ def warm_start(
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:
-        fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
-        raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
+        what = f"{arg(optimizer=True)} does not go with rules that change tensors"
+        fix = f"First translate both: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
+        raise UsageError(what, "Nothing was changed.", fix)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
@@ -147,7 +149,7 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        change.refuse_in_place("The checkpoint stays what it was.", "A new file: -o OUT")
+        change.refuse_in_place("The checkpoint stays what it was.", f"A new file: {arg(out=OUT)}")
         full = filled(target, plan.chosen)
         state = as_state_dict(moved, parameters) if moved is not None else None
         saved = _written(change, opened.checkpoint, root, target, full, state)
@@ -193,7 +195,7 @@ def _written(
             raise UsageError(
                 f"{container.name} holds tensors under names, and no optimizer state",
                 "The groups and their settings are no tensors. Nothing was written.",
-                "Write a torch file: -o OUT.pt",
+                f"Write a torch file: {arg(out=OUT_PT)}",
             )
         tree = {WEIGHTS: tree, "optimizer_state_dict": state}
     parts = [(checkpoint.metadata, root.path)]
@@ -205,7 +207,7 @@ def _written(
         raise UsageError(
             f"{change.path or ''} is the target itself",
             "It was left as it is.",
-            "Replace it: -f, or name another file.",
+            f"Replace it: {arg(overwrite=True)}, or name another file.",
         )
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
