@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
@@ -40,6 +40,7 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
+from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, InPlace, KeepUnknown, Overwrite, Verify
 from ckptool.verbs._written import Written
 
@@ -161,6 +162,9 @@ class Change:
             inputs, details = [*inputs, *beside.inputs], beside.lines()
         if sidecar.NAME in plan.files and not plan.notes:
             details.append(f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back")
+        if container.tensors_only and not changed.tensors_only and isinstance(changed.tree, dict):
+            entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
+            notes += tuple(lost_views(entries, not container.keeps_ties))
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, lambda: verifier(meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
