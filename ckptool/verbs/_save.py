@@ -155,6 +155,9 @@ class Change:
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
+            if container.tensors_only and not changed.tensors_only and tree_record.KEY not in changed.metadata:
+                entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
+                notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
         if container.writes_folder and container.tensors_only:
             beside = beside or model_folder(original, changed.tree)
@@ -162,9 +165,6 @@ class Change:
             inputs, details = [*inputs, *beside.inputs], beside.lines()
         if sidecar.NAME in plan.files and not plan.notes:
             details.append(f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back")
-        if container.tensors_only and not changed.tensors_only and isinstance(changed.tree, dict):
-            entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
-            notes += tuple(lost_views(entries, not container.keeps_ties))
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, lambda: verifier(meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
