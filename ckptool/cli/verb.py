@@ -28,7 +28,7 @@ from ckptool.cli.output import (
 )
 from ckptool.commands import function_name, module_of
 from ckptool.errors import UsageError, printable
-from ckptool.facts import Report
+from ckptool.facts import Page, Report
 from ckptool.options import Declared, Parameter, option, parameters_of, signature_of, watched
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
@@ -164,8 +164,6 @@ def _report(
         several = arguments.pop(first) if inspect.Parameter.VAR_POSITIONAL in kinds else ()
         report = function(*several, **arguments)
     if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
-        from ckptool.analysis.train import Page
-
         return Answer(Page(), {}, report.exit())  # under torchrun the first process tells
     return _answer(report, given, declared.exits)
 
