@@ -283,6 +283,18 @@ class Report:
         return True
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Page(Report):
+    """A text that is printed as it is: a configuration, its schema."""
+
+    schema = "text/2"
+
+    text: str = ""
+
+    def told(self) -> Told:
+        return self.text.split("\n")
+
+
 def schema_of(kind: type[Report]) -> str:
     """The name and version of a report's JSON."""
     return vars(kind).get("schema") or f"{kind.__name__.lower()}/2"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _of_run(file: str) -> Any:
     if not is_run(file):
         return None
-    from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
+    from ckptool.training.inspect_run import inspect_run  # with the store of runs, which no file needs
 
     return inspect_run(file)
 
@@ -29,7 +29,7 @@ def _of_run(file: str) -> Any:
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
     instead=_of_run,
     exits=False,
-    also=("ckptool.analysis.train.RunReport",),
+    also=("ckptool.training.reports.RunReport",),
     apart=True,
 )
 def inspect(

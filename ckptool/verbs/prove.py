@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.analysis.prove import CommandProof
-from ckptool.analysis.train import Proof
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.options import Watched, argument, option, several, verb
+from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 
@@ -66,7 +66,7 @@ def prove(
         if config is not None or set or exhaustive or processes is not None or steps != 300:
             raise UsageError(
                 "a command has no configuration and no length",
-                "Of the options, it takes --kills, --seed and --timeout.",
+                f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}.",
             )
         return _of_command(command, kills, seed, timeout, told)
     if config is None:

@@ -14,7 +14,6 @@ from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
-from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
@@ -26,8 +25,9 @@ from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
+from ckptool.training.history import RunHistory, history_of
+from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import Out, Overwrite
-from ckptool.verbs.plot import RunHistory, plot
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -123,8 +123,8 @@ def report(
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
+    from ckptool.training.inspect_run import inspect_run
     from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
-    from ckptool.verbs.inspect_run import inspect_run
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -143,7 +143,7 @@ def report(
             _changes(opened, (file, other)) if len(opened) == 2 else None,
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             about,
-            plot(about.path) if about is not None else None,
+            history_of(about.path) if about is not None else None,
             _norms(about) if about is not None else None,
         )
     if out is None:
