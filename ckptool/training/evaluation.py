@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptool.analysis.train import Evaluated
 from ckptool.commands import arg
 from ckptool.errors import UsageError, listed
 from ckptool.options import nearest
@@ -15,6 +14,7 @@ from ckptool.training.config import Config
 from ckptool.training.extensions import name_culprits
 from ckptool.training.loop import measured
 from ckptool.training.parallel import world_of
+from ckptool.training.reports import Evaluated
 from ckptool.training.runs import read_config, retention_of
 from ckptool.training.saving import loaded
 from ckptool.training.start import switches_given_back

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ckptool.analysis.train import Outcome
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import Advice, arg, command
 from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted
@@ -25,6 +24,7 @@ from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
+from ckptool.training.reports import Outcome
 from ckptool.training.run_folder import environment
 from ckptool.training.runs import ConfiguredRun
 from ckptool.training.saving import Saver

@@ -8,12 +8,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.analysis.train import Page
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, as_argument, command
 from ckptool.errors import printable
+from ckptool.facts import Page
 from ckptool.formats import torch_zip
 from ckptool.options import argument, verb
 from ckptool.output import replace_folder

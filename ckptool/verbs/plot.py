@@ -7,9 +7,9 @@ from typing import Annotated
 from ckptool.formats.opening import refuse_address
 from ckptool.options import option, several, verb
 from ckptool.training.history import RunHistory, history_of
+from ckptool.training.inspect_run import folder_of
 from ckptool.verbs._options import Texts
 from ckptool.verbs._training import RunFolder
-from ckptool.verbs.inspect_run import folder_of
 
 
 @verb(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))

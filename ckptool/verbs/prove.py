@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.analysis.prove import CommandProof
-from ckptool.analysis.train import Proof
 from ckptool.errors import UsageError
 from ckptool.options import Watched, argument, option, several, verb
+from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 

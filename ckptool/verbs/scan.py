@@ -6,17 +6,17 @@ from typing import Annotated
 
 from ckptool.analysis import scan as analysis
 from ckptool.analysis.scan import Scan
-from ckptool.analysis.train import RunReport
 from ckptool.formats.opening import PathLike, refuse_address
 from ckptool.options import argument, option, verb
 from ckptool.training import is_run
+from ckptool.training.reports import RunReport
 from ckptool.verbs._options import Jobs
 
 
 def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: bool = False) -> RunReport | None:
     if latest_only or quiet or not is_run(path):
         return None
-    from ckptool.verbs.inspect_run import inspect_run
+    from ckptool.training.inspect_run import inspect_run
 
     return inspect_run(path, full=full)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptool.analysis.diff import Diff
-from ckptool.analysis.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 from ckptool.analysis.scan import GOOD, MEMBER, PART, Scan, ScannedFile
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
@@ -29,6 +28,7 @@ from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Trace, TracedStep, divergence, place_of
 from ckptool.training.prove.watch import APPEARED, GONE, GREW, Polled, sizes, watcher
+from ckptool.training.reports import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 
 RUN = "{run}"
 # Kinds of events in the order in which kills come at them.

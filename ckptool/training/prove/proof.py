@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ckptool.analysis.train import Kill, Proof
 from ckptool.commands import arg, command
 from ckptool.errors import FileProblem, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.prove.fork_server import ForkServer
+from ckptool.training.reports import Kill, Proof
 from ckptool.training.store import Lines, Store, digest_of_files, name_of
 
 ABLATIONS = ("optimizer", "scheduler", "scaler", "ema")  # parts of the state, by the beginning of their keys
