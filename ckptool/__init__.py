@@ -97,7 +97,6 @@ PROVIDERS = {
     "CkptoolError": "render.error",
     "Composite": "bridge",
     "Composite.cast": "transforms.casting",
-    "LayoutList": "render.layouts",
     "Memory": "bridge.live",
     "Report.html": "render.html",
     "Report.json": "render.json",

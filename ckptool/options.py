@@ -162,6 +162,9 @@ def _typed(kind: Any, option: Option) -> Any:
     return str if option.parse or str in kinds else next((each for each in (bool, int, float) if each in kinds), str)
 
 
+_FLAG = re.compile(r"--[a-z-]+")
+
+
 class _Shown(str):
     """A type as `help()` prints it: without the modules of its names."""
 
@@ -172,15 +175,18 @@ class _Shown(str):
 
 
 def for_python(function: Any) -> Any:
-    """A verb with the signature that `help()` shows: plain types, and every option by its name."""
+    """A verb with the signature that `help()` shows: plain types, and every option by its name, with what its help
+    says."""
     if "verb" not in vars(function):
         return function
-    whole = signature_of(function)
+    whole, typed = signature_of(function), list(parameters_of(function))
+    names = {flag: each.name for each in typed for flag in each.option.flags}
     options = [_options_of(function, each) for each in inspect.signature(function).parameters.values()]
     plain = [each.replace(annotation=_Shown(_plain(each.annotation))) for each in whole.parameters.values()]
     function.__signature__ = whole.replace(parameters=plain)
-    for each in filter(None, options):
-        function.__doc__ = f"{function.__doc__.rstrip()}\n\n    {each.__doc__.strip()}\n    "
+    about = [f"{each.name}: {_FLAG.sub(lambda flag: names.get(flag[0], flag[0]), each.option.help)}" for each in typed]
+    about += [each.__doc__.strip() for each in options if each is not None]
+    function.__doc__ = "\n    ".join([function.__doc__.rstrip() + "\n", *about, ""])
     return function
 
 

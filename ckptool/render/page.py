@@ -37,14 +37,13 @@ from ckptool.render.diff import (
 )
 from ckptool.render.inspect import branch_detail, overview
 from ckptool.render.memory_line import memory_text
-from ckptool.render.outline import Branch, outline
+from ckptool.render.outline import outline
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff, Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
-LINES = 90  # of an outline
 CELLS, HUES = 80, 6  # of a treemap 1,000 units wide
 LAYERS, KINDS = 60, 36  # rows and columns of a heatmap
 LEVELS = (0, 0.01, 0.1, 0.5, 1)  # of a share: shades 0 … 5
@@ -67,30 +66,21 @@ def page(report: CheckpointReport) -> str:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters |= {
-        "size": size,
-        "number": number,
-        "counted": counted,
-        "cut": cut,
-        "fit": fit,
-        "quoted": quoted,
-    }
+    environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals |= {"treemap": treemap, "curve": Curve, "path": curve_path}
+    environment.globals.update(treemap=treemap, outline=outline, detail=branch_detail, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
-    rules = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
-    template = environment.get_template("report.html")
-    return template.render(
+    rules = [rule for file in report.files for rule in file.health.rules]
+    found = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
+    return environment.get_template("report.html").render(
         report=report,
         policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
         style=style,
         script=script,
         files=[_about(file, "AB"[side] * (len(report.files) > 1)) for side, file in enumerate(report.files)],
         change=_changes(report, report.diff) if report.diff is not None else None,
-        clear=[
-            rule for rule in dict.fromkeys(r for file in report.files for r in file.health.rules) if rule not in rules
-        ],
+        clear=[rule for rule in dict.fromkeys(rules) if rule not in found],
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
         data=packed(report) if any(map(_parts_of, report.files)) else "",
     )
@@ -127,7 +117,14 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 def _about(file: FileReport, letter: str) -> dict[str, Any]:
     """What the template gets of a file.  letter: what it is called on a page about two."""
     about: dict[str, Any] = {"name": file.diagnosis.file or "in memory", "letter": letter}
-    about |= {"diagnosis": file.diagnosis, "health": file.health, "notes": (), "parts": (), "memory": "", "outline": ()}
+    about |= {
+        "diagnosis": file.diagnosis,
+        "health": file.health,
+        "notes": (),
+        "parts": (),
+        "memory": "",
+        "overview": None,
+    }
     if file.inspection is None:
         what = "What it is, and what to do, stands below."
         return about | {
@@ -144,7 +141,7 @@ def _about(file: FileReport, letter: str) -> dict[str, Any]:
         "memory": memory_text(memory_needs(found)),
         "numbers": file.inspection.statistics,
         "parts": _parts_of(file),
-        "outline": list(_outline(file)),
+        "overview": overview(parts(found)),
     }
 
 
@@ -179,41 +176,6 @@ def _parts_of(file: FileReport) -> list[PartSummary]:
     inside = {id(row) for part in found for row in part.rows}
     rest = [row for row in file.inspection.listing.tensors if id(row) not in inside]
     return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
-
-
-class Line(NamedTuple):
-    """A line of the folded table. nbytes: None where none are shown.  bar: of 100, its share of the largest."""
-
-    label: str
-    level: int
-    times: int
-    detail: str
-    nbytes: int | None
-    bar: int
-
-
-def _outline(file: FileReport) -> Iterator[Line]:
-    assert file.inspection is not None
-    shown, hidden = overview(parts(file.inspection.listing))
-    most = max((row.bytes or 0 for row in shown), default=0) or 1
-    deep = sum(1 for row in shown if row.outline is not None) or 1
-
-    def below(branch: Branch, level: int) -> Iterator[Line]:
-        for child in branch.expanded:
-            is_tied = child.leaf is not None and child.times == 1 and child.leaf in child.part.tied
-            nbytes, times = (None if is_tied else child.size), child.times // branch.times
-            detail = branch_detail(child, child.part)
-            yield Line(child.label, min(level, 8), times, detail, nbytes, 100 * (nbytes or 0) // most)
-            yield from below(child, level + 1)
-        if branch.hidden:
-            yield Line("…", min(level, 8), 1, f"{branch.hidden:,} more, in the table of all tensors", None, 0)
-
-    for row in shown:
-        yield Line(row.name, 0, 1, row.detail, row.bytes, 100 * (row.bytes or 0) // most)
-        if row.outline is not None:
-            yield from below(outline(row.part, LINES // deep, None), 1)
-    if hidden:
-        yield Line("…", 0, 1, f"and {counted(hidden, 'more part')}, in the table of all tensors", None, 0)
 
 
 # The map of modules ---------------------------------------------------------------------------------------------------

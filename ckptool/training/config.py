@@ -243,7 +243,7 @@ def _seconds(value: Any) -> Any:
     return value
 
 
-class Save(Section):
+class Saving(Section):
     """When to save, what to keep, and how a checkpoint is verified when it is resumed from (`full`: sha256; `size`)."""
 
     every: Annotated[Positive, Key("steps between saves")] = 200
@@ -340,7 +340,7 @@ class Config(Section):
     eval: Annotated[
         Eval, Key("what is best (default: val_loss, min); also at the end, where it decides nothing", FREE)
     ] = Eval()
-    save: Annotated[Save, Key("", FREE)] = Save.model_validate({})
+    save: Annotated[Saving, Key("", FREE)] = Saving.model_validate({})
     stop: Annotated[Stop, Key("after: seconds, or 2h; patience: evaluations that get no better", FREE)] = Stop()
     log: Annotated[Log, Key("steps between lines; metrics.csv; event files", FREE)] = Log()
     hooks: Annotated[list[str], Key("grad_norm | activation_stats | file.py:NAME", FREE)] = []

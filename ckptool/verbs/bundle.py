@@ -114,8 +114,7 @@ def bundle(
     To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
     called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
     and values are added, `drop` and `rename` (old: new) name some of its own; no tensor of the others is touched.
-    from_folder: put together again what `unbundle` wrote.  part: members may be parts of checkpoints (a rank's share,
-    one shard of several). Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
+    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
     unknown member.
     """
     if not isinstance(members, Mapping | None):

@@ -112,20 +112,9 @@ def convert(
     To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
     restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
     Of a whole module that `at` names, and of TorchScript, the state dict.
-    at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once per name.
-    weights_only: plain values in place of what `torch.load(weights_only=True)` refuses, each named.  shard_size: write
-    a folder of safetensors files of at most this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take
-    also what is only a part of a checkpoint.
-    like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
-    input.
-    optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
-    against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say; without
-    `optimizer_as`, the names and shapes of the model in a folder of FSDP's flat parameters (LOCAL_STATE_DICT).
-    rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
-    ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
-    does; any number of ranks can load it.
-    What is in memory is given back without an output, with the choice of `only`, `exclude`, `at`, `weights_only` and
-    `optimizer_as`.
+    A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
+    model that `warm_start` takes. What is in memory is given back without an output, with the choice of `only`,
+    `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])

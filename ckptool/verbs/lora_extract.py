@@ -42,8 +42,7 @@ def lora_extract(
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
 
     Each changed matrix as a product of rank `rank`, no further from it than 1.02 times the exact SVD is; changed norms,
-    embeddings and biases whole.  energy: the smallest rank that keeps this share of the squares of a difference.
-    dtype: of the factors.  only, exclude: patterns for keys.
+    embeddings and biases whole.
     Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """

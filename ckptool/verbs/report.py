@@ -25,9 +25,9 @@ from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
+from ckptool.training.history import RunHistory, history_of
 from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import Out, Overwrite
-from ckptool.verbs.plot import RunHistory, plot
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -143,7 +143,7 @@ def report(
             _changes(opened, (file, other)) if len(opened) == 2 else None,
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             about,
-            plot(about.path) if about is not None else None,
+            history_of(about.path) if about is not None else None,
             _norms(about) if about is not None else None,
         )
     if out is None:

@@ -26,7 +26,6 @@ def strip_module(
 ) -> Written | Any:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights.
 
-    at: only there.  prefix: take these off instead.  partial: also where only some keys have `module.`.
     A file without such prefixes is copied as it is. Raises `Conflict` where two keys would become one or only some
     carry the prefix, `NoMatch` where a named prefix is on no key.
     """
