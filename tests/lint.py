@@ -191,14 +191,15 @@ def built(call: ast.Call) -> None:
     verb, *arguments = call.args
     assert isinstance(verb, ast.Constant) and verb.value in VERBS, "there is no such verb"
     words = ["ckptool", verb.value, *("x.pt" for _ in arguments)]
-    flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
+    parameters = typed_parameters(function_of(verb.value))
+    flags = {flag: each.kind for each in parameters for flag in each.option.flags}
     for keyword in call.keywords:
-        flag = commands._FLAGS.get(str(keyword.arg), f"--{str(keyword.arg).replace('_', '-')}")
+        flag = commands._flag(str(keyword.arg))
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
-        assert named or flags[flag].is_flag is (value is True), flag
-        text = value if isinstance(value, str) else {"on_mismatch": "skip"}.get(str(keyword.arg), "x.pt")
-        words += [flag] if flags[flag].is_flag else [flag, text]
+        assert named or (flags[flag] is bool) is (value is True), flag
+        other = "2" if flags[flag] is int else {"on_mismatch": "skip"}.get(str(keyword.arg), "x.pt")
+        words += [flag] if flags[flag] is bool else [flag, value if isinstance(value, str) else other]
     parsed(words)
     writes = "-o" in flags and verb.value != "warm-start"  # which looks first
     assert not writes or any(keyword.arg == "out" for keyword in call.keywords), "it writes, and does not say where"
