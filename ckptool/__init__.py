@@ -90,8 +90,8 @@ _HOMES = {
 # Types that are no reports and offer what a layer above them does -> the module with the functions. A report's are in
 # the module of `render/` that is called like its own; `checkpoint/registry.py` finds both. `Type.form`: that form.
 PROVIDERS = {
-    "Checkpoint": "render.inspect",
     "Checkpoint.entry": "checkpoint.tree",
+    "Checkpoint.html": "render.html",
     "Checkpoint.names": "checkpoint.tree",
     "Checkpoint.tensors": "checkpoint.tree",
     "CkptoolError": "render.error",

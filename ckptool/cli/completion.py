@@ -291,9 +291,9 @@ def _next(there: Mapping[str, Any], begun: str) -> Iterator[Candidate]:
 
 
 def _entry(name: str, node: Any) -> Candidate:
+    from ckptool.analysis.words import tensor_text, value_text
     from ckptool.checkpoint import Composite, TensorEntry
     from ckptool.checkpoint.tree import children
-    from ckptool.render.style import tensor_text, value_text
 
     if isinstance(node, (TensorEntry, Composite)):
         return Candidate(name, tensor_text(node))

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
-from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.outline import outline, overview
 from ckptool.analysis.statistics import Statistics, TensorPicture
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
@@ -35,9 +35,6 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
-from ckptool.render.inspect import branch_detail, overview
-from ckptool.render.memory_line import memory_text
-from ckptool.render.outline import outline
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff, Difference
@@ -68,7 +65,7 @@ def page(report: CheckpointReport) -> str:
     )
     environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals.update(treemap=treemap, outline=outline, detail=branch_detail, curve=Curve, path=curve_path)
+    environment.globals.update(treemap=treemap, outline=outline, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
     rules = [rule for file in report.files for rule in file.health.rules]
@@ -131,17 +128,17 @@ def _about(file: FileReport, letter: str) -> dict[str, Any]:
             "facts": file.diagnosis.is_a,
             "verdicts": [("Does it load?", "bad", "It cannot be opened", what)],
         }
-    found, known = file.inspection.listing, {finding.code for finding in file.diagnosis.findings}
+    found, known = file.inspection, {finding.code for finding in file.diagnosis.findings}
     facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
     facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
     return about | {
         "facts": " · ".join(filter(None, [*facts, found.part.label if found.part else ""])),
         "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
         "notes": [note for note in file.inspection.notes if note.code not in known],
-        "memory": memory_text(memory_needs(found)),
+        "memory": str(found.memory),
         "numbers": file.inspection.statistics,
         "parts": _parts_of(file),
-        "overview": overview(parts(found)),
+        "overview": overview(found.parts),
     }
 
 
@@ -172,9 +169,9 @@ def _parts_of(file: FileReport) -> list[PartSummary]:
     """The parts of a file that have tensors; the last one for those that are in none."""
     if file.inspection is None:
         return []
-    found = parts(file.inspection.listing)
+    found = file.inspection.parts
     inside = {id(row) for part in found for row in part.rows}
-    rest = [row for row in file.inspection.listing.tensors if id(row) not in inside]
+    rest = [row for row in file.inspection.tensors if id(row) not in inside]
     return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
 
 
@@ -442,7 +439,7 @@ def _clauses(report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, D
     odd: list[set[str | None]] = []
     for side, file in enumerate(report.files):
         known = file.inspection.statistics if file.inspection is not None else {}
-        rows = file.inspection.listing.tensors if file.inspection is not None else ()
+        rows = file.inspection.tensors if file.inspection is not None else ()
         of_row = ((row, known.get(row.address)) for row in rows)
         odd.append({_compared(diff, side, row.path) for row, one in of_row if one and (one.nans or one.infs)} - {None})
     for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):

@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args
 from ckptool import formats
 from ckptool.analysis.digests import tensor_digests
 from ckptool.analysis.inspect import listing
+from ckptool.analysis.words import value_text
 from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
@@ -31,7 +32,6 @@ from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
 from ckptool.options import option, verb
 from ckptool.output import check_target, digest_of, make_folder, replace_file
 from ckptool.pickles.plain.values import expand
-from ckptool.render.style import value_text
 from ckptool.verbs._options import DryRun
 
 # What is never anything but a checkpoint or an array, and the names that trainers give to `.bin` and `.tar`.

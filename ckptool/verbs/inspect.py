@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.analysis.fixes import runnable
-from ckptool.analysis.inspect import Inspection, Listing, listing, matching_only
-from ckptool.checkpoint import Composite, Note
+from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
+from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
-from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import open_file
 from ckptool.options import option, several, verb
 from ckptool.training import is_run
@@ -49,7 +47,7 @@ def inspect(
             several=True,
         ),
     ] = (),
-) -> Inspection:
+) -> Listing:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
     only: just the tensors and entries that match one of these patterns.
@@ -62,12 +60,7 @@ def inspect(
     if stats:
         with unchanged(opened.checkpoint.source):
             numbers = _numbers(found)
-    return Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
-
-
-def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) -> tuple[Note, ...]:
-    """The notes on a listing with statistics."""
-    return (*_non_finite(found, numbers), *runnable(found.notes, path))
+    return with_statistics(found, numbers, opened.path)
 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:
@@ -85,16 +78,3 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]
     return numbers
-
-
-def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:
-    bad = [place for place, values in numbers.items() if values.nans or values.infs]
-    if not bad:
-        return []
-    return [
-        Note(
-            "non-finite",
-            f"{len(bad):,} of {counted(len(found.tensors), 'tensor')} {form(len(bad), 'holds', 'hold')} "
-            f"NaN or Inf: {listed(bad, 3)}",
-        )
-    ]

@@ -11,7 +11,7 @@ from typing import Annotated
 from ckptool.analysis.diff import Diff
 from ckptool.analysis.doctor import Diagnosis
 from ckptool.analysis.health import Health, health
-from ckptool.analysis.inspect import Inspection, listing
+from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
@@ -40,7 +40,7 @@ class FileReport:
     inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty.
     """
 
-    inspection: Inspection | None
+    inspection: Listing | None
     diagnosis: Diagnosis
     pictures: dict[str, TensorPicture]
     health: Health
@@ -201,7 +201,6 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     files: on the page; the pictures of all of them have to fit.
     """
     from ckptool.verbs.doctor import of_opened
-    from ckptool.verbs.inspect import inspection_notes
 
     found = listing(opened.checkpoint, opened.at or "")
     numbers: dict[str, Statistics] = {}
@@ -232,7 +231,7 @@ def _file_report(opened: Opened, files: int) -> FileReport:
             continue
         for place in places:
             numbers[place], pictures[place], dead[place] = seen
-    inspection = Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
+    inspection = with_statistics(found, numbers, opened.path)
     return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, numbers, dead, skipped))
 
 
