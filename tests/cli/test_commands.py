@@ -110,7 +110,7 @@ def test_show(files: Path, run: Run) -> None:
     assert done(run("show", "training.pt#epoch")) == "3\n"
     sliced = json.loads(done(run("show", "dp.pt#module.fc1.weight", "--slice", "0:2,:", "--json")))
     expected = torch.load("dp.pt", weights_only=True)["module.fc1.weight"][:2].tolist()
-    assert sliced["values"] == expected and sliced["schema"] == "ckptool.show/1"
+    assert sliced["values"] == expected and sliced["schema"] == "ckptool.show/2"
     big = torch.zeros(100, 100)
     torch.save({"big.weight": big}, "big.pt")
     assert "--all" in done(run("show", "big.pt#big.weight"))
@@ -220,7 +220,7 @@ def test_cast_edit_convert(files: Path, run: Run) -> None:
 
 
 def check_inspection(found: dict[str, Any]) -> None:
-    assert found["schema"] == "ckptool.inspect/1"
+    assert found["schema"] == "ckptool.inspect/2"
     assert isinstance(found["bytes"], int) and isinstance(found["file"], str) and isinstance(found["container"], str)
     for row in found["tensors"]:
         assert {"path", "dtype", "shape", "stride", "offset", "location", "storage", "nbytes"} <= set(row)
