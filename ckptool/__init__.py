@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import Storage as Storage
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
+    from ckptool.training.inspect_run import inspect_run as inspect_run
     from ckptool.training.run import Run as Run
     from ckptool.verbs._live import load_into as load_into
     from ckptool.verbs.add_module import add_module as add_module
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ckptool.verbs.eval import eval as eval
     from ckptool.verbs.find_rules import find_rules as find_rules
     from ckptool.verbs.inspect import inspect as inspect
-    from ckptool.verbs.inspect_run import inspect_run as inspect_run
     from ckptool.verbs.layouts import layouts as layouts
     from ckptool.verbs.load import load as load
     from ckptool.verbs.lora_convert import lora_convert as lora_convert
@@ -78,7 +78,7 @@ _HOMES = {
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
     "find_rules": "verbs.find_rules",
-    "inspect_run": "verbs.inspect_run",
+    "inspect_run": "training.inspect_run",
     "layouts": "verbs.layouts",
     "load": "verbs.load",
     "load_into": "verbs._live",
@@ -90,14 +90,13 @@ _HOMES = {
 # Types that are no reports and offer what a layer above them does -> the module with the functions. A report's are in
 # the module of `render/` that is called like its own; `checkpoint/registry.py` finds both. `Type.form`: that form.
 PROVIDERS = {
-    "Checkpoint": "render.inspect",
     "Checkpoint.entry": "checkpoint.tree",
+    "Checkpoint.html": "render.html",
     "Checkpoint.names": "checkpoint.tree",
     "Checkpoint.tensors": "checkpoint.tree",
     "CkptoolError": "render.error",
     "Composite": "bridge",
     "Composite.cast": "transforms.casting",
-    "LayoutList": "render.layouts",
     "Memory": "bridge.live",
     "Report.html": "render.html",
     "Report.json": "render.json",

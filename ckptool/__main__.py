@@ -13,19 +13,12 @@ def main() -> int:
     """Runs the command line that the program was started with; does not come back."""
     forget_working_directory()
     if sys.argv[1:2] == ["--complete"]:  # a shell asks, while somebody types: without what it needs not
-        from ckptool.verbs._complete import complete
+        from ckptool.cli.completion import complete
 
-        os._exit(complete(sys.argv[2:], _options))
+        os._exit(complete(sys.argv[2:]))
     from ckptool.cli import main as run
 
     return run()
-
-
-def _options(words, typed):  # type: ignore[no-untyped-def]
-    """The continuations of a word that names nothing in a file; see `cli.completion`."""
-    from ckptool.cli.completion import candidates
-
-    return candidates(words, typed)
 
 
 def forget_working_directory() -> None:

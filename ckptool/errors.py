@@ -42,7 +42,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EEXIST
 from typing import Any
@@ -57,17 +57,17 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
+    meaning = ""  # why, where a raise does not say more
+    what: str
+    why: str
+    fix: str
 
-    def __init_subclass__(cls, code: str = "", exit_code: int = 0, **more: Any) -> None:
+    def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
-        cls.exit_code = exit_code or cls.exit_code
-        if code:
-            cls.code = code
+        cls.code, cls.exit_code, cls.meaning = code or cls.code, exit_code or cls.exit_code, why or cls.meaning
 
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        self.what = printable(what)
-        self.why = why if isinstance(why, TextLines) else printable(why)
-        self.fix = printable(fix)
+    def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
+        self.what, self.why, self.fix = map(escaped, (what, why or self.meaning, fix))
         # An OSError would take them for its number and file.
         Exception.__init__(self, self.what, self.why, self.fix)
 
@@ -81,7 +81,7 @@ class CkptoolError(Exception):
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
-        return self if printable(place) in self.what else type(self)(f"{place}: {self.what}", self.why, self.fix)
+        return self if printable(place) in self.what else type(self)(f"{place}: " + self.what, self.why, self.fix)
 
 
 class UsageError(CkptoolError, ValueError, code="usage"):
@@ -175,17 +175,14 @@ class Unsupported(CkptoolError, code="unsupported"):
     """The thing is known by name, but cannot be read or written here."""
 
 
-class Truncated(CkptoolError, EOFError, code="truncated"):
+class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off."):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     cut_archive: Any = None
 
 
-class Corrupt(CkptoolError, code="corrupt"):
+class Corrupt(CkptoolError, code="corrupt", why="It was damaged after it was written."):
     """The bytes contradict themselves."""
-
-    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        super().__init__(what, why or "It was damaged after it was written.", fix)
 
 
 class BadTensor(Corrupt, code="bad-tensor"):
@@ -208,7 +205,7 @@ class Conflict(CkptoolError, code="conflict"):
     """Carrying on would lose data or mix two things."""
 
 
-class OutputExists(Conflict, FileExistsError, code="output-exists"):
+class OutputExists(Conflict, FileExistsError, code="output-exists", why="It was left as it is."):
     """The target is there already and was not to be overwritten. A `FileExistsError`, too."""
 
     errno = EEXIST
@@ -290,6 +287,8 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
+    if _MARKED.search(text):
+        return str(Text(text))
     return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
 
 
@@ -302,16 +301,129 @@ def _escape(character: str) -> str:
     )
 
 
-class TextLines(str):
+# A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
+_MARK = f"\ue000{os.urandom(8).hex()}"
+_MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
+
+
+class Slot(str):
+    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, OUT.pt."""
+
+    __slots__ = ()
+
+    @property
+    def is_output(self) -> bool:
+        return self.startswith("OUT")
+
+    @property
+    def suffix(self) -> str | None:
+        """That of an output, where it is another than the input's."""
+        return self[3:] or None
+
+    def __truediv__(self, address: str) -> Slot:
+        """The part of the input at an address; the whole for the empty one."""
+        return Slot(f"{self}#{address}") if address else self
+
+
+INTO = Slot(">")  # the shell's own
+
+
+class Command(tuple[str, ...]):
+    """The words of a command, or of options. `str()` is what a shell takes, `python` what Python does; in an f-string
+    it is both, until the text enters an error."""
+
+    python: str
+
+    def __new__(cls, words: Iterable[str] = (), python: str = "") -> Command:
+        new = super().__new__(cls, words)
+        new.python = python or str(new)
+        return new
+
+    def __str__(self) -> str:
+        return " ".join(word if word == INTO and isinstance(word, Slot) else quoted(word) for word in self)
+
+    def __format__(self, _: str) -> str:
+        words = ("-+"[isinstance(word, Slot)] + word for word in self)
+        return f"{_MARK}({_MARK.join([self.python, *words])}{_MARK})"
+
+    @classmethod
+    def marked(cls, text: str) -> Command:
+        """The command that was formatted so."""
+        python, *words = text.split(_MARK)
+        return cls((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
+
+    @property
+    def writes(self) -> bool:
+        return any(isinstance(word, Slot) and word.is_output for word in self)
+
+    def with_words(self, words: Mapping[str, str]) -> Command:
+        """The command with a word in place of each slot of that name."""
+        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
+
+
+class Text(str):
+    """A text as people who use a shell read it, escaped; `python` is the same for those who write Python.
+
+    parts: texts and the commands between them.
+    """
+
+    __slots__ = ("parts", "python")
+    parts: tuple[str | Command, ...]
+    python: str
+
+    def __new__(cls, *parts: str | Command, python: str | None = None) -> Text:
+        shown = [each for part in parts for each in _parts(part)]
+        text = super().__new__(cls, "".join(map(str, shown)))
+        text.parts = tuple(shown) if python is None else ()
+        text.python = "".join(map(in_python, shown)) if python is None else python
+        return text
+
+    def __add__(self, more: str) -> Text:
+        return Text(self, more)
+
+    def __radd__(self, before: str) -> Text:
+        return Text(before, self)
+
+    @property
+    def commands(self) -> tuple[Command, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Command) and not part[0].startswith("-"))
+
+    def filled(self, fill: Callable[[Command], Command]) -> Text:
+        """The same text with its commands filled in."""
+        return Text(*(fill(part) if part in self.commands else part for part in self.parts))
+
+
+class TextLines(Text):
     """Several lines, each escaped: the one text of an error that has line breaks."""
 
     __slots__ = ()
 
     def __new__(cls, *lines: str) -> TextLines:
-        return super().__new__(cls, "\n".join(map(printable, lines)))
+        shown = list(map(escaped, lines))
+        text = str.__new__(cls, "\n".join(shown))
+        text.parts, text.python = (), "\n".join(map(in_python, shown))
+        return text
 
     def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.split("\n"))
+
+
+def escaped(text: str | Command) -> str:
+    """A text as `printable`, in which both spellings of commands are known; what is escaped already as it is."""
+    if isinstance(text, Text):
+        return text
+    return Text(text) if isinstance(text, Command) or _MARK in text else printable(text)
+
+
+def _parts(text: str | Command) -> Iterator[str | Command]:
+    if isinstance(text, Command):
+        yield text
+    elif isinstance(text, Text):
+        yield from text.parts or (text,)
+    else:
+        for number, part in enumerate(_MARKED.split(text)):
+            if part:
+                yield Command.marked(part) if number % 2 else printable(part)
 
 
 # Options that are not called as their argument is.
@@ -360,10 +472,10 @@ _COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?!\()(?:'[^']*'|[^
 _NO_CALL = SHELL | {"--find", "--list", "…", ">"}
 
 
-def in_python(text: str) -> str:
+def in_python(text: str | Command) -> str:
     """The text, with the options and commands that stand in it as the arguments and calls that they are in Python."""
-    parts = getattr(text, "parts", (text,))  # of an advice: texts, and commands as their words
-    return "".join(_translated(part) if isinstance(part, str) else _call(str(part), part) for part in parts)
+    said: str | None = getattr(text, "python", None)
+    return _translated(str(text)) if said is None else said
 
 
 def _translated(text: str) -> str:

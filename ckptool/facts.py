@@ -99,6 +99,12 @@ def cyan(text: str) -> Marked:
     return Marked(text, "cyan")
 
 
+class Verbatim(str):
+    """A text whose lines stay as they are, empty ones, too."""
+
+    __slots__ = ()
+
+
 MORE = "  … {} more (--json lists them)"
 
 
@@ -108,6 +114,8 @@ class Table(NamedTuple):
     heads: names of the columns, above them; the title stands in the place of an empty first one.
     right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
     limit: that many rows are shown, and `more` says how many there are besides.
+    hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
+    is too long for the terminal.
     """
 
     rows: Sequence[Any]
@@ -118,6 +126,7 @@ class Table(NamedTuple):
     indent: int = 2
     limit: int | None = None
     more: str = MORE
+    hang: int | None = None
 
     def cells(self) -> tuple[list[Sequence[str]], Sequence[int], int]:
         """The cells of the rows that are shown, the columns that go to the right, and how many rows are left out."""
@@ -272,6 +281,18 @@ class Report:
             name = type(self).__name__
             raise TypeError(f"a {name} is neither true nor false: ask for its .{self.verdict}, or whether it is None")
         return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Page(Report):
+    """A text that is printed as it is: a configuration, its schema."""
+
+    schema = "text/2"
+
+    text: str = ""
+
+    def told(self) -> Told:
+        return self.text.split("\n")
 
 
 def schema_of(kind: type[Report]) -> str:

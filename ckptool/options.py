@@ -8,10 +8,13 @@ A parameter without `option` or `argument` is Python's alone. Nothing here impor
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+from ckptool.errors import UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Hook = Callable[..., Any]
@@ -159,6 +162,9 @@ def _typed(kind: Any, option: Option) -> Any:
     return str if option.parse or str in kinds else next((each for each in (bool, int, float) if each in kinds), str)
 
 
+_FLAG = re.compile(r"--[a-z-]+")
+
+
 class _Shown(str):
     """A type as `help()` prints it: without the modules of its names."""
 
@@ -169,13 +175,39 @@ class _Shown(str):
 
 
 def for_python(function: Any) -> Any:
-    """A verb with the signature that `help()` shows: plain types, and every option by its name."""
+    """A verb with the signature that `help()` shows: plain types, and every option by its name, with what its help
+    says."""
     if "verb" not in vars(function):
         return function
-    whole = signature_of(function)
+    whole, typed = signature_of(function), list(parameters_of(function))
+    names = {flag: each.name for each in typed for flag in each.option.flags}
     options = [_options_of(function, each) for each in inspect.signature(function).parameters.values()]
     plain = [each.replace(annotation=_Shown(_plain(each.annotation))) for each in whole.parameters.values()]
     function.__signature__ = whole.replace(parameters=plain)
-    for each in filter(None, options):
-        function.__doc__ = f"{function.__doc__.rstrip()}\n\n    {each.__doc__.strip()}\n    "
+    about = [f"{each.name}: {_FLAG.sub(lambda flag: names.get(flag[0], flag[0]), each.option.help)}" for each in typed]
+    about += [each.__doc__.strip() for each in options if each is not None]
+    function.__doc__ = "\n    ".join([function.__doc__.rstrip() + "\n", *about, ""])
     return function
+
+
+def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
+    """The texts as a list, of which a single text is one: every option that takes several is read through this.
+
+    pair: what stands between the two of a dictionary's item, where one is taken. Raises `UsageError` for anything else.
+    """
+    if isinstance(texts, str):
+        return [texts]
+    if pair and isinstance(texts, Mapping):
+        return [f"{old}{pair}{new}" for old, new in texts.items()]
+    given: Any = texts
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"{given!r} was given where texts are needed", "", "Give a text, or a list of them.")
+    return list(given)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was most likely meant: one that it begins, else the most similar; empty for none."""
+    names = sorted(known)
+    begun = [each for each in names if len(name) > 1 and each.startswith(name)]
+    close = begun or difflib.get_close_matches(name, names, 1, 0.6)
+    return min(close, key=len) if close else ""

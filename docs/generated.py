@@ -139,8 +139,8 @@ def verb_page(name: str) -> str:
         call = getattr(ckptool, function_name(name))
         doc = inspect.cleandoc(call.__doc__ or "")
         lines += ["## In Python", block("py", f"ckptool.{call.__name__}{signature(call)}"), block("text", doc)]
-    printed = [each for each, (_, verbs) in schema().names.items() if name in verbs]
-    links = ", ".join(f"[`ckptool.{each}/1`](../schemas.md#ckptool{each.lower()}1)" for each in printed)
+    printed = [each.schema for each in schema().schemas if name in each.verbs]
+    links = ", ".join(f"[`{each}`](../schemas.md#{re.sub('[./]', '', each)})" for each in printed)
     lines += [
         "## JSON",
         f"With `--json` it prints {links}; several answers, and an error, are the same for all commands.",
@@ -195,10 +195,10 @@ def verbs_page() -> str:
 def schemas_page() -> str:
     """Every schema in full."""
     lines = ["# Every schema", "Printed by `ckptool schema`; [what they promise](json.md)."]
-    for name, (about, verbs) in schema().names.items():
-        document = textwrap.indent(block("json", json.dumps(schema(f"ckptool.{name}/1").document, indent=2)), "    ")
-        by = f" Printed by {', '.join(verbs)}." if verbs[0] else ""
-        lines += [f"## ckptool.{name}/1", f"{about}{by}", f'??? note "The schema"\n\n{document}']
+    for name, about, verbs in schema().schemas:
+        document = textwrap.indent(block("json", json.dumps(schema(name).to_dict(), indent=2)), "    ")
+        by = f" Printed by {', '.join(verbs)}." if verbs else ""
+        lines += [f"## {name}", f"{about}{by}", f'??? note "The schema"\n\n{document}']
     return "\n\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ def test_a_verb_is_one_file_and_one_line(tmp_path: Path) -> None:
     shutil.copytree(HOME / "ckptool", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "verbs" / "count.py").write_text(source)
     table = package / "commands.py"
-    table.write_text(table.read_text().replace("VERBS = {\n", f"VERBS = {{\n{line}", 1))
+    table.write_text(table.read_text().replace("[look takes]\n", f"[look takes]\n{line}", 1))
     torch.save({"a": torch.ones(3), "b": {"c": torch.ones(2, dtype=torch.float16)}}, tmp_path / "m.pt")
 
     def run(*words: str, code: int = 0) -> str:

@@ -88,7 +88,7 @@ def assert_same_file(file: Path, out: Path) -> None:
 
 @every
 def test_inspect_counts_what_the_manifest_does(row: Row) -> None:
-    found = ckptool.inspect(path_of(row)).listing
+    found = ckptool.inspect(path_of(row))
     assert found.bytes == int(row["bytes"]) and found.container == CONTAINERS.get(row["kind"], row["kind"])
     assert len(found.tensors) == int(row["tensors"])
     if row["locations"]:
@@ -138,10 +138,10 @@ def live(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
 
 def test_the_folder_of_a_distributed_checkpoint() -> None:
     if (folder := CORPUS / "lightning_dcp").is_dir():
-        found = ckptool.inspect(folder).listing
+        found = ckptool.inspect(folder)
         assert found.container == "dcp" and len(found.tensors) == 4
         for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-            part = ckptool.inspect(folder / name).listing
+            part = ckptool.inspect(folder / name)
             assert part.container == "dcp" and len(part.tensors) == 4, name
 
 
@@ -163,7 +163,7 @@ def test_a_whole_module_gives_its_weights_without_its_class(tmp_path: Path) -> N
     done = ckptool.convert(file, tmp_path / "weights.safetensors", verify=True)
     assert done.facts["tensors"] == 20 and done.facts["left_behind"] == ["epoch"]
     names = list(load_file(tmp_path / "weights.safetensors"))
-    assert sorted(names) == sorted(row.path[-1] for row in ckptool.inspect(file, at="model").listing.tensors)
+    assert sorted(names) == sorted(row.path[-1] for row in ckptool.inspect(file, at="model").tensors)
     assert "input.weight" in names and "residual_layer.0.conv.weight" in names
 
 

@@ -295,9 +295,9 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--list", "--rules", "nothing"]) == 2 and "vit-timm" in capsys.readouterr().err
     assert main(["translate", "--list", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["schema"] == "ckptool.layouts/1"
+    assert facts["schema"] == "ckptool.layouts/2"
     (vit,) = (each for each in facts["layouts"] if each["name"] == "vit-timm")
-    assert vit["new"]["name"] == "transformers" and vit["old"]["refused"][0]["what"] == "fc_norm.*"
+    assert vit["new"]["name"] == "transformers" and vit["old"]["refuse"][0]["what"] == "fc_norm.*"
     assert main(["translate"]) == 2 and "ckptool translate --list" in capsys.readouterr().err
 
 

@@ -65,7 +65,7 @@ def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, referenc
     text = reference[f"reference/{function_name(name)}.md"]
     for parameter in typed_parameters(function_of(name)):
         assert parameter.option.hidden or all(flag in text for flag in parameter.option.flags), parameter
-    assert any(f"ckptool.{each}/1" in text for each, (_, verbs) in schema().names.items() if name in verbs)
+    assert any(each.schema in text for each in schema().schemas if name in each.verbs)
 
 
 def test_the_site_asks_nobody_for_anything(site: Path) -> None:

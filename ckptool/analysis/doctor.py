@@ -18,8 +18,8 @@ from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
-from ckptool.errors import CkptoolError, listed, printable
+from ckptool.commands import FILE, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, arg, command
+from ckptool.errors import CkptoolError, Text, listed, printable
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
 from ckptool.formats.parts import MEMBERS
@@ -114,8 +114,10 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
     """A file that cannot be opened: what it is instead, or what is wrong with it."""
     fixes: tuple[str, ...] = ()
     advice = error.fix
-    if isinstance(error.fix, Advice) and error.fix.commands:
-        fixes, advice = (str(Chain(file).fill(error.fix.commands[0])),), error.fix.otherwise
+    if isinstance(error.fix, Text) and error.fix.commands:
+        first = error.fix.commands[0]
+        fixes, advice = (str(Chain(file).fill(first)),), error.fix.partition(str(first))[2].lstrip("; .")
+        advice = advice[:1].upper() + advice[1:]
     what = error.what if not error.why else f"{error.what}. {error.why}"
     said = _said_of(error, file)
     return Diagnosis(file, "", (Finding(error.code, printable(what), said, True, fixes, advice),))
@@ -434,7 +436,7 @@ def _tied(note: Note, way: Way | None) -> Finding:
 def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Finding:
     """Some keys begin with `module.`: a submodule, or wrapped keys among others; the model decides."""
     advice = Advice(
-        "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", *fixes
+        f"A submodule may be called module; with {arg(against=MODEL)} the model decides. If it is a wrapper: ", *fixes
     )
     return Finding(note.code, note.message, says, False, advice=advice, stage=Stage.WRAPPERS)
 

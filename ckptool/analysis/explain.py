@@ -11,8 +11,9 @@ from pathlib import Path
 from ckptool.analysis.doctor import UNKNOWN, Diagnosis, of_error_text
 from ckptool.analysis.error_texts import MAX_TEXT
 from ckptool.checkpoint.registry import Report
-from ckptool.commands import Advice, Command, nearest
+from ckptool.commands import Advice, Command
 from ckptool.errors import NoMatch, UsageError
+from ckptool.options import nearest
 
 _CODE = "[a-z][a-z0-9-]*"
 # Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.

@@ -37,7 +37,7 @@ class Chain:
             return self._free(slot.suffix)
         if not slot.startswith("FILE") or not self.original:  # of what is in memory
             return slot  # nobody but the user can
-        place = "/".join(part for part in (self.at, slot.address) if part)
+        place = "/".join(part for part in (self.at, slot.partition("#")[2]) if part)
         return f"{self.current}#{place}" if place else self.current
 
     def _free(self, suffix: str | None) -> str:

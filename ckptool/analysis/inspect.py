@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from ckptool.analysis import words
+from ckptool.analysis.fixes import runnable
+from ckptool.analysis.memory import MemoryNeeds, memory_needs
+from ckptool.analysis.outline import LINES, Branch, overview
 from ckptool.analysis.quantization import quantized_notes
+from ckptool.analysis.words import Json, PathFact, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import (
     COUNTER,
     OPTIMIZER,
@@ -22,14 +28,27 @@ from ckptool.checkpoint.state_dicts import (
     array_state_dicts,
     find_state_dicts,
     unnamed_tensors,
-    without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
+from ckptool.checkpoint.tree import (
+    MANY_NAMES,
+    Path,
+    address,
+    check_names,
+    children,
+    find,
+    segment_text,
+    storages,
+    stored_parts,
+    walk,
+)
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
 from ckptool.errors import Conflict, counted, form, listed, printable
+from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
+from ckptool.formats import named
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
+from ckptool.options import option
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.weights_only import takes, weights_only
 
@@ -39,6 +58,12 @@ if TYPE_CHECKING:
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
 SHORT = 8  # a container of so many plain values is listed wherever it stands
+NAMES = 56  # columns for names of the outline; longer ones push their line to the right
+ENGINE = ("engine", "ranks", "step")  # of the metadata
+STATISTICS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
+_NUMBERS = words.fields(dict.fromkeys(STATISTICS, words.optional(words.NUMBER)))
+_ROW = words.fields({"path": words.PATH, **words.TENSOR}, {**words.TENSOR_ALSO, "statistics": _NUMBERS})
+_ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VALUE}, {"same_as": words.PATH})
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
@@ -52,6 +77,7 @@ class TensorRow:
     path: Path
     tensor: Tensor
     storage: int | None
+    statistics: Statistics | None = None
 
     @property
     def address(self) -> str:
@@ -75,35 +101,209 @@ class EntryRow:
         return address(self.path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Listing:
-    """The contents of a checkpoint. `at` is the address that was asked for; sizes are in bytes.
+def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
+    """Every tensor with its path, and its statistics where they were asked for."""
+    from ckptool.pickles.plain.text import to_jsons
 
-    tensor_bytes: what the storages that the tensors use take up, each counted once.  unlisted: plain values beyond the
-    first 50,000.
-    part: of what the checkpoint is only a part.  only: the patterns by which these tensors and entries were chosen.
+    facts = []
+    for row in rows:
+        facts.append({"path": words.path_json(row.path), **words.tensor_json(row.tensor, row.storage)})
+        if row.statistics is not None:
+            numbers = to_jsons([getattr(row.statistics, name) for name in STATISTICS])
+            facts[-1]["statistics"] = dict(zip(STATISTICS, numbers, strict=True))
+    return facts
+
+
+def _entries_json(rows: Iterable[EntryRow]) -> list[Json]:
+    """Every value that is printed; of one that stands in an earlier place, too, only where. Bounded together."""
+    from ckptool.pickles.plain.text import to_jsons
+
+    shown = [row for row in rows if not row.repeated]
+    values = to_jsons([row.value if row.same_as is None else None for row in shown])
+    return [
+        {"path": words.path_json(row.path), "type": type_name(row.value), "value": value}
+        | ({} if row.same_as is None else {"same_as": words.path_json(row.same_as)})
+        for row, value in zip(shown, values, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Listing(Report):
+    """Every tensor and entry of a checkpoint with its path; sizes in bytes.
+
+    bytes: of the file or folder.  part: set where it is only a part of a checkpoint.  at: the address that was asked
+    for.  tensor_bytes: what the storages that the tensors use take up, each counted once.
+    metadata: of the container, as it is there.  unlisted: plain values beyond the first 50,000.
+    only: the patterns by which these tensors and entries were chosen.  parts: state dicts and what stands beside them.
     """
+
+    schema = "inspect/2"
 
     file: str
     container: str
-    bytes: int
+    bytes: Bytes
+    part: PartOf | None
     at: str
-    tree: Any
-    tensors: tuple[TensorRow, ...]
-    entries: tuple[EntryRow, ...]
-    roots: tuple[StateDict, ...]
-    notes: tuple[Note, ...]
+    tree: Annotated[Any, LIVE]
+    roots: Annotated[tuple[StateDict, ...], LIVE]
+    tensor_bytes: Bytes
     storages: int
-    tensor_bytes: int
-    metadata: dict[str, Any]
-    unlisted: int = 0
-    part: PartOf | None = None
+    metadata: Annotated[dict[str, Any], Unit(json=words.value_json, schema={"type": "object"})]
+    tensors: Annotated[tuple[TensorRow, ...], Unit(json=_rows_json, schema=words.several(_ROW))]
+    entries: Annotated[tuple[EntryRow, ...], Unit(json=_entries_json, schema=words.several(_ENTRY))]
+    unlisted: int
+    notes: tuple[Note, ...]
     only: tuple[str, ...] = ()
 
+    @cached_property
+    def _parts(self) -> list[PartSummary]:
+        if len(self.roots) == 1:
+            return [summary_of(self.roots[0], self.tensors)]
+        rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in self.roots}
+        depths = sorted({len(path) for path in rows}, reverse=True)  # of an optimizer within weights, it
+        for row in self.tensors:
+            path = next((row.path[:depth] for depth in depths if row.path[:depth] in rows), None)
+            if path is not None:
+                rows[path].append(row)
+        return [summary_of(root, rows[root.path]) for root in self.roots]
+
     @property
-    def printed(self) -> tuple[EntryRow, ...]:
-        """The entries; a container is one of them after its first place, unless `only` asked for its parts."""
-        return self.entries if self.only else tuple(row for row in self.entries if not row.repeated)
+    def parts(self) -> list[PartSummary]:
+        """Every root, in order, with its tensors. Those outside of all roots belong to none."""
+        return self._parts
+
+    @property
+    def memory(self) -> MemoryNeeds:
+        """What the weights take up."""
+        return memory_needs(self)
+
+    @cached_property
+    def statistics(self) -> dict[str, Statistics]:
+        """The statistics of tensors by their addresses, where they were asked for."""
+        return {row.address: row.statistics for row in self.tensors if row.statistics is not None}
+
+    def told(
+        self,
+        *,
+        all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
+        depth: Annotated[
+            int | None, option("--depth N", "Levels of the outline, instead of as many as fit.", least=0)
+        ] = None,
+        quiet: Annotated[
+            bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")
+        ] = False,
+    ) -> Told:
+        entries = [row for row in self.entries if not row.repeated]
+        if quiet:
+            addresses = [row.address for row in self.tensors] + [row.address for row in entries]
+            yield from (each or WHOLE for each in addresses)
+            return
+        engine = engine_of(self.metadata)
+        own = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
+        said = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in own]
+        facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
+        facts += [f"metadata {listed(said, 4)}"] if said else []
+        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
+        yield from [f"engine: {engine}"] if engine else []
+        yield ""
+        if self.statistics:
+            heads = ("", "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
+            yield Table([_numbers(row) for row in self.tensors], heads=heads, right=range(3, 11), indent=0)
+        elif all:
+            tied = {id(part.rows[row]): part.rows[first] for part in self.parts for row, first in part.tied.items()}
+            yield Table([_cells(row, tied.get(id(row))) for row in self.tensors], right=(3,), indent=0)
+        else:
+            yield from _outlined(self.parts, depth)
+        yield ""
+        if (all and not self.statistics) or (self.only and not all):
+            yield Table([(row.address or WHOLE, _said(row)) for row in entries], title="entries")
+        yield ""
+        if all and self.unlisted and not self.statistics:
+            yield f"… and {counted(self.unlisted, 'more entry', 'more entries')}"
+        yield ""
+        if not self.tensors:
+            yield dim("no tensors")
+        else:
+            ties = sum(len(part.tied) for part in self.parts)
+            also = f"; {counted(ties, 'name')} tied to another" if ties else ""
+            where = f"{counted(self.storages, 'storage')}, {size(self.tensor_bytes)}{also}"
+            yield dim(f"{counted(len(self.tensors), 'tensor')} in {where}")
+            yield dim(f"{self.memory}")
+        yield ""
+        yield from self.notes
+
+
+def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
+    """A line for each part, and below it an outline of what is in it; of a file of plain values these, as they fit."""
+    if len(parts) == 1 and parts[0].root.path == () and not parts[0].rows:
+        node = parts[0].root.node
+        rows = [(segment_text(key), value_text(value)) for key, value in islice(children(node), LINES + 1)]
+        yield Table(rows[:LINES], indent=0) if rows else value_text(node)
+        yield from ["…  (--all lists everything)"] if rows[LINES:] else []
+        return
+    shown, hidden = overview(parts, depth)
+    lines: list[tuple[str, int | None, str]] = []  # a label, bytes (None: no bar), what it is
+
+    def add(branch: Branch, indent: str) -> None:
+        for child in branch.expanded:
+            label = indent + child.label + (f" ×{child.run:,}" if child.run > 1 else "")
+            lines.append((label, None if child.is_tied else child.size, dim(child.detail)))
+            add(child, indent + "  ")
+        if branch.hidden:
+            lines.append((f"{indent}…", None, dim(f"{branch.hidden:,} more (--all lists them)")))
+
+    for row in shown:
+        lines.append((bold(row.name), row.bytes, row.detail))
+        if row.outline is not None:
+            add(row.outline, "  ")
+    if hidden:
+        lines.append((bold("…"), None, f"{hidden:,} more (--all lists every tensor)"))
+    biggest = max((row.bytes or 0 for row in shown), default=0)
+
+    def aligned(width: int | None) -> Told:
+        length = BAR if width is None or width >= 100 else BAR // 2
+        rows: list[tuple[str, ...]] = [(label, detail) for label, _, detail in lines]
+        if any(nbytes is not None for _, nbytes, _ in lines):
+            sizes = ["" if nbytes is None else size(nbytes) for _, nbytes, _ in lines]
+            bars = [blue(bar(nbytes or 0, biggest, length)) for _, nbytes, _ in lines]
+            rows = [(label, *cells, detail) for (label, detail), *cells in zip(rows, sizes, bars, strict=True)]
+        yield Table(
+            rows, right=(1,) if len(rows[0]) > 2 else (), indent=0, hang=min(NAMES, max((width or 1_000) - 40, 12))
+        )
+
+    yield aligned
+
+
+def _cells(row: TensorRow, first: TensorRow | None) -> tuple[str, ...]:
+    """A tensor in a line of `--all`.  first: what it is tied to."""
+    tensor = row.tensor
+    also = [] if tensor.location == "cpu" else [tensor.location]
+    if isinstance(tensor, Composite):
+        also.append(tensor.kind)
+    elif not tensor.is_contiguous:
+        also.append(f"strides {list(tensor.stride)}")
+    also += [f"tied to {first.address}"] if first else []
+    return row.address or WHOLE, *_type(tensor), size(tensor.nbytes), ", ".join(also)
+
+
+def _numbers(row: TensorRow) -> tuple[str, ...]:
+    """A tensor in a line of `--stats`."""
+    values = row.statistics
+    if values is None:
+        return row.address, *_type(row.tensor), *[""] * 8
+    numbers = (number(value) for value in (values.min, values.max, values.mean, values.std, values.norm))
+    zeros = f"{values.zeros / values.count:.1%}" if values.zeros else "0"
+    return row.address, *_type(row.tensor), *numbers, zeros, short(values.nans), short(values.infs)
+
+
+def _type(tensor: Tensor) -> tuple[str, str]:
+    return tensor.dtype.name if tensor.dtype else "?", "" if tensor.shape is None else str(list(tensor.shape))
+
+
+def _said(row: EntryRow) -> str:
+    if row.same_as is None:
+        return value_text(row.value)
+    return f"the same {type_name(row.value)} as {address(row.same_as) or WHOLE}"
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
@@ -138,24 +338,24 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
             entries.append(EntryRow(path, node, same_as=places[id(node)]))
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
-    found = find_state_dicts(replace(checkpoint, tree=tree))
-    roots = tuple(replace(root, path=base + root.path) for root in found) if base else tuple(found)
+    roots = find_state_dicts(replace(checkpoint, tree=tree))
+    roots = [replace(root, path=base + root.path) for root in roots] if base else roots
     rows = _with_names(rows, roots, numbers)
     return Listing(
-        (source.shown if isinstance(source, Folder) else source.path) if source else "",
-        checkpoint.container,
-        source.size if source else sum(sizes.values()),
-        at,
-        tree,
-        tuple(rows),
-        tuple(entries),
-        roots,
-        tuple(_notes(checkpoint, roots, rows)),
-        len(numbers),
-        sum(sizes.values()),
-        dict(checkpoint.metadata),
-        unlisted,
-        checkpoint.part,
+        file=(source.shown if isinstance(source, Folder) else source.path) if source else "",
+        container=checkpoint.container,
+        bytes=source.size if source else sum(sizes.values()),
+        part=checkpoint.part,
+        at=at,
+        tree=tree,
+        roots=tuple(roots),
+        tensor_bytes=sum(sizes.values()),
+        storages=len(numbers),
+        metadata=dict(checkpoint.metadata),
+        tensors=tuple(rows),
+        entries=tuple(entries),
+        unlisted=unlisted,
+        notes=tuple(_notes(checkpoint, roots, rows)),
     )
 
 
@@ -173,25 +373,33 @@ def matching_only(found: Listing, only: Sequence[str]) -> Listing:
         return next((row.path[:length] for length in lengths if row.path[:length] in paths), ())
 
     everything: list[TensorRow | EntryRow] = [*found.tensors, *found.entries]
-    named = {id(row): {row.address, address(row.path[len(owner(row)) :])} for row in everything}
-    chosen = selected(set().union(*named.values()), only)
-    rows = tuple(row for row in found.tensors if named[id(row)] & chosen)
-    entries = tuple(row for row in found.entries if named[id(row)] & chosen)
+    names = {id(row): {row.address, address(row.path[len(owner(row)) :])} for row in everything}
+    chosen = selected(set().union(*names.values()), only)
+    rows = tuple(row for row in found.tensors if names[id(row)] & chosen)
+    # A part of what stands in an earlier place, too, is asked for by name: it is printed.
+    entries = (replace(row, repeated=False) for row in found.entries if names[id(row)] & chosen)
     sizes = {id(part.storage): part.storage.nbytes for row in rows for part in stored_parts(row.tensor)}
     kept = set(map(owner, rows))
-    roots = tuple(root for root in found.roots if root.path in kept)
     return replace(
         found,
         tensors=rows,
-        entries=entries,
-        roots=roots,
+        entries=tuple(entries),
+        roots=tuple(root for root in found.roots if root.path in kept),
         storages=len(sizes),
         tensor_bytes=sum(sizes.values()),
         only=tuple(only),
     )
 
 
-ENGINE = ("engine", "ranks", "step")  # of the metadata
+def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str) -> Listing:
+    """The listing with statistics, by address, and its notes with commands that can be run on the file."""
+    rows = [replace(row, statistics=numbers.get(row.address)) for row in found.tensors] if numbers else found.tensors
+    bad = [place for place, values in numbers.items() if values.nans or values.infs]
+    notes = runnable(found.notes, path)
+    if bad:
+        holding = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
+        notes = (Note("non-finite", f"{holding} NaN or Inf: {listed(bad, 3)}"), *notes)
+    return replace(found, tensors=tuple(rows), notes=notes)
 
 
 def engine_of(metadata: Mapping[str, Any]) -> str:
@@ -246,23 +454,33 @@ def _is_short(node: Any) -> bool:
     return len(parts) <= SHORT and all(type(part) in SCALARS for _, part in parts)
 
 
-# Notes ---------------------------------------------------------------------------------------------------------------
+# Notes ----------------------------------------------------------------------------------------------------------------
 
 
-def _notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...], rows: list[TensorRow]) -> Iterator[Note]:
+def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[TensorRow]) -> Iterator[Note]:
     use = list(use_notes(checkpoint))
-    refused = () if use or checkpoint.container not in _WITH_DEFAULT else _weights_only_notes(checkpoint)
-    for note in (*_prefix_notes(roots), *_device_notes(rows), *refused):
+    for note in (*_naming_notes(roots), *_loading_notes(checkpoint, rows, bool(use))):
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
     yield from use
     yield from _waste_notes(rows)
-    yield from _adapter_notes(checkpoint, roots)
+    if any(root.is_model and " adapter, " in root.detail for root in roots):
+        trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
+        whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
+        yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
     yield from _optimizer_notes(roots)
     yield from quantized_notes(checkpoint, roots)
-    if not any(root.is_model for root in roots):
-        yield from _array_notes(checkpoint)
+    arrays = array_state_dicts(checkpoint.tree) if not any(root.is_model for root in roots) else []
+    if arrays:
+        places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
+        fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
+        yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
     yield from checkpoint.notes
+
+
+_WOULD = {CALLED: "call", MADE: "make", NAMED: "import"}
+WEIGHTS_ONLY = "weights-only"  # the code of the note on it
+_WITH_DEFAULT = ("torch-zip", "torch-legacy")  # that torch.load reads with weights_only=True unless told otherwise
 
 
 def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
@@ -272,25 +490,50 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         if use.verdict == UNKNOWN:
             unknown.setdefault((use.how, use.name), place)
     if unknown:
-        would = [f"{verb} {listed(names)}" for how, verb in _WOULD if (names := _names(unknown, how))]
+        names = {how: sorted(name for kind, name in unknown if kind == how) for how in _WOULD}
+        would = [f"{_WOULD[how]} {listed(each)}" for how, each in names.items() if each]
         first = next(iter(unknown.values())) or "the top"
         yield Note(
             "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
         )
-    if names := unjudged(checkpoint):
-        shown = listed(names, 4)
-        what = counted(len(names), "file begins like a pickle", "files begin like pickles")
+    if unread := unjudged(checkpoint):
+        shown = listed(unread, 4)
+        what = counted(len(unread), "file begins like a pickle", "files begin like pickles")
         yield Note("not-judged", f"{what} and could not be read, so nobody knows what loading would run: {shown}")
     yield from custom_notes(checkpoint)
 
 
-WEIGHTS_ONLY = "weights-only"  # the code of the note on it
-_WITH_DEFAULT = ("torch-zip", "torch-legacy")  # that torch.load reads with weights_only=True unless told otherwise
+def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
+    """Keys with the names of wrappers before them."""
+    notes: list[tuple[str, str]] = []
+    partial = False
+    for root in roots:
+        is_named = root.is_model and root.module is None  # a whole module's names are not its keys
+        names = [name for name in root.names() if name != COUNTER] if is_named else []
+        kinds = Counter(kind for name in names if (kind := wrappers(name)))
+        if not kinds:
+            continue
+        having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
+        partial = partial or 0 < having < len(names)  # the command is one for all roots
+        wrapped = sum(kinds.values())
+        where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
+        message = f"{where} {form(wrapped, 'carries', 'carry')} a wrapper's {listed(sorted(kinds))}"
+        notes.append(("prefix-module" if having else "prefix-compiled", message))
+    fix = command("strip-module", FILE, partial=partial, out=OUT)
+    yield from (Note(code, message, fix) for code, message in notes)
 
 
-def _weights_only_notes(checkpoint: Checkpoint) -> Iterator[Note]:
-    """The note on values that would run nothing unknown, and that torch.load refuses all the same."""
-    if takes(checkpoint.tree):
+def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe: bool) -> Iterator[Note]:
+    """Tensors of a device, and values that would run nothing unknown and that torch.load refuses all the same."""
+    places = Counter(row.tensor.location for row in rows)
+    elsewhere = sorted((place, count) for place, count in places.items() if place not in ("cpu", "meta"))
+    if elsewhere:
+        (first, count), *more = elsewhere
+        tagged = f"{count:,} {form(count, 'tensor is', 'tensors are')} tagged {first}"
+        facts = listed([tagged, *(f"{count:,} {place}" for place, count in more)])
+        code = "cuda-location" if any(place.startswith("cuda") for place, _ in elsewhere) else "device-location"
+        yield Note(code, f"{facts}; a machine without it needs map_location", command("remap", FILE, to="cpu", out=OUT))
+    if is_unsafe or checkpoint.container not in _WITH_DEFAULT or takes(checkpoint.tree):
         return
     fix: tuple[()] | Command = ()
     try:
@@ -301,30 +544,27 @@ def _weights_only_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     except Conflict:
         names = ["keys that would become the same text"]
     if names:
-        shown = listed(names, 4)
-        yield Note(
-            WEIGHTS_ONLY,
-            f"torch.load refuses it by default (weights_only=True): {shown}; nothing in it would run",
-            fix,
-        )
+        what = f"torch.load refuses it by default (weights_only=True): {listed(names, 4)}; nothing in it would run"
+        yield Note(WEIGHTS_ONLY, what, fix)
 
 
-def _adapter_notes(checkpoint: Checkpoint, roots: tuple[StateDict, ...]) -> Iterator[Note]:
-    """The model that an adapter is for, as PEFT's configuration beside it says."""
-    if any(root.is_model and " adapter, " in root.detail for root in roots):
-        trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
-        whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
-        yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
+def _waste_notes(rows: Sequence[TensorRow]) -> Iterator[Note]:
+    """Storages of which the tensors show only a part, as slices do that were saved without `.clone()`."""
+    shown, totals = Counter[int](), dict[int, int]()
+    for row in rows:
+        entry = row.tensor
+        if isinstance(entry, TensorEntry) and row.storage is not None:
+            first, last = entry.span() if entry.storage.nbytes != entry.nbytes else (0, entry.nbytes)
+            shown[row.storage] += min(entry.nbytes, last - first)
+            totals[row.storage] = entry.storage.nbytes
+    wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
+    if sum(wasted) >= WASTE_WORTH_A_NOTE:
+        where = f"{sum(wasted):,} bytes in {counted(len(wasted), 'storage')}"
+        fix = command("slim", FILE, keep_optimizer=True, out=OUT)
+        yield Note("wasted-storage", f"{where} are used by no tensor (slices saved with all of it)", fix)
 
 
-_WOULD = ((CALLED, "call"), (MADE, "make"), (NAMED, "import"))
-
-
-def _names(unknown: dict[tuple[str, str], str], how: str) -> list[str]:
-    return sorted(name for kind, name in unknown if kind == how)
-
-
-def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
+def _optimizer_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
     """Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter."""
     for root in roots:
         if root.kind != OPTIMIZER:
@@ -332,86 +572,16 @@ def _optimizer_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
         state = root.node["state"]
         groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
         known = {
-            id_ for names in groups if isinstance(names, (list, tuple)) for id_ in names if type(id_) in (int, str)
+            each for names in groups if isinstance(names, (list, tuple)) for each in names if type(each) in (int, str)
         }
         missing = [key for key in state if key not in known]
         if missing and groups:
             which = listed([str(key)[:100] for key in missing])
-            where = root.address or "the file"
-            message = (
-                f"{where}: {len(missing):,} of {counted(len(state), 'state')} "
-                f"{form(len(missing), 'belongs', 'belong')} to no parameter: {which}"
-            )
-            yield Note("optimizer-mismatch", message)
+            count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
+            yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {which}")
 
 
-def _array_notes(checkpoint: Checkpoint) -> Iterator[Note]:
-    found = array_state_dicts(checkpoint.tree)
-    places = listed([f"{root.detail} at {root.address or 'the top'}" for root in found], 3)
-    fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(found) == 1 else ()
-    if found:
-        yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
-
-
-def _prefix_notes(roots: tuple[StateDict, ...]) -> Iterator[Note]:
-    found: list[tuple[str, str]] = []
-    partial = False
-    for root in roots:
-        named = root.is_model and root.module is None  # a whole module's names are not its keys
-        names = [name for name in root.names() if name != COUNTER] if named else []
-        kinds = Counter(kind for name in names if (kind := wrappers(name)))
-        if not kinds:
-            continue
-        having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        partial = partial or 0 < having < len(names)  # the command is one for all roots
-        wrapped = sum(kinds.values())
-        where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
-        message = f"{where} {form(wrapped, 'carries', 'carry')} a wrapper's {listed(sorted(kinds))}"
-        found.append(("prefix-module" if having else "prefix-compiled", message))
-    fix = command("strip-module", FILE, partial=partial, out=OUT)
-    yield from (Note(code, message, fix) for code, message in found)
-
-
-def _device_notes(rows: list[TensorRow]) -> Iterator[Note]:
-    places = Counter(row.tensor.location for row in rows)
-    elsewhere = {place: count for place, count in places.items() if place not in ("cpu", "meta")}
-    if elsewhere:
-        kind = (
-            "cuda" if any(place.startswith("cuda") for place in elsewhere) else next(iter(elsewhere)).partition(":")[0]
-        )
-        (first, count), *more = sorted(elsewhere.items())
-        tagged = f"{count:,} {'tensor is' if count == 1 else 'tensors are'} tagged {first}"
-        facts = listed([tagged, *(f"{count:,} {place}" for place, count in more)])
-        fix = command("remap", FILE, to="cpu", out=OUT)
-        yield Note(
-            "cuda-location" if kind == "cuda" else "device-location",
-            f"{facts}; a machine without it needs map_location",
-            fix,
-        )
-
-
-def _waste_notes(rows: list[TensorRow]) -> Iterator[Note]:
-    """Storages of which the tensors show only a part, as slices do that were saved without `.clone()`."""
-    shown: dict[int, int] = {}
-    totals: dict[int, int] = {}
-    for row in rows:
-        entry = row.tensor
-        if isinstance(entry, TensorEntry) and row.storage is not None and entry.storage.nbytes != entry.nbytes:
-            first, last = entry.span()
-            shown[row.storage] = shown.get(row.storage, 0) + min(entry.nbytes, last - first)
-            totals[row.storage] = entry.storage.nbytes
-        elif row.storage is not None:
-            shown[row.storage] = row.tensor.nbytes
-    waste = sum(max(0, total - shown[number]) for number, total in totals.items())
-    if waste >= WASTE_WORTH_A_NOTE:
-        count = sum(1 for number, total in totals.items() if shown[number] < total)
-        fix = command("slim", FILE, keep_optimizer=True, out=OUT)
-        yield Note(
-            "wasted-storage",
-            f"{waste:,} bytes in {counted(count, 'storage')} are used by no tensor (slices saved with all of it)",
-            fix,
-        )
-
+# Parts ----------------------------------------------------------------------------------------------------------------
 
 _T = TypeVar("_T")
 
@@ -426,55 +596,30 @@ class PartSummary:
     first.
     """
 
-    root: StateDict
-    rows: Sequence[TensorRow]
-    sizes: list[int]
-    tied: dict[int, int]
+    root: Annotated[StateDict, LIVE]
+    rows: Annotated[Sequence[TensorRow], LIVE]
+    sizes: Annotated[list[int], LIVE]
+    tied: Annotated[dict[int, int], LIVE]
     elements: int
-    bytes: int
+    bytes: Bytes
     dtypes: tuple[str, ...]
     locations: tuple[str, ...]
 
+    @property
+    def path(self) -> PathFact:
+        return self.root.path
 
-def parts(listing: Listing) -> list[PartSummary]:
-    """Every root of a listing, in order, with its tensors. Those outside of all roots belong to none."""
-    if len(listing.roots) == 1:
-        return [summary_of(listing.roots[0], listing.tensors)]
-    rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in listing.roots}
-    depths = sorted({len(path) for path in rows}, reverse=True)  # of an optimizer within weights, it
-    for row in listing.tensors:
-        for depth in depths:
-            found = rows.get(row.path[:depth])
-            if found is not None:
-                found.append(row)
-                break
-    return [summary_of(root, rows[root.path]) for root in listing.roots]
+    @property
+    def kind(self) -> str:
+        return self.root.kind
 
+    @property
+    def detail(self) -> str:
+        return self.root.detail
 
-def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:
-    """Sets of weights with the names, types and shapes of an earlier one (wrappers aside), as an EMA has: to that."""
-    models = [part for part in divided if part.root.is_model]
-    alike: dict[PartSummary, PartSummary] = {}
-    first: dict[tuple[object, ...], PartSummary] = {}
-    for part in models if len(models) > 1 else ():
-        shapes = tuple(
-            (without_wrappers(path[0]) if isinstance(path[0], str) else path[0], tensor.dtype, tensor.shape)
-            for path, tensor in _weights(part)
-        )
-        if (found := first.setdefault(shapes, part)) is not part:
-            alike[part] = found
-    return alike
-
-
-def same_names(part: PartSummary, other: PartSummary) -> bool:
-    """True where two that are alike have the same names, wrappers included."""
-    return all(path == twin for (path, _), (twin, _) in zip(_weights(part), _weights(other), strict=True))
-
-
-def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a set of weights by their paths in it, without the counter of an average."""
-    base = len(part.root.path)
-    return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
+    @property
+    def tensors(self) -> int:
+        return len(self.rows)
 
 
 def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
@@ -484,30 +629,20 @@ def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
     sizes: list[int] = []
     elements = 0
     for index, row in enumerate(rows):
-        tensor = row.tensor
-        kind = (tensor.dtype, tensor.shape)
         if index in tied:
             sizes.append(0)
             continue
-        fact = known.get(kind)
-        if fact is None or not isinstance(tensor, TensorEntry):
-            fact = known[kind] = (
-                (tensor.numel if isinstance(tensor, TensorEntry) else _numel(tensor.shape)),
-                tensor.nbytes,
-            )
+        tensor, is_entry = row.tensor, isinstance(row.tensor, TensorEntry)
+        kind = tensor.dtype, tensor.shape
+        fact = known.get(kind) if is_entry else None
+        if fact is None:
+            fact = 0 if tensor.shape is None else prod(tensor.shape), tensor.nbytes
+            known.update({kind: fact} if is_entry else {})
         elements += fact[0]
         sizes.append(fact[1])
-    dtypes = _most_frequent([row.tensor.dtype for row in rows])
-    return PartSummary(
-        root,
-        rows,
-        sizes,
-        tied,
-        elements,
-        sum(sizes),
-        tuple(dtype.name if dtype else "unknown" for dtype in dtypes),
-        tuple(_most_frequent([row.tensor.location for row in rows])),
-    )
+    dtypes = [dtype.name if dtype else "unknown" for dtype in _most_frequent([row.tensor.dtype for row in rows])]
+    locations = _most_frequent([row.tensor.location for row in rows])
+    return PartSummary(root, rows, sizes, tied, elements, sum(sizes), tuple(dtypes), tuple(locations))
 
 
 def _most_frequent(values: list[_T]) -> list[_T]:
@@ -516,36 +651,15 @@ def _most_frequent(values: list[_T]) -> list[_T]:
     return list(kinds) if len(kinds) < 2 else [value for value, _ in Counter(values).most_common()]
 
 
-def _numel(shape: tuple[int, ...] | None) -> int:
-    count = 1 if shape is not None else 0
-    for length in shape or ():
-        count *= length
-    return count
-
-
 def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
     """The rows that are the same memory as one before; a conjugate or negative view is, too."""
-    if len(rows) < 2:
+    shared = {number for number, count in Counter([row.storage for row in rows]).items() if count > 1}
+    if not shared:
         return {}
-    shared = {
-        number for number, count in Counter(row.storage for row in rows).items() if count > 1 and number is not None
-    }
     first: dict[tuple[object, ...], int] = {}
     tied: dict[int, int] = {}
-    if shared:
-        for index, row in enumerate(rows):
-            tensor = row.tensor
-            if row.storage not in shared or not isinstance(tensor, TensorEntry):
-                continue
-            if (before := first.setdefault((row.storage, tensor.layout), index)) != index:
-                tied[index] = before
+    for index, row in enumerate(rows):
+        if row.storage in shared and isinstance(row.tensor, TensorEntry):
+            before = first.setdefault((row.storage, row.tensor.layout), index)
+            tied.update({index: before} if before != index else {})
     return tied
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Inspection(Report):
-    """A listing; the statistics of each tensor by its address, if they were asked for."""
-
-    listing: Listing
-    statistics: dict[str, Statistics]
-    notes: tuple[Note, ...]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckptool.analysis.inspect import Listing, PartSummary, TensorRow, parts
 from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.state_dicts import AVERAGE, OPTIMIZER, WEIGHTS
 from ckptool.checkpoint.tree import tensors
+from ckptool.errors import counted
+from ckptool.facts import Bytes, short, size
+
+if TYPE_CHECKING:
+    from ckptool.analysis.inspect import Listing, PartSummary
 
 ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
 _BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters
@@ -19,7 +23,7 @@ _ADAPTER = "adapter"  # the note on one: how large its model is, it does not say
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Sizes in bytes; None where the file does not tell. Tied tensors count once.
+    """What the weights take up; null where the file does not tell. Tied tensors count once.
 
     parameters: floating and complex elements of the weights, without running statistics of norms; in pickled modules,
     those of their parameters.  sets: of weights that these are in.  dtypes: bytes of the weights by dtype, most first.
@@ -30,22 +34,38 @@ class MemoryNeeds:
 
     parameters: int | None
     sets: int
-    dtypes: tuple[tuple[str, int], ...]
-    average: int
-    optimizer: int
+    dtypes: dict[str, int]
+    average: Bytes
+    optimizer: Bytes
     optimizer_share: float
-    to_load: int | None
-    to_train: int | None
+    to_load: Bytes | None
+    to_train: Bytes | None
     trained: tuple[str, ...]
     partial: bool
 
+    def __str__(self) -> str:
+        """`11.7M parameters: 44.6 MB f32 + 40 B i64; …`: what is known of it, in one line; empty where nothing is."""
+        facts = []
+        if self.sets:
+            counts = "weights" if self.parameters is None else counted(self.parameters, "parameter", shown=short)
+            counts += f" in {counted(self.sets, 'set')} of weights" if self.sets > 1 else ""
+            facts.append(f"{counts}: {' + '.join(f'{size(n)} {name}' for name, n in self.dtypes.items()) or '0 B'}")
+        facts += [f"EMA {size(self.average)}"] if self.average else []
+        facts += [f"optimizer {size(self.optimizer)} ({self.optimizer_share:.0%})"] if self.optimizer else []
+        if self.to_load:
+            training = (
+                f"{size(self.to_train or 0)} to train with Adam in {' + '.join(self.trained)} without activations"
+            )
+            facts.append(f"{size(self.to_load)} to load" + (f", {training}" if self.to_train and self.trained else ""))
+        return ("this part alone: " if self.partial and facts else "") + "; ".join(facts).replace("%", " %")
 
-def memory_needs(listing: Listing, divided: Sequence[PartSummary] | None = None) -> MemoryNeeds:
-    """What the weights of a listing need. divided: its parts, where they are there already. Reads no tensor data."""
-    divided = parts(listing) if divided is None else divided
-    models = [part for part in divided if part.root.kind == WEIGHTS and part.rows]
-    averages = [part for part in divided if part.root.kind == AVERAGE and part.rows]
-    optimizer, everything = (sum(part.bytes for part in some) for some in (_optimizers(divided), divided))
+
+def memory_needs(listing: Listing) -> MemoryNeeds:
+    """What the weights of a listing need. Reads no tensor data."""
+    models = [part for part in listing.parts if part.root.kind == WEIGHTS and part.rows]
+    averages = [part for part in listing.parts if part.root.kind == AVERAGE and part.rows]
+    optimizer = sum(part.bytes for part in listing.parts if part.root.kind == OPTIMIZER)
+    everything = sum(part.bytes for part in listing.parts)
     weights = models or averages
     dtypes, trained = Counter[str](), Counter[str]()
     parameters, storages, known = 0, dict[int, int](), bool(weights)
@@ -64,7 +84,8 @@ def memory_needs(listing: Listing, divided: Sequence[PartSummary] | None = None)
                 continue
             storages[id(tensor.storage)] = tensor.storage.nbytes
             flag = flags.get(tensor.view) if flags else None
-            if flag.parameter if flag else _may_be_parameter(row, tensor):
+            may_be = tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS)
+            if flag.parameter if flag else may_be:
                 parameters += nbytes // tensor.dtype.itemsize
                 trained[tensor.dtype.name] += nbytes if flag is None or flag.requires_grad else 0
     to_load = sum(storages.values()) if weights else None
@@ -74,7 +95,7 @@ def memory_needs(listing: Listing, divided: Sequence[PartSummary] | None = None)
     return MemoryNeeds(
         parameters if known else None,
         len(weights),
-        tuple((name, nbytes) for name, nbytes in dtypes.most_common() if nbytes),
+        {name: nbytes for name, nbytes in dtypes.most_common() if nbytes},
         sum(part.bytes for part in averages) if models else 0,
         optimizer,
         optimizer / everything if everything else 0.0,
@@ -85,16 +106,8 @@ def memory_needs(listing: Listing, divided: Sequence[PartSummary] | None = None)
     )
 
 
-def _optimizers(divided: Sequence[PartSummary]) -> list[PartSummary]:
-    return [part for part in divided if part.root.kind == OPTIMIZER]
-
-
 def _flags_of(part: PartSummary) -> dict[tuple[object, ...], Flags]:
     """Which tensors are parameters, where the file tells: in modules, and in state dicts that kept their parameters."""
     found = tensors(part.root.module) if part.root.module is not None else [(row.path, row.tensor) for row in part.rows]
     entries = [tensor for _, tensor in found if isinstance(tensor, TensorEntry)]
     return {entry.view: entry.flags for entry in entries} if any(entry.flags.parameter for entry in entries) else {}
-
-
-def _may_be_parameter(row: TensorRow, tensor: TensorEntry) -> bool:
-    return tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS)

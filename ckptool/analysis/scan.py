@@ -4,210 +4,56 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from ckptool.analysis.inspect import Listing
-from ckptool.checkpoint import Checkpoint, PartOf
-from ckptool.checkpoint.files import Folder
+from ckptool import formats
+from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, listing
+from ckptool.checkpoint import Checkpoint, FileRange, PartOf
+from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.registry import Report
+from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
-from ckptool.errors import CkptoolError
-from ckptool.formats import marks
-from ckptool.formats.files_beside import all_uses
-from ckptool.formats.members import BESIDE_WEIGHTS
+from ckptool.checkpoint.workers import Progress, in_turn
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
+from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
+from ckptool.formats import deepspeed, marks, megatron, members, sharded, torch_checkpointing
+from ckptool.formats.files_beside import all_uses, is_pickled
+from ckptool.formats.opening import PathLike, counting_whole
 from ckptool.formats.parts import MEMBERS
+from ckptool.options import option
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
+from ckptool.pickles.skeleton import reaches_a_call
 
-GOOD, PART, MEMBER = "good", "part", "member"
+GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
+WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
+MAX_FILES, MAX_PLACES = 100_000, 5
+
+# What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
+# other files are counted.
+SUFFIXES = frozenset(
+    ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
+)
+ARCHIVES = (".zip", ".nemo")
+# Files that belong to a run and are no checkpoints, whatever their suffix.
+_BESIDE = frozenset({"training_args.bin"})
 
 # Where training scripts keep how far they have come: the keys, the most exact first, then what stands in file names.
-_STEP_KEYS = (
-    "global_step",
-    "global_steps",
-    "step",
-    "steps",
-    "iteration",
-    "iterations",
-    "iter",
-    "num_updates",
-    "trainer_step",
-)
-_EPOCH_KEYS = ("epoch", "epochs", "current_epoch")
+_STEPS = "global_step global_steps step steps iteration iterations iter num_updates trainer_step".split()
+_EPOCHS = "epoch epochs current_epoch".split()
 _STEP_IN_NAME = re.compile(r"(?:global_?step|checkpoint|step|iter(?:ation)?)[-_=]?0*(\d{1,15})(?!\d)", re.IGNORECASE)
 _EPOCH_IN_NAME = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)  # but not in `step-2`
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedFile:
-    """A checkpoint of a folder.
-
-    state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
-    random states), `recovered-file`, `unsafe-global` (loading it would run unknown code), or the code of the error that
-    opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
-    members: of how many files it is, where those are a folder of several kinds.
-    step, epoch: how far the training was; None where neither the file nor its name says.  bytes: its size.  modified:
-    seconds since 1970.
-    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
-    """
-
-    path: str
-    state: str
-    problem: str
-    container: str
-    step: int | None
-    epoch: int | None
-    bytes: int
-    modified: float
-    holds: tuple[str, ...]
-    notes: tuple[str, ...]
-    calls: tuple[Call, ...]
-    part: PartOf | None = None
-    members: int = 0
-
-    @property
-    def is_good(self) -> bool:
-        return self.state == GOOD
-
-    @property
-    def modified_at(self) -> str:
-        """The time as ISO 8601 has it, in UTC."""
-        return datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Scan(Report):
-    """The checkpoints of a folder, or one file. latest: the newest good one or None; by: the criterion.
-
-    full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
-    latest_only: the question was which is the newest good one, and whether there is one.
-    """
-
-    verdict = "findings"
-
-    path: str
-    is_folder: bool
-    files: tuple[ScannedFile, ...]
-    others: int
-    latest: ScannedFile | None
-    by: str
-    full: bool = False
-    latest_only: bool = False
-
-    def exit(self) -> int:
-        """1 where something is damaged or would run code; with `latest_only` where none is good."""
-        return int(self.latest is None if self.latest_only else bool(self.findings))
-
-    @property
-    def findings(self) -> int:
-        """Files that are not good, or whose pickles would call something unknown; of one named file only the latter."""
-        return sum(1 for file in self.files if (file.state not in (GOOD, MEMBER) and self.is_folder) or file.calls)
-
-
-def scanned(
-    path: str,
-    checkpoint: Checkpoint,
-    found: Listing,
-    calls: Iterable[Call],
-    said: Mapping[str, Any] | None = None,
-    beside: int = 0,
-) -> ScannedFile:
-    """The row of a checkpoint that was opened. said: how far the training was, as a file beside it has it.  beside:
-    members of its folder."""
-    size, modified = _size_of(path)
-    if isinstance(checkpoint.source, Folder):
-        size = checkpoint.source.size
-    known = {key: value for key, value in checkpoint.metadata.items() if key == "step"} | dict(said or {})
-    step, epoch = progress_of({**known, "": checkpoint.tree} if known else checkpoint.tree, os.path.basename(path))
-    holds = tuple(kinds_of(found.roots))
-    said_elsewhere = ("unsafe-global", PART, MEMBERS)
-    notes = tuple(dict.fromkeys(note.code for note in found.notes if note.code not in said_elsewhere))
-    state, problem = _state(path, checkpoint, found)
-    row = (checkpoint.container, step, epoch, size, modified, holds, notes, tuple(calls), checkpoint.part, beside)
-    return ScannedFile(path, state, problem, *row)
-
-
-def _state(path: str, checkpoint: Checkpoint, found: Listing) -> tuple[str, str]:
-    part = checkpoint.part
-    if part is not None and not part.is_complete:
-        return PART, f"{part.label}: {part.meaning}"
-    if BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in found.roots):
-        return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
-    for note in marks.recovered_notes(checkpoint.metadata):
-        return note.code, note.message
-    unsafe = (note.message for note in found.notes if note.code == "unsafe-global")
-    return ("unsafe-global", message) if (message := next(unsafe, "")) else (GOOD, "")
-
-
-def damaged(path: str, error: CkptoolError) -> ScannedFile:
-    """The row of a file that could not be opened, or was found wrong."""
-    size, modified = _size_of(path)
-    step, epoch = progress_of(None, os.path.basename(path))
-    return ScannedFile(path, error.code, error.what, "", step, epoch, size, modified, (), (), ())
-
-
-def _size_of(path: str) -> tuple[int, float]:
-    try:
-        status = os.stat(path)
-        if not os.path.isdir(path):
-            return status.st_size, status.st_mtime
-        with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries), status.st_mtime
-    except OSError:
-        return 0, 0.0
-
-
-def progress_of(tree: Any, name: str) -> tuple[int | None, int | None]:
-    """The step and the epoch that a tree says it was saved at, else those in the file's name."""
-    step, epoch = _counter(tree, _STEP_KEYS), _counter(tree, _EPOCH_KEYS)
-    stem = os.path.splitext(name)[0]
-    if step is None and (found := _STEP_IN_NAME.search(stem)):
-        step = int(found[1])
-    if epoch is None and (found := _EPOCH_IN_NAME.search(stem)):
-        epoch = int(found[1])
-    return step, epoch
-
-
-def _counter(tree: Any, keys: Iterable[str]) -> int | None:
-    """A whole number under one of these keys, at the top or one level below it."""
-    if not isinstance(tree, (dict, Object)):
-        return None
-    top = dict(_named(tree))
-    for level in (top, *(dict(_named(value)) for value in top.values() if isinstance(value, (dict, Object)))):
-        for key in keys:
-            value = level.get(key)
-            if type(value) is int and value >= 0:
-                return value
-    return None
-
-
-def _named(node: Any) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in children(node) if type(key) is str and "." not in key)
-
-
-def latest_good(files: Iterable[ScannedFile]) -> tuple[ScannedFile | None, str]:
-    """The newest good file, and how that was told: by step where every one has it, else by epoch, else by time.
-
-    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one
-    that holds more.
-    """
-    good = [file for file in files if file.is_good]
-    if not good:
-        return None, ""
-    if all(file.step is not None for file in good):
-        return max(good, key=lambda file: (file.step or 0, *_richness(file))), "step"
-    if all(file.epoch is not None for file in good):
-        return max(good, key=lambda file: (file.epoch or 0, *_richness(file))), "epoch"
-    return max(good, key=lambda file: file.modified), "time"
-
-
-def _richness(file: ScannedFile) -> tuple[int, int, float]:
-    """The kinds of contents and members of a checkpoint, its bytes, its time: the larger one is the richer."""
-    return len(file.holds) + file.members, file.bytes, file.modified
+def _in_utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,21 +71,390 @@ class Call:
     is_custom: bool = False
 
 
-MAX_PLACES = 5
+@dataclass(frozen=True, slots=True)
+class ScannedFile:
+    """A checkpoint of a folder.
+
+    state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
+    random states), `recovered-file`, `unsafe-global` (loading it would run unknown code), or the code of the error that
+    opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
+    members: of how many files it is, where those are a folder of several kinds.
+    step, epoch: how far the training was; null where neither the file nor its name says.
+    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
+    """
+
+    path: str
+    state: str
+    problem: str
+    part: PartOf | None
+    members: int
+    container: str
+    step: int | None
+    epoch: int | None
+    bytes: Bytes
+    modified: Annotated[float, Unit(json=_in_utc, schema={"type": "string", "format": "date-time"})]
+    holds: tuple[str, ...]
+    notes: tuple[str, ...]
+    calls: tuple[Call, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return self.state == GOOD
+
+    def row(self, name: str) -> tuple[str, ...]:
+        """What a table says of it; red where something is wrong."""
+        if self.is_good:
+            members = [f"{self.members:,} of {counted(self.members, 'member')}"] if self.members else []
+            about = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
+        else:  # without its name, which stands at the beginning of the row
+            own = printable(self.path)
+            about = self.problem[len(own) :].lstrip(": ") if self.problem.startswith(own) else self.problem
+        progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
+        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), about)
+        return cells if self.state in (GOOD, MEMBER) else tuple(map(red, cells))
+
+    def told(self) -> Told:
+        """What loading it with pickle would do."""
+        kind = f"{self.container}, {self.part.label}" if self.part else self.container
+        recovered = [yellow(self.problem), "; "] if self.state == marks.RECOVERED_NOTE else []
+        head = (bold(self.path), f" ({kind}): ", *recovered)
+        if not self.calls and "torchscript" in self.notes:
+            runs = ", which runs when the model is called; loading it only makes the model"
+            yield *head, yellow("it holds a program"), runs
+        elif not self.calls:
+            refused = "torch.load refuses it by default (weights_only=True): see  ckptool inspect FILE"
+            only = refused if WEIGHTS_ONLY in self.notes else "functions of torch and plain data only"
+            yield *head, green("nothing in it would run"), f": {only}"
+        elif all(call.is_custom for call in self.calls):
+            needs = ", which loading with pickle imports and creates; ckptool runs none of it"
+            yield *head, yellow("it needs classes of its own"), needs
+        else:
+            yield *head, red("loading it with pickle would run unknown code"), "; ckptool runs none of it"
+        yield Table([(WORDS[call.how], call.name, _places(call)) for call in self.calls])
 
 
-def unknown_names(checkpoint: Checkpoint) -> list[Call]:
+def _places(call: Call) -> str:
+    times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""
+    return f"at {listed([place or 'the top' for place in call.places], 3)}{times}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Scan(Report):
+    """The checkpoints of a folder, or one file.
+
+    other_files: how many are no checkpoints.  latest_by: what the newest good one was judged by; empty for none.
+    full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
+    latest_only: the question was which is the newest good one, and whether there is one.
+    """
+
+    verdict = "findings"
+
+    path: str
+    is_folder: bool
+    other_files: int
+    latest: Annotated[ScannedFile | None, LIVE]
+    latest_by: str
+    full: bool
+    latest_only: bool
+    files: tuple[ScannedFile, ...]
+
+    @property
+    def latest_good(self) -> str | None:
+        return self.latest.path if self.latest else None
+
+    @property
+    def findings(self) -> int:
+        """Files that are not good, or whose pickles would call something unknown; of one named file only the latter."""
+        return sum(1 for file in self.files if (file.state not in (GOOD, MEMBER) and self.is_folder) or file.calls)
+
+    def exit(self) -> int:
+        """1 where something is damaged or would run code; with `latest_only` where none is good."""
+        return int(self.latest is None if self.latest_only else bool(self.findings))
+
+    def told(
+        self,
+        *,
+        quiet: Annotated[
+            bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
+        ] = False,
+    ) -> Told:
+        """A folder: one line per checkpoint. A file: what its pickles would call."""
+        last = self.latest if self.latest_only else None
+        if quiet:
+            yield from [last.path] if last else []
+        elif last:
+            progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
+            yield f"{last.path} ({', '.join([*progress, size(last.bytes)])})"
+        elif self.latest_only:
+            yield f"{self.path}: no good checkpoint"
+        else:
+            yield from self._of_folder() if self.is_folder else self.files[0].told()
+
+    def _of_folder(self) -> Told:
+        count = sum(file.state != MEMBER for file in self.files)
+        damaged = sum(file.state not in (GOOD, MEMBER) for file in self.files)
+        wrong = [", ", red(f"{damaged:,} not good")] if damaged else []
+        others = f", {counted(self.other_files, 'other file')}" if self.other_files else ""
+        yield bold(self.path), f": {counted(count, 'checkpoint')}", *wrong, others
+        if self.latest is not None and len(self.files) > 1:
+            yield f"latest good: {self._relative(self.latest)} (by {self.latest_by})"
+        yield ""
+        heads = ("file", "state", "step", "epoch", "size", "age", "what")
+        rows = [file.row(self._relative(file)) for file in self.files]
+        yield Table(rows, heads=heads, right=(2, 3, 4, 5), indent=0)
+        yield ""
+        if not self.full and any(file.is_good for file in self.files):
+            data = "the data was not compared with its checksums (--full does)"
+            yield dim(f"good: tables and structure are whole; {data}")
+        for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
+            calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
+            if any(some for _, some in calls):
+                yield ""
+                yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
+                yield from (f"  {self._relative(file)}: {_names(file, some)}" for file, some in calls if some)
+
+    def _relative(self, file: ScannedFile) -> str:
+        return os.path.relpath(file.path, self.path)
+
+
+def _names(file: ScannedFile, calls: Sequence[Call]) -> str:
+    """What it names; of a folder, with the file in which that is, where it is beside the checkpoint itself."""
+    is_folder = os.path.isdir(file.path)
+    beside = (call.places[0].partition(": ")[0] if is_folder and ": " in call.places[0] else "" for call in calls)
+    return listed([call.name + (f" in {name}" if name else "") for call, name in zip(calls, beside, strict=True)], 4)
+
+
+# What is looked at ----------------------------------------------------------------------------------------------------
+
+
+def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: int = 1) -> Scan:
+    """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
+    name = os.fspath(path)
+    if not os.path.isdir(name):
+        with counting_whole():
+            row = _row(full, name)
+        return Scan(name, False, 0, row if row.is_good else None, "", full, latest_only, (row,))
+    every = list(_files(name))
+    files = {file: is_named for file, is_named in every if is_named is not None}
+    rows = []
+    with closing(in_turn(partial(_row, full), list(files), jobs)) as tasks:
+        for file, task in zip(files, tasks, strict=True):
+            try:
+                rows.append(task(None))
+            except CkptoolError as error:
+                rows.append(_damaged(file, error))
+            except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
+                what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
+                why = "That is a bug in ckptool; nothing is known of the file."
+                rows.append(_damaged(file, Corrupt(what, why)))
+    rows = [row for row in rows if files[row.path] or row.calls or _runs_first(row)]
+    latest, by = _newest([row for row in rows if row.is_good and files[row.path]])
+    shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
+    return Scan(name, True, len(every) - len(rows), latest, by, full, latest_only, shown)
+
+
+def _runs_first(row: ScannedFile) -> bool:
+    """True for a damaged file that pickle would run up to the damage."""
+    if row.state not in ("corrupt", "truncated"):
+        return False
+    source = Source(row.path)
+    return reaches_a_call(FileRange(source, 0, source.size))
+
+
+def _newest(good: Sequence[ScannedFile]) -> tuple[ScannedFile | None, str]:
+    """The newest file, and how that was told: by step where every one has it, else by epoch, else by time.
+
+    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one
+    that holds more: kinds of contents and members, then bytes.
+    """
+    if not good:
+        return None, ""
+    for by in ("step", "epoch"):
+        if all(getattr(file, by) is not None for file in good):
+            more = [(getattr(file, by), len(file.holds) + file.members, file.bytes, file.modified) for file in good]
+            return good[more.index(max(more))], by
+    return max(good, key=lambda file: file.modified), "time"
+
+
+def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
+    """The files of a folder and below it: True for checkpoints, by name, False for other pickles, None for the rest.
+
+    Links are not followed.
+    """
+    count = 0
+    stack = [folder]
+    while stack:
+        here = stack.pop()
+        try:
+            with os.scandir(here) as entries:
+                inside = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            if here == folder:
+                raise file_problem(error, here, "read") from error
+            continue
+        count += len(inside)
+        if count > MAX_FILES:
+            raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+        own, claimed = _checkpoints_of(here, is_top=here == folder)
+        yield from ((path, True) for path in own)
+        below: list[str] = []
+        for entry in inside:
+            if entry.name in claimed:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith(".") or _is_checkpoint(entry.path):
+                    below.append(entry.path)
+            elif _is_file(entry):
+                suffix = os.path.splitext(entry.name)[1].lower()
+                if suffix in SUFFIXES and entry.name not in _BESIDE and not entry.name.startswith("."):
+                    yield entry.path, True
+                else:
+                    yield entry.path, entry.name.endswith(ARCHIVES) if _is_pickled(entry.path) else None
+        stack.extend(reversed(below))
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """True for a file, or a link to one; a link that leads to itself is none."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def _is_pickled(path: str) -> bool:
+    """True for a file that is a pickle, or has one inside, by its content."""
+    try:
+        return is_pickled(Source(path))
+    except CkptoolError:
+        return False
+
+
+def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
+    """The checkpoints of a folder (as a rule the folder itself), each with the names in it that belong to it."""
+    if not _is_checkpoint(path):
+        return [], set()
+    folder = Folder(path)
+    if megatron.is_run(folder):
+        return [], set()  # each of its iterations is one
+    candidates = sharded.candidates(folder)
+    claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
+    claimed -= deepspeed.other_tags(folder)
+    claimed |= torch_checkpointing.belonging(folder)
+    alone = is_top and len(claimed) == 1  # a file among others
+    if len(candidates) > 1 or (alone and candidates):
+        return [os.path.join(path, name) for name in candidates], claimed
+    return [path], claimed
+
+
+def _is_checkpoint(path: str) -> bool:
+    """True for a folder whose files together are one checkpoint."""
+    try:
+        source = open_input(path)
+        return any(container.detect(b"", source) for container in formats.FORMATS)
+    except (NotACheckpoint, Unsupported):
+        return False
+    except CkptoolError:
+        return True  # it is one, and something is wrong with it: that is to be said
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:
+    """The row of a checkpoint, with what a file beside it says of how far the training was."""
+    checkpoint = formats.read(path)
+    contents = listing(checkpoint)
+    if full:
+        from ckptool.analysis.verify import verified
+
+        if problems := verified(open_input(path))[0].problems:
+            more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
+            raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
+    state, problem = _state(path, checkpoint, contents)
+    nbytes, modified = _size_of(path)
+    beside = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
+    count = 0
+    if os.path.isdir(path):
+        layout = members.members_of(checkpoint, Folder(path))
+        count = layout.count if layout is not None else 0
+        beside |= members.step_of(path)
+    if isinstance(checkpoint.source, Folder):
+        nbytes = checkpoint.source.size
+    tree = {**beside, "": checkpoint.tree} if beside else checkpoint.tree
+    codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
+    return ScannedFile(
+        path,
+        state,
+        problem,
+        checkpoint.part,
+        count,
+        checkpoint.container,
+        *_progress(tree, path),
+        nbytes,
+        modified,
+        tuple(kinds_of(contents.roots)),
+        tuple(codes),
+        tuple(_unknown_names(checkpoint)),
+    )
+
+
+def _damaged(path: str, error: CkptoolError) -> ScannedFile:
+    """The row of a file that could not be opened, or was found wrong."""
+    return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *_size_of(path), (), (), ())
+
+
+def _state(path: str, checkpoint: Checkpoint, contents: Listing) -> tuple[str, str]:
+    part = checkpoint.part
+    if part is not None and not part.is_complete:
+        return PART, f"{part.label}: {part.meaning}"
+    if members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in contents.roots):
+        return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
+    notes = [*marks.recovered_notes(checkpoint.metadata), *(note for note in contents.notes if note.code == UNSAFE)]
+    return (notes[0].code, notes[0].message) if notes else (GOOD, "")
+
+
+def _size_of(path: str) -> tuple[int, float]:
+    """Bytes, and when it was changed, in seconds since 1970."""
+    try:
+        status = os.stat(path)
+        if not os.path.isdir(path):
+            return status.st_size, status.st_mtime
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries), status.st_mtime
+    except OSError:
+        return 0, 0.0
+
+
+def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
+    """The step and the epoch that a tree says it was saved at, at the top or one level below it, else those in the
+    file's name."""
+    top = dict(_named(tree))
+    levels = [top, *(dict(_named(value)) for value in top.values() if isinstance(value, (dict, Object)))]
+    stem = os.path.splitext(os.path.basename(path))[0]
+
+    def counter(keys: Iterable[str], in_name: re.Pattern[str]) -> int | None:
+        values = (level.get(key) for level in levels for key in keys)
+        match = in_name.search(stem)
+        stated = (value for value in values if type(value) is int and value >= 0)
+        return next(stated, int(match[1]) if match else None)
+
+    return counter(_STEPS, _STEP_IN_NAME), counter(_EPOCHS, _EPOCH_IN_NAME)
+
+
+def _named(node: Any) -> Iterator[tuple[str, Any]]:
+    pairs = children(node) if isinstance(node, (dict, Object)) else ()
+    return ((key, value) for key, value in pairs if type(key) is str and "." not in key)
+
+
+def _unknown_names(checkpoint: Checkpoint) -> list[Call]:
     """Every name that is not known to be inert where it stands, the most dangerous use first."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    counts: dict[tuple[str, str, str], int] = {}
+    places: dict[tuple[str, str, str], list[str]] = {}
+    counts: Counter[tuple[str, str, str]] = Counter()
     for use, place in all_uses(checkpoint):
         kind = (use.name, use.how, use.verdict)
-        counts[kind] = counts.get(kind, 0) + 1
-        places = found.setdefault(kind, [])
-        if len(places) < MAX_PLACES and place not in places:
-            places.append(place)
-    calls = [
-        Call(name, how, tuple(places), counts[name, how, verdict], verdict == CUSTOM)
-        for (name, how, verdict), places in found.items()
-    ]
+        counts[kind] += 1
+        some = places.setdefault(kind, [])
+        if len(some) < MAX_PLACES and place not in some:
+            some.append(place)
+    calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
     return sorted(calls, key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))

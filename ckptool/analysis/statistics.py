@@ -10,7 +10,7 @@ from math import gcd, sqrt
 from ckptool.checkpoint import Data, TensorEntry
 from ckptool.checkpoint.blocks import chunks
 from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, resolve, scratch
-from ckptool.checkpoint.strided import any_order, in_storage_order, row_major, storage_axes, without_repeats
+from ckptool.checkpoint.strided import any_order, row_major, without_repeats
 
 BINS = 24  # of a histogram
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -18,7 +18,6 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # some 60,000 cells at most.
 _DETAIL = ((50, 32, 1 << 14), (250, 16, 1 << 12), (1000, 8, 1 << 10))
 MOST_THUMBNAILS, _LEAST = _DETAIL[-1][0], 1 << 9
-MOST_TURNED = 1 << 24  # rows that are looked at side by side, a byte for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def pictured(entry: TensorEntry, side: int, values: int) -> tuple[Statistics, Te
     """
     once, times = without_repeats(entry)
     sketch = _Sketch(once, side, values)
-    found = _read(sketch.data, once, times, sketch)
+    found = _read(row_major(once), once, times, sketch)
     return found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None
 
 
@@ -130,30 +129,21 @@ def _read(data: Data, entry: TensorEntry, times: int, sketch: _Sketch | None = N
 
 
 class _Sketch:
-    """The running picture of a tensor, which is read as a matrix: its first dimension by the others.
-
-    turned: it comes by columns, as it was saved transposed: what is called a row here is one of them.
-    """
+    """The running picture of a tensor as a matrix: its first dimension by the others."""
 
     def __init__(self, entry: TensorEntry, side: int, values: int) -> None:
         import numpy
 
-        count, matrix, last = entry.numel, len(entry.shape) > 1, len(entry.shape) - 1
-        stored = None if entry.is_contiguous else in_storage_order(entry)
-        is_turned = matrix and entry.shape[0] <= MOST_TURNED and storage_axes(entry) == [*range(1, last + 1), 0]
-        self.turned = stored is not None and is_turned
-        self.data = row_major(stored if stored is not None and is_turned else entry)
-        self.row = count // entry.shape[0] if matrix and not self.turned else entry.shape[0] if matrix else count
-        self.side, self.rows = side, count // self.row
+        count, self.rows = entry.numel, entry.shape[0] if len(entry.shape) > 1 else 1
+        self.row = count // self.rows
         step = max(1, -(-count // values))
         while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
         self.step, self.place, self.sample = step, 0, list[Array]()
-        self.tops, self.lefts = _edges(self.rows, side), _edges(self.row, side)
-        # Of each block the sum, and how many values are not finite.
-        self.sums, self.missing = numpy.zeros((2, len(self.tops) - 1, len(self.lefts) - 1))
         self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
-        self.zero_columns = numpy.ones(self.row if self.turned else 0, bool)
+        # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
+        self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
+        self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
     def add(self, values: Array, zero: Array, zeros: int, shifted: Array | None, mean: float) -> None:
         """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
@@ -162,37 +152,29 @@ class _Sketch:
         """
         import numpy
 
-        count = len(values)
+        count, (top, left) = len(values), divmod(self.place, self.row)
         self.sample.append(values[-self.place % self.step :: self.step].copy())
-        top, left = divmod(self.place, self.row)
         self.place += count
-        if self.turned:
-            columns = self.zero_columns[left : left + count]
-            if columns.any():
-                columns &= zero if count < self.row else zero.reshape(-1, self.row).all(axis=0)
-        elif count < self.row:
+        lines = max(1, count // self.row)
+        if count < self.row:
             self.is_zero = zeros == count and (left == 0 or self.is_zero)
             self.zero_rows += self.is_zero and left + count == self.row
         elif zeros >= self.row:
-            self.zero_rows += int(zero.reshape(-1, self.row).all(axis=1).sum())
-        if not self.side:
+            self.zero_rows += int(zero.reshape(lines, -1).all(axis=1).sum())
+        if not self.tops:
             return
-        lines = max(1, count // self.row)
-        (first, ups), (at, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
-        cells = slice(first, first + len(ups) - 1), slice(at, at + len(lefts) - 1)
+        (y, ups), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
+        blocks = slice(y, y + len(ups) - 1), slice(x, x + len(lefts) - 1)
         if shifted is None:
             odd = ~numpy.isfinite(values)
-            self.missing[cells] += _sums(odd.astype(numpy.float64), ups, lefts)
-            self.sums[cells] += _sums(numpy.where(odd, 0, values).astype(numpy.float64), ups, lefts)
-        else:
-            self.sums[cells] += _sums(shifted, ups, lefts) + mean * numpy.outer(numpy.diff(ups), numpy.diff(lefts))
+            self.missing[blocks] += _sums(odd.astype(numpy.float64), ups, lefts)
+            shifted, mean = numpy.where(odd, 0, values).astype(numpy.float64), 0.0
+        self.sums[blocks] += _sums(shifted, ups, lefts) + mean * _areas(ups, lefts)
 
     def picture(self, found: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
         import numpy
 
-        if self.turned:
-            self.zero_rows = int(self.zero_columns.sum())
         values = numpy.concatenate(self.sample)
         values.sort()  # NaN last
         if found.nans or found.infs:
@@ -201,37 +183,29 @@ class _Sketch:
         if not count or found.min is None or found.max is None:
             return TensorPicture((0,) * BINS, 0, (), ())
         shares = numpy.arange(1, BINS) / BINS
-        varied = found.min < found.max
-        below = (
-            values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
-            if varied
-            else [count] * (BINS - 1)
-        )
+        below = [count] * (BINS - 1)
+        if found.min < found.max:
+            below = values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
         counts = tuple(stop - start for start, stop in pairwise([0, *below, count]))
         places = numpy.multiply(QUANTILES, count - 1)
         low, part = places.astype(int), places % 1
         quantiles = values[low] * (1 - part) + values[numpy.minimum(low + 1, count - 1)] * part
-        return TensorPicture(counts, count, tuple(quantiles.tolist()), self._means() if self.side else ())
-
-    def _means(self) -> tuple[tuple[float | None, ...], ...]:
-        import numpy
-
         with numpy.errstate(all="ignore"):
-            means = self.sums / (numpy.outer(numpy.diff(self.tops), numpy.diff(self.lefts)) - self.missing)
-        rows = (means.T if self.turned else means).tolist()
-        return tuple(tuple(mean if mean == mean else None for mean in row) for row in rows)
+            means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
+        rows = tuple(tuple(mean if mean == mean else None for mean in row) for row in means.tolist())
+        return TensorPicture(counts, count, tuple(quantiles.tolist()), rows)
 
 
-def _edges(count: int, side: int) -> list[int]:
-    """Where each of at most `side` equal parts of so many begins, and where the last one ends."""
-    parts = max(min(count, side), 1)
-    return [number * count // parts for number in range(parts + 1)]
+def _starts(count: int, side: int) -> list[int]:
+    """The first of each of at most `side` equal parts of so many."""
+    parts = min(count, side)
+    return [number * count // parts for number in range(parts)]
 
 
-def _within(edges: list[int], first: int, count: int) -> tuple[int, list[int]]:
+def _within(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
     """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
-    number = bisect_right(edges, first) - 1
-    return number, [0, *(edge - first for edge in edges[number + 1 : bisect_left(edges, first + count)]), count]
+    number = bisect_right(starts, first) - 1
+    return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
 
 
 def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
@@ -241,5 +215,10 @@ def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
     lines = values.reshape(ups[-1], -1)
     if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
         lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
-    found: Array = numpy.add.reduceat(lines, lefts[:-1], axis=1)
-    return found
+    return numpy.add.reduceat(lines, lefts[:-1], axis=1)
+
+
+def _areas(ups: list[int], lefts: list[int]) -> Array:
+    import numpy
+
+    return numpy.outer(numpy.diff(ups), numpy.diff(lefts))

@@ -1,20 +1,34 @@
-"""The names, types, shapes and ties that a model is loaded with: of a checkpoint, a module, or a spec file."""
+"""The names, types, shapes and ties that a model is loaded with: of a checkpoint, a module, or a spec file.
+
+    {"schema": "ckptool.spec/1",
+     "kinds": "stated",                                    or "by name": a checkpoint does not say what is a parameter
+     "tensors": [
+      {"name": "fc.weight", "dtype": "f32", "shape": [10, 64], "kind": "parameter"}, …],
+     "ties": [["embed.weight", "head.weight"], …]}
+
+A spec is enough to say whether a checkpoint fits a model, on machines that have neither torch nor the model's code. The
+order is the model's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.errors import UsageError, counted, printable
+from ckptool.commands import FILE, Slot, command
+from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
+from ckptool.facts import LIVE
+from ckptool.formats.strict_json import parse_object
 
 PARAMETER, BUFFER = "parameter", "buffer"
 CHECKPOINT, MODULE, SPEC = "checkpoint", "module", "spec"
+SPEC_SCHEMA, SPEC_VERSION, STATED = "ckptool.spec/", "1", "stated"
 
 # What torch's own modules call their buffers. A checkpoint does not say which of its tensors are parameters.
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -28,10 +42,10 @@ class Expected:
     dtype: DType | None
     shape: tuple[int, ...] | None
     kind: str = PARAMETER
-    tied_to: str | None = None
+    tied_to: Annotated[str | None, LIVE] = None
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Annotated[int, LIVE]:
         return 0 if self.shape is None else prod(self.shape)
 
 
@@ -122,6 +136,65 @@ def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
     for expected in tensors:
         groups.setdefault(expected.tied_to or expected.name, []).append(expected.name)
     return {name: names for name, names in groups.items() if len(names) > 1}
+
+
+def is_spec(raw: bytes) -> bool:
+    """True if bytes that begin a file begin a spec, of whatever version."""
+    return raw.lstrip()[:1] == b"{" and b'"' + SPEC_SCHEMA.encode() in raw[:4096]
+
+
+def of_spec(raw: bytes, name: str) -> Target:
+    """The target that a spec describes. name: the file, for messages.
+
+    Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself.
+    """
+    odd = "It is not what ckptool spec writes."
+    try:
+        facts = parse_object(raw, name)
+    except Corrupt as error:
+        raise Corrupt(error.what, error.why, f"Make it again: {command('spec', Slot('TARGET'), out=FILE)}") from None
+    schema = facts.get("schema")
+    if schema != SPEC_SCHEMA + SPEC_VERSION:
+        raise Unsupported(
+            f"{name} is a spec of another version: {str(schema)[:60]}",
+            f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}.",
+            f"Make it again with this version: {command('spec', Slot('TARGET'), out=FILE)}",
+        )
+    for key in ("tensors", "ties"):
+        if not isinstance(facts.get(key), list):
+            raise Corrupt(f"{name} has no list of {key}", odd)
+    tensors: dict[str, Expected] = {}
+    for number, fact in enumerate(facts["tensors"]):
+        if not isinstance(fact, dict) or type(fact.get("name")) is not str:
+            raise Corrupt(f"{name}: tensor {number} has no name", odd)
+        expected = _expected(fact, f"{name}: tensor {number} ({fact['name'][:80]})")
+        if expected.name in tensors:
+            raise Corrupt(f"{name} has {expected.name!r} twice", "A state dict has each name once.")
+        tensors[expected.name] = expected
+    for names in facts["ties"]:
+        known = isinstance(names, list) and all(type(each) is str and each in tensors for each in names)
+        if not known or len(names) < 2:
+            raise Corrupt(f"{name} ties names that it does not have", odd)
+        first = tensors[names[0]]
+        for tied in names[1:]:
+            other = tensors[tied]
+            alike = (other.dtype, other.shape) == (first.dtype, first.shape)
+            if not alike or other.tied_to or first.tied_to or tied == first.name:
+                raise Corrupt(f"{name}: {tied} cannot be the same tensor as {first.name}")
+            tensors[tied] = replace(other, tied_to=first.name)
+    return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
+
+
+def _expected(fact: Mapping[str, Any], where: str) -> Expected:
+    name, dtype, shape, kind = map(fact.get, ("name", "dtype", "shape", "kind"))
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
+    if kind not in (PARAMETER, BUFFER):
+        raise Corrupt(f"{where} is neither a parameter nor a buffer")
+    try:
+        return Expected(str(name), by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
+    except KeyError:
+        raise Corrupt(f"{where} has the unknown dtype {str(dtype)[:40]!r}") from None
 
 
 def names_code(text: str) -> bool:

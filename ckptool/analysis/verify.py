@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
 
+from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
+from ckptool.analysis.fixes import Chain, runnable
+from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import (
     Checkpoint,
     Composite,
     Computed,
-    Data,
     FileRange,
     Note,
+    PartKind,
     PartOf,
     Storage,
-    StorageRef,
     TensorEntry,
 )
 from ckptool.checkpoint.blocks import chunks, mismatch
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
-from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.strided import any_order
-from ckptool.checkpoint.tree import Path, address, storages, stored_parts, tensors, walk
-from ckptool.commands import Advice, command, input_of
-from ckptool.errors import CkptoolError, Corrupt, listed
+from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.workers import checked_jobs, in_turn
+from ckptool.commands import FILE, OUT, command, input_of
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
+from ckptool.facts import (
+    MORE,
+    WHOLE,
+    Address,
+    Bytes,
+    Report,
+    Table,
+    Told,
+    bold,
+    cyan,
+    dim,
+    green,
+    red,
+    short,
+    size,
+    yellow,
+)
+from ckptool.formats import marks, members, parts, sharded
+from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
 from ckptool.formats.checksums import checksums
+from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
+from ckptool.options import option
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent: all set, it is infinite or no number.
@@ -40,6 +66,19 @@ _EXPONENTS = {"f64": 0x7FF0 << 48, "f32": 0x7F80 << 16, "f16": 0x7C00, "bf16": 0
 _PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
 
 BLOCK = 4 << 20  # bytes that are read at once
+SHOWN = 20  # of a kind
+WORTH_A_PROCESS = 256 << 20  # bytes of members, below which starting another process costs more than it saves
+# What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
+_DAMAGE = (Truncated, Corrupt, Ambiguous)
+_WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
+# Notes on whether a file is whole.
+_SAID = (
+    "link-elsewhere",
+    *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
+    *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
+    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
+    *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
+)
 
 Progress = Callable[[int], None]
 
@@ -59,11 +98,16 @@ class Problem:
     tensors: tuple[str, ...] = ()
 
 
+def problem_of(error: CkptoolError, *place: Any) -> Problem:
+    """What an error says.  place: the record, the offset, the tensors."""
+    return Problem(error.code, error.what, error.why, *place)
+
+
 @dataclass(frozen=True, slots=True)
 class NonFinite:
     """A tensor that holds NaN or infinite values, and how many of how many."""
 
-    address: str
+    address: Address
     nans: int
     infs: int
     count: int
@@ -71,46 +115,328 @@ class NonFinite:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Verification(Report):
-    """The checks and their results.
+    """Every problem of a file with its place; offsets and sizes in bytes.
 
-    checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs;
+    part: of what it is only a part; intact is not complete.  files: that the checkpoint is read from, all of which were
+    looked at.  tensors: each once, under however many names.
+    checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs.
     checked_bytes: their bytes.
-    tensors: each once, under however many names.
-    files: that the checkpoint is read from, all of which were looked at.
-    non_finite: None where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
+    non_finite: null where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
     argv.
-    digests: of `root`, if asked for; compared: with those that were kept.  part: of what it is only a part; intact is
-    not complete.
+    digest: if asked for.  written: the file that it was saved to.  against: how it differs from one that was kept.
     """
 
+    schema = "verification/2"
     verdict = "fine"
 
     file: str
-    container: str
-    bytes: int
-    tensors: int
-    storages: int
-    checksums: str
-    checked: int
-    checked_bytes: int
-    problems: tuple[Problem, ...]
+    container: str = ""
+    part: PartOf | None = None
+    bytes: Bytes = 0
+    files: int = 1
+    tensors: int = 0
+    storages: int = 0
+    checksums: str = NONE
+    checked: int = 0
+    checked_bytes: Bytes = 0
+    problems: tuple[Problem, ...] = ()
     non_finite: tuple[NonFinite, ...] | None = None
     unsearched: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     fixes: tuple[tuple[str, ...], ...] = ()
-    root: str = ""
-    remark: str = ""
-    digests: Digests | None = None
-    compared: Compared | None = None
-    against: str = ""
+    digest: Digests | None = None
     written: str = ""
-    part: PartOf | None = None
-    files: int = 1
+    against: Compared | None = None
 
     @property
     def fine(self) -> bool:
         """True if nothing is wrong with what was checked."""
-        return not (self.problems or self.non_finite or (self.compared is not None and not self.compared.same))
+        return not (self.problems or self.non_finite or (self.against is not None and not self.against.same))
+
+    def told(
+        self,
+        *,
+        digest: bool = False,
+        quiet: Annotated[bool, option("-q --quiet", "Print only the names of files that are not fine.")] = False,
+    ) -> Told:
+        """The verdict in one line; below it what is wrong, with the tensors concerned; then the command that helps."""
+        if quiet:
+            yield from [] if self.fine else [self.file]
+            return
+        facts = [counted(self.tensors, "tensor"), size(self.bytes)]
+        facts += [counted(self.files, "file")] if self.files > 1 else []
+        if self.checked:
+            sums = f"checked against {form(self.checked, 'its', 'their')} checksums"
+            facts.append(
+                f"{counted(self.checked, 'record')} {sums}{' (not all data has one)' * (self.checksums != ALL)}"
+            )
+        yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
+        if self.checksums == NONE and self.container:
+            yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
+        yield from _told_problems(self.problems)
+        if self.non_finite:
+            rows = [
+                (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
+                for row in self.non_finite
+            ]
+            title = f"not finite ({len(rows):,} of {counted(self.tensors, 'tensor')})"
+            yield Table(rows, title=title, right=(1, 2, 3), limit=SHOWN)
+        elif self.non_finite is not None and not self.unsearched:
+            yield "  all values are finite"
+        elif self.non_finite is None and self.fine:
+            yield "  NaN and Inf were not looked for (--finite)"
+        if self.unsearched:
+            yield f"  not searched for NaN: {listed(self.unsearched, 5)}"
+        if self.digest is not None and self.digest.remark:
+            yield f"  {self.digest.remark}"
+        if self.written:
+            yield f"  digests kept in {self.written}"
+        if self.against is not None and self.digest is not None and self.against.same:
+            count = counted(len(self.digest.tensors), "tensor")
+            yield f"  same as {self.against.file}: {count}, by their digests"
+        elif self.against is not None:
+            yield bold(f"not as in {self.against.file}")
+            changed = [f"differs: {name} ({how})" for name, how in self.against.differing]
+            missing, new = self.against.missing, self.against.new
+            for names in (changed, [f"missing: {name}" for name in missing], [f"new: {name}" for name in new]):
+                yield Table([(name,) for name in names], limit=SHOWN, more="  … {} more")
+        if digest and self.digest is not None:
+            yield bold(f"{self.digest.root}  {self.digest.at or WHOLE}")
+            shapes = ("" if tensor.shape is None else str(list(tensor.shape)) for tensor in self.digest.tensors)
+            pairs = zip(self.digest.tensors, shapes, strict=True)
+            yield Table([(each.sha256, each.dtype, shape, each.name()) for each, shape in pairs], indent=0)
+        yield from (("  ", cyan(" ".join(map(quoted, fix)))) for fix in self.fixes)
+        yield from self.notes
+
+    def _verdict(self) -> Iterator[str]:
+        if self.problems:
+            codes = {problem.code for problem in self.problems}
+            yield red(_WORDS.get(codes.pop() if len(codes) == 1 else "", "damaged"))
+            yield f", {counted(len(self.problems), 'problem')}"
+        elif not self.fine:
+            yield yellow("intact, but see below" if self.part else "whole, but see below")
+        else:
+            only = "fine" if self.part and self.part.is_complete else "fine, but only a part"
+            yield green(f"{only}: {self.part.label}" if self.part and self.part.label else "fine")
+
+
+def _told_problems(problems: Sequence[Problem]) -> Told:
+    """A cut loses hundreds of records for one reason, which is told once."""
+    groups: dict[tuple[str, str] | int, list[Problem]] = {}
+    for number, problem in enumerate(problems):
+        groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
+    for group in list(groups.values())[:SHOWN]:
+        first = group[0]
+        at = f", at byte {first.offset:,}" if first.offset is not None else ""
+        more = f", and {counted(len(group) - 1, 'other record')}" if len(group) > 1 else ""
+        yield "  ", yellow(first.code), f": {first.what}{at}{more}"
+        if names := [name or WHOLE for problem in group for name in problem.tensors]:
+            yield f"    {listed(names, 5)}"
+        if first.why:
+            yield "    ", dim(first.why)
+    if len(groups) > SHOWN:
+        yield MORE.format(f"{len(groups) - SHOWN:,}")
+
+
+# What is checked ------------------------------------------------------------------------------------------------------
+
+
+def verified(
+    given: Input | Checkpoint,
+    at: str | None = None,
+    *,
+    finite: bool = False,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> tuple[Verification, Checkpoint | None]:
+    """All that is wrong with a file or folder, or what is open already; and the checkpoint, if it could be opened.
+
+    at, finite, jobs, progress: see the verb.
+    """
+    jobs = checked_jobs(jobs)
+    try:
+        with counting_whole():
+            checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
+    except _DAMAGE as error:
+        if isinstance(given, Checkpoint) or (isinstance(given, Folder) and len(sharded.checkpoints_in(given)) > 1):
+            raise  # none of them was looked at, so none is called damaged
+        return _damaged(given, error), None
+    source = checkpoint.source if isinstance(given, Checkpoint) else given
+    part = checkpoint if at is None else part_of(checkpoint, at)
+    report = _checked(source, part, progress, jobs)
+    if isinstance(source, Folder) and not part.base:
+        unsafe = (note for note in use_notes(checkpoint) if note.code in ("unsafe-global", "not-judged"))
+        report = replace(report, notes=(*report.notes, *unsafe))
+    if finite:
+        values, unsearched = non_finite(part.tree, damaged=bool(report.problems))
+        report = replace(report, non_finite=tuple(values), unsearched=tuple(unsearched))
+    return report, checkpoint
+
+
+def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | None, jobs: int = 1) -> Verification:
+    """A file, or a folder with its members, each of which is read as a file of its own."""
+    folder = source if isinstance(source, Folder) and not checkpoint.base else None
+    layout = members.members_of(checkpoint, folder) if folder is not None else None
+    names = layout.names if layout is not None else ()
+    tops = {name.partition("/")[0] for name in names}
+    own = {name.partition("/")[0] for name in folder.files} if folder is not None else set()
+    files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
+    elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
+    problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
+    archive = archive_of(checkpoint)
+    archives = [archive] if archive is not None else [*_archives(files, elsewhere)] if not checkpoint.base else []
+    checked = nbytes = 0
+    for each in archives:
+        elsewhere.append(each.source.file)
+        beside = "" if archive is not None else f"{os.path.basename(each.source.file.path)}: "
+        wrong = check_archive(each, checkpoint.tree, progress)
+        problems += [replace(problem, record=f"{beside}{problem.record}") for problem in wrong]
+        if each.has_checksums:
+            checked += len(each.records)
+            nbytes += sum(record.size for record in each.records.values())
+    extent = ALL if archive is not None and checked else NONE
+    if archive is None:
+        wrong, *counts = check_storages(checkpoint.tree, progress, elsewhere)
+        problems, checked, nbytes = problems + wrong, checked + counts[0], nbytes + counts[1]
+        extent = extent_of(checkpoint.tree)
+    problems += _not_intact(checkpoint)
+    count = sum(1 for _ in storages(checkpoint.tree))
+    extents, others = {extent} if count else set(), 0
+    for name, member in _members(folder, names, progress, jobs) if folder is not None else ():
+        problems += [
+            replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
+            for problem in member.problems
+        ]
+        checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
+        extents |= {member.checksums} if member.storages else set()
+        others += 0 if name.partition("/")[0] in own else member.files
+    part = checkpoint.part
+    if folder is not None and not problems and part is not None and part.kind is PartKind.MEMBERS:
+        lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
+        problems += [] if part.is_complete else [lacks]
+    path = source.path if source is not None else ""
+    return Verification(
+        file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
+        container=checkpoint.container,
+        part=part,
+        bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
+        files=(len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1) + others,
+        tensors=_count(checkpoint.tree),
+        storages=count,
+        checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
+        checked=checked,
+        checked_bytes=nbytes,
+        problems=tuple(problems),
+        notes=runnable(_worth_saying(checkpoint), path),
+        fixes=_fixes(source, problems),
+    )
+
+
+def _count(tree: Any) -> int:
+    """How many tensors there are, each once, under however many names."""
+    return len({id(tensor) for _, tensor in tensors(tree)})
+
+
+def _archives(files: dict[str, Source], elsewhere: Sequence[Source]) -> Iterator[Archive]:
+    """The zips among files, but those that are read elsewhere; .distcp files are many, end to end."""
+    others = {id(file) for file in elsewhere}
+    for file in files.values():
+        if id(file) not in others and file.read(0, min(2, file.size)) == b"PK":
+            try:
+                archive = read_archive(file, case_matters=True)
+            except CkptoolError:
+                continue
+            yield archive
+
+
+def _members(
+    folder: Folder, names: Sequence[str], progress: Progress | None, jobs: int
+) -> Iterator[tuple[str, Verification]]:
+    paths = [os.path.join(folder.path, name) for name in names]
+    if jobs > 1:
+        jobs = min(jobs, 1 + sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) // WORTH_A_PROCESS)
+    with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
+        for name, path, task in zip(names, paths, tasks, strict=True):
+            try:
+                member = task(None)
+            except CkptoolError as error:
+                member = Verification(path, problems=(problem_of(error),))
+            yield name, member
+
+
+def _member(folder: Folder, progress: Progress | None, name: str, _: object) -> Verification:
+    path = os.path.join(folder.path, name)
+    if name.endswith(".json"):
+        members.open_member(folder, name)
+        return Verification(path, "json")
+    if os.path.isdir(path):
+        return _checked(Folder(path), members.open_member(folder, name), progress)
+    source = Source(path)
+    source.share_descriptors()  # there may be thousands of ranks
+    try:
+        with counting_whole():
+            return _checked(source, formats.read_alone(source), progress)
+    except _DAMAGE as error:
+        return _damaged(source, error)
+
+
+def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
+    """The notes that say something about whether the file is whole."""
+    yield from (note for note in checkpoint.notes if note.code in _SAID)
+    if checkpoint.untied:
+        shown = listed(checkpoint.untied, 3)
+        yield Note("not-provable", f"nothing shows whether all files are of one step: no step is recorded in {shown}")
+
+
+def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """A file that was recovered is not what was once written, whatever its checksums say."""
+    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
+    for note in marks.recovered_notes(checkpoint.metadata):
+        names = (*said["filled"], *said["lost"])
+        yield Problem(note.code, note.message, "It is not the file that was written.", tensors=tuple(names))
+
+
+def _fixes(source: Input | None, problems: Sequence[Problem]) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
+        return ()
+    return (Chain(source.path).fill(command("recover", FILE, out=OUT)),)
+
+
+def _damaged(source: Input, error: CkptoolError) -> Verification:
+    """The problems of a file that cannot be opened: why not, and every record that is lost, with its tensors."""
+    from ckptool.formats.damaged import LostRecord, salvage
+
+    problem = problem_of(error)
+    try:
+        saved = salvage(source, error)
+    except CkptoolError:
+        return Verification(source.path, bytes=source.size, problems=(problem,))
+    names: dict[LostRecord, list[str]] = {record: [] for record in saved.lost_records}
+    for tensor in saved.lost_tensors():
+        names.setdefault(tensor.record, []).append(tensor.address)
+    lost = [
+        Problem(
+            "lost",
+            f"{f'the record {record.name}' if record.name else 'a tensor'} is lost",
+            f"{record.why}.",
+            record.name,
+            record.offset,
+            tuple(addresses),
+        )
+        for record, addresses in names.items()
+    ]
+    tree = saved.checkpoint.tree
+    return Verification(
+        source.path,
+        saved.checkpoint.container,
+        bytes=source.size,
+        tensors=0 if saved.raw else _count(tree),
+        storages=sum(1 for _ in storages(tree)),
+        checksums=ALL if saved.proven else NONE,
+        checked=saved.whole if saved.proven else 0,
+        problems=(problem, *lost),
+        fixes=_fixes(source, [problem]),
+    )
 
 
 # Checksums ------------------------------------------------------------------------------------------------------------
@@ -128,7 +454,7 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
 def refuse_damaged(checkpoint: Checkpoint) -> None:
     """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
     archive = archive_of(checkpoint)
-    problems = list(check_archive(archive, checkpoint.tree)) if archive else check_storages(checkpoint.tree)[0]
+    problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
@@ -136,48 +462,42 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     raise Corrupt(
         f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",
         "Its bytes changed after they were written, and anything made from them would be damaged too.",
-        Advice("See all of it: ", command("verify", input_of(checkpoint.source))),
+        f"See all of it: {command('verify', input_of(checkpoint.source))}",
     )
 
 
-def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> Iterator[Problem]:
+def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> list[Problem]:
     """Every record of a zip: its own header and descriptor against the directory, its data against its checksum."""
-    records = archive.by_offset()
-    unconfirmed = {id(record): problem for record in records if (problem := _unconfirmed(record)) is not None}
-    stretches = [_stretch(record) for record in records]
+    records, file, start = archive.by_offset(), archive.source.file, archive.source.start
+    unconfirmed: dict[int, CkptoolError] = {}
+    for record in records:
+        try:
+            record.confirm()
+        except CkptoolError as error:
+            unconfirmed[id(record)] = error
+    # Data is where the directory has it: headers are looked at separately.
+    stretches = [each.data if each.method else FileRange(file, start + each.data_at, each.stored) for each in records]
     sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
-    whole = not unconfirmed and all(found == record.crc for record, found in zip(records, sums, strict=True))
+    whole = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
     owners = {} if whole else _owners(records, archive, tree)  # a walk past every name
-    for record, found in zip(records, sums, strict=True):
-        about = (record.name, archive.source.start + record.data_at, tuple(owners.get(id(record), ())))
-        if (problem := unconfirmed.get(id(record))) is not None:
-            yield Problem(problem.code, problem.what, problem.why, *about)
-        yield from _of_sum(found, record.crc, f"the record {record}", about)
+    problems: list[Problem] = []
+    for record, total in zip(records, sums, strict=True):
+        about = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
+        if id(record) in unconfirmed:
+            problems.append(problem_of(unconfirmed[id(record)], *about))
+        problems += _of_sum(total, record.crc, f"the record {record}", about)
+    return problems
 
 
 def _of_sum(
-    found: int | CkptoolError, stored: int, name: str, about: tuple[str, int | None, tuple[str, ...]]
+    total: int | CkptoolError, stored: int, name: str, about: tuple[str, int | None, tuple[str, ...]]
 ) -> Iterator[Problem]:
     """The problem of data that could not be read, or whose CRC-32 is not the stored one."""
-    if isinstance(found, CkptoolError):
-        yield Problem(found.code, found.what, found.why, *about)
-    elif found != stored:
+    if isinstance(total, CkptoolError):
+        yield problem_of(total, *about)
+    elif total != stored:
         why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
-        yield Problem("checksum", mismatch(name, stored, found), why, *about)
-
-
-def _unconfirmed(record: Record) -> CkptoolError | None:
-    try:
-        record.confirm()
-    except CkptoolError as error:
-        return error
-    return None
-
-
-def _stretch(record: Record) -> Data:
-    """A record's data, wherever the directory has it: headers are looked at separately."""
-    source = record.archive.source
-    return record.data if record.method else FileRange(source.file, source.start + record.data_at, record.stored)
+        yield Problem("checksum", mismatch(name, stored, total), why, *about)
 
 
 def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int, list[str]]:
@@ -218,35 +538,34 @@ def check_storages(
     """The storages of a tree with checksums of their own: problems, how many storages, their bytes. but: files that are
     checked otherwise."""
     others = {id(file) for file in but}
-    found = {
+    own = {
         id(part): part
         for storage in storages(tree)
         for part in _below(storage)
         if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others)
     }
-    sums = checksums([part.data for part in found.values()], progress)
+    sums = checksums([part.data for part in own.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
-    if any(total != part.crc for total, part in zip(sums, found.values(), strict=True)):
+    if any(total != part.crc for total, part in zip(sums, own.values(), strict=True)):
         for place, storage in _storages_by_address(tree):
             names[id(storage)].append(place)
     problems: list[Problem] = []
-    for total, part in zip(sums, found.values(), strict=True):
+    for total, part in zip(sums, own.values(), strict=True):
         file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
         about = (file, offset, tuple(names[id(part)]))
         problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
-    return problems, len(found), sum(part.nbytes for part in found.values())
+    return problems, len(own), sum(part.nbytes for part in own.values())
 
 
 def extent_of(tree: Any) -> str:
-    """Whether all, some or none of the data in files have checksums."""
-    found = {part.crc is not None for storage in storages(tree) for part in _below(storage) if not _is_made(part)}
-    return SOME if len(found) == 2 else ALL if True in found else NONE
-
-
-def _is_made(storage: Storage) -> bool:
-    """True for a storage whose bytes are those of others, or of no file."""
-    data = storage.data
-    return not storage.nbytes or (isinstance(data, Computed) and storage.crc is None and bool(data.inputs))
+    """Whether all, some or none of the data in files have checksums: not what is made of other data, or of no file."""
+    has_sum = {
+        part.crc is not None
+        for storage in storages(tree)
+        for part in _below(storage)
+        if part.nbytes and not (isinstance(part.data, Computed) and part.crc is None and part.data.inputs)
+    }
+    return SOME if len(has_sum) == 2 else ALL if True in has_sum else NONE
 
 
 def check_by_reading(tree: Any) -> Iterator[Problem]:
@@ -261,7 +580,7 @@ def check_by_reading(tree: Any) -> Iterator[Problem]:
                 for offset in range(0, data.length if data.inputs else 1, BLOCK):
                     data.read(offset, BLOCK if data.inputs else 1)
             except CkptoolError as error:
-                yield Problem(error.code, error.what, error.why, tensors=(place,))
+                yield problem_of(error, "", None, (place,))
 
 
 # Structure ------------------------------------------------------------------------------------------------------------
@@ -271,23 +590,21 @@ def check_views(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Tensors that reach outside of their storage, and storages that reach outside of their file."""
     fine: set[int] = set()  # one tensor may stand under very many names
     for path, tensor in tensors(checkpoint.tree):
-        if id(tensor) not in fine:
-            problems = [problem for part in stored_parts(tensor) for problem in _outside(part, path)]
-            yield from problems
-            if not problems:
-                fine.add(id(tensor))
-
-
-def _outside(part: TensorEntry | StorageRef, path: Path) -> Iterator[Problem]:
-    storage = part.storage
-    if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
-        begin, end = part.span()
-        what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
-        yield Problem("bad-tensor", what, "It lies outside its storage.", tensors=(address(path),))
-    data = storage.data
-    if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
-        what = f"{data.file} ends at byte {data.file.size:,}, before the data"
-        yield Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),))
+        if id(tensor) in fine:
+            continue
+        problems = []
+        for part in stored_parts(tensor):
+            storage, data = part.storage, part.storage.data
+            if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
+                begin, end = part.span()
+                what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
+                problems.append(Problem("bad-tensor", what, "It lies outside its storage.", tensors=(address(path),)))
+            if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
+                what = f"{data.file} ends at byte {data.file.size:,}, before the data"
+                problems.append(Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),)))
+        yield from problems
+        if not problems:
+            fine.add(id(tensor))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -298,7 +615,7 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
 
     damaged: it is known that some cannot be read, which are not searched then.
     """
-    found, unsearched = [], []
+    rows, unsearched = [], []
     left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
     for path, tensor in tensors(tree):
@@ -321,8 +638,8 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
                     continue
             nans, infs = known[view]
             if nans or infs:
-                found.append(NonFinite(address(path), nans, infs, entry.numel))
-    return found, unsearched
+                rows.append(NonFinite(address(path), nans, infs, entry.numel))
+    return rows, unsearched
 
 
 def _special(entry: TensorEntry) -> tuple[int, int]:

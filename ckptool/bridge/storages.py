@@ -11,6 +11,7 @@ import torch
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
 from ckptool.checkpoint.files import Source
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import FileChanged, LimitExceeded, Unsupported, UsageError
 
 untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
@@ -82,7 +83,7 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
         raise Unsupported(
             f"tensors are tagged {location}, which this machine or this torch does not have",
             str(error).splitlines()[0][:300] if str(error) else "",
-            "Put them elsewhere: map_location='cpu'; or change the file: ckptool remap FILE --to cpu -o OUT",
+            f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}",
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptool.checkpoint import Computed, Data, FileRange, Storage, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, aligned, scratch
+from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def verify(entry: TensorEntry) -> None:
         crc = Crc(expected=storage.crc, name=name_of(storage.data))
         for block in blocks(storage.data):
             crc.update(block)
-        crc.check("", "See what else is damaged: ckptool verify FILE")
+        crc.check("", f"See what else is damaged: {command('verify', FILE)}")
         storage.intact = True
 
 

@@ -20,6 +20,7 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
 from ckptool.checkpoint.strided import swapped
+from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 
 _CODES: dict[str, DType] = {
@@ -115,7 +116,7 @@ class LazyBytes:
             raise Unsupported(
                 f"a numpy array of {len(self):,} bytes cannot be pickled again",
                 f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole.",
-                "Write the arrays as tensors: ckptool convert FILE -o OUT.safetensors (or OUT.npz)",
+                f"Write the arrays as tensors: {command('convert', FILE, out=OUT_SAFETENSORS)} (or OUT.npz)",
             )
         return bytes(self)
 

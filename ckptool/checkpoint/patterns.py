@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NoReturn
 
+from ckptool.commands import FILE, command
 from ckptool.errors import NoMatch, UsageError
 
 LIMIT = 3.0  # seconds of processor time for one key
@@ -48,7 +49,7 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
         raise NoMatch(
             f"the pattern {pattern!r} matches no key",
             "Patterns match whole keys; `*` also matches dots.",
-            "See the keys: ckptool inspect FILE --all",
+            f"See the keys: {command('inspect', FILE, all=True)}",
         )
     return found
 

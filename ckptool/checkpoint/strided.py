@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from ckptool.checkpoint.blocks import blocks, check_files, verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import aligned, packed, resolve
 from ckptool.checkpoint.paths import file_problem
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError, counted
+from ckptool.commands import arg
+from ckptool.errors import BadTensor, LimitExceeded, Unsupported, counted
 
 if TYPE_CHECKING:
     import numpy
@@ -132,7 +132,7 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
         raise LimitExceeded(
             f"{entry!r} needs {entry.nbytes:,} bytes of memory",
             "More than is available.",
-            "Look at a part: --slice '0:4'.",
+            f"Look at a part: {arg(slice='0:4')}.",
         ) from error
     raw = array.view(numpy.uint8)
     data = row_major(entry)
@@ -364,57 +364,6 @@ def _every(entry: TensorEntry, axis: int, chosen: range) -> TensorEntry:
     offset = entry.offset + (min(chosen[0], chosen[-1]) * stride[axis] if chosen else 0)
     shape[axis], stride[axis] = len(chosen), stride[axis] * abs(chosen.step)
     return replace(entry, shape=tuple(shape), stride=tuple(stride), offset=offset)
-
-
-def slice_view(entry: TensorEntry, text: str) -> TensorEntry:
-    """The part of a tensor that numpy-like text names: `'0:4,:'`, `'3'`, `'...,-1'`, `'::2'`. Nothing is read.
-
-    Steps are positive. Raises `UsageError`, which names the shape, for text that does not fit.
-    """
-    view, kept = entry, []
-    for axis, part in enumerate(_parts(entry, text)):
-        chosen = _chosen(part, entry.shape[axis])
-        if chosen is None:
-            raise _bad_slice(entry, text, f"{part!r} does not fit a dimension of size {entry.shape[axis]:,}.")
-        view = _every(view, axis, chosen)
-        if ":" in part:
-            kept.append(axis)
-    return view.permute(kept)
-
-
-def _parts(entry: TensorEntry, text: str) -> Iterator[str]:
-    """An index or slice for each dimension: `...` and what is missing at the end stand for whole dimensions."""
-    parts = [part.strip() for part in text.split(",")]
-    left = len(entry.shape) - len(parts) + parts.count("...")
-    if left < 0 or parts.count("...") > 1:
-        raise _bad_slice(
-            entry, text, f"It has {counted(len(parts), 'part')} for {counted(len(entry.shape), 'dimension')}."
-        )
-    place = parts.index("...") if "..." in parts else len(parts)
-    return iter([*parts[:place], *[":"] * left, *parts[place + 1 :]])
-
-
-def _chosen(part: str, size: int) -> range | None:
-    """The indices that `part` chooses of a dimension; None if it is malformed or outside."""
-    try:
-        numbers = [int(number) if number.strip() else None for number in part.split(":")]
-        if len(numbers) == 1 and numbers[0] is not None:
-            found = range(size)[numbers[0]]
-            return range(found, found + 1)
-        step = numbers[2] if len(numbers) == 3 else None
-        if len(numbers) in (2, 3) and (step is None or step > 0):
-            return range(*slice(numbers[0], numbers[1], step).indices(size))
-    except (ValueError, IndexError):
-        pass
-    return None
-
-
-def _bad_slice(entry: TensorEntry, text: str, why: str) -> UsageError:
-    return UsageError(
-        f"the slice '{text}' does not fit the shape {list(entry.shape)}",
-        why,
-        "Write one part for each dimension, as in '0:4,:', '3', '...,-1' or '::2'; steps are positive.",
-    )
 
 
 def resolved(entry: TensorEntry) -> TensorEntry:

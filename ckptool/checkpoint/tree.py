@@ -16,6 +16,7 @@ from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import module_state_dict
 from ckptool.checkpoint.registry import provides
+from ckptool.commands import FILE, command
 from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
 
 Path = tuple[Any, ...]
@@ -112,7 +113,7 @@ def check_names(names: int, tensors: int) -> None:
         raise LimitExceeded(
             f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}",
             "No model ties so many; the file is probably malicious.",
-            "Look at a part of it: ckptool show FILE#ADDRESS",
+            f"Look at a part of it: {command('show', FILE / 'ADDRESS')}",
         )
 
 
@@ -273,7 +274,7 @@ def holders(tree: Any, path: Path) -> list[Any]:
             raise UsageError(
                 f"{address(path)} is the name of a tensor in the module's state dict",
                 "In the file it is an attribute of an object inside it.",
-                f"Name what is there: ckptool show FILE#{address(path[:depth])}",
+                f"Name what is there: {command('show', FILE / address(path[:depth]))}",
             )
         found.append(below[0])
     return found[:-1]

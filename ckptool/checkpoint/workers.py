@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def checked_jobs(jobs: int) -> int:
     if not 1 <= jobs <= MAX_JOBS:
         why = "It is the number of processes that work at the same time; each takes a processor."
         raise UsageError(
-            f"--jobs takes a number from 1 to {MAX_JOBS}, not {jobs}", why, f"For example: --jobs {_some()}"
+            f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, not {jobs}", why, f"For example: {arg(jobs=_some())}"
         )
     return jobs
 
@@ -170,7 +171,7 @@ class _Crew:
         item = self.items[worker.number]
         what = f"{item[0] if isinstance(item, tuple) else item!s}: the process that worked on it {how}"
         why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
-        self.results[worker.number] = (False, RunFailed(what, why, "Try it with fewer at a time: --jobs 1"))
+        self.results[worker.number] = (False, RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}"))
         worker.connection.close()
         self.workers.remove(worker)
         if self.begun < len(self.items):

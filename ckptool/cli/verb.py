@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from ckptool.checkpoint.registry import provider
 from ckptool.checkpoint.workers import Progress, checked_jobs
-from ckptool.cli.many_files import WAYS, OutputOptions, write_each
+from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
     FORM,
     Answer,
@@ -28,8 +28,8 @@ from ckptool.cli.output import (
 )
 from ckptool.commands import function_name, module_of
 from ckptool.errors import UsageError, printable
-from ckptool.facts import Report
-from ckptool.options import Declared, Option, Parameter, option, parameters_of, signature_of, watched
+from ckptool.facts import Page, Report
+from ckptool.options import Declared, Parameter, option, parameters_of, signature_of, watched
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
 Arguments = Mapping[str, Any]
@@ -105,12 +105,13 @@ def answers(verb: str, function: Any, typed: Arguments) -> Answers:
         raise UsageError(what, "An answer has one form.", "Choose one.")
     FORM.set(AnswerForm.json if as_json else AnswerForm(as_form or "text"))
     as_json, declared = FORM.get() is AnswerForm.json, function.verb
-    options = {each.name: each.option for each in typed_parameters(function)}
-    given = {name: _value(options[name], value) for name, value in typed.items() if value not in (None, [], ())}
+    parses = {each.name: each.option.parse for each in typed_parameters(function)}
+    given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
+    given |= {name: parse(given[name]) for name in given if (parse := parses[name]) is not None}
     given["as_json"] = as_json
     jobs = checked_jobs(given.get("jobs", 1))
     if declared.words is not None:
-        found = _called(declared.words, given)
+        found = declared.words(**_named(declared.words, given))
         if isinstance(found, Report):
             return Answers([_answer(found, given)], as_json)
         given |= found
@@ -120,11 +121,9 @@ def answers(verb: str, function: Any, typed: Arguments) -> Answers:
     files = given[first] if isinstance(given.get(first), list) and not several else None
     own = {name: value for name, value in given.items() if name in names}
     if _writes(function):
-        target = OutputOptions(**{name: given[name] for name in OutputOptions._fields if name in given})
-
         write = partial(_write, function, own, first if files is not None else "")
-        label = next((str(each) for each in (given.get(first), target.out) if isinstance(each, str)), "")
-        return write_each(verb, [label] if files is None else files, target, write, declared.one_output or WAYS)
+        label = next((each for each in (given.get(first), given.get("out")) if isinstance(each, str)), "")
+        return write_each(verb, [label] if files is None else files, given, write, declared.one_output or WAYS)
     if "jobs" in names:
         own["jobs"] = jobs if files is None or len(files) == 1 else 1
     work = partial(_report, verb, function, given, own, first)
@@ -137,17 +136,8 @@ def _write(function: Any, own: Arguments, name: str, file: str, **output: Any) -
     return function(**{**own, **({name: file} if name else {}), **output})
 
 
-def _value(option: Option, value: Any) -> Any:
-    """What was typed as a value for Python; what was not typed is left to the defaults of the function."""
-    return value if option.parse is None else option.parse(value)
-
-
-def _called(function: Any, given: Arguments) -> Any:
-    """A hook or a view, with the options that it names."""
-    return function(**_named(function, given))
-
-
 def _named(function: Any, given: Arguments) -> dict[str, Any]:
+    """The options that a hook or a view names."""
     names = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in names.values()):
         return dict(given)
@@ -160,27 +150,22 @@ def _report(
     """The answer on one file."""
     here = {first: file} if file is not None else {}
     declared: Declared = function.verb
-    report = _called(declared.instead, {**given, **here}) if declared.instead is not None else None
-    if report is not None:
-        return _answer(report, given, declared.exits)
+    if declared.instead is not None:
+        report = declared.instead(**_named(declared.instead, {**given, **here}))
+        if report is not None:
+            return _answer(report, given, declared.exits)
     asked = watched(function)
     with ExitStack() as stack:
         shown = {name: stack.enter_context(_watching(how, verb, {**given, **here})) for name, how in asked.items()}
         if "training" not in asked.values():
             stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
         arguments = {**own, **here, **shown}
-        several = arguments.pop(first) if _takes_several(function) else ()
+        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+        several = arguments.pop(first) if inspect.Parameter.VAR_POSITIONAL in kinds else ()
         report = function(*several, **arguments)
     if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
-        from ckptool.analysis.train import Page
-
         return Answer(Page(), {}, report.exit())  # under torchrun the first process tells
     return _answer(report, given, declared.exits)
-
-
-def _takes_several(function: Any) -> bool:
-    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
-    return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
 def _answer(report: Any, given: Arguments, exits: bool = True) -> Answer:

@@ -20,6 +20,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import arg
 from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
 
 
@@ -252,7 +253,8 @@ def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str =
         raise UsageError(
             f"{suffix} is not the suffix of a container that ckptool writes",
             f"Writable containers: {listed([container.name for container in WRITERS])}.",
-            f"Did you mean {meant}? " * bool(meant) + "To write a torch file of that name: --to torch-zip",
+            f"Did you mean {meant}? " * bool(meant)
+            + f"To write a torch file of that name: {arg(container='torch-zip')}",
         )
 
 
@@ -262,7 +264,7 @@ def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is the name of an index, and shards are written as a folder"
         why = "The index is one of the files in it."
-        raise UsageError(what, why, f"Name the folder: -o {os.path.dirname(name) or 'DIR'}")
+        raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
 
 def _close(word: str, other: str) -> bool:

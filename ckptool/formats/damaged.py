@@ -12,13 +12,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.tree import storages
-from ckptool.commands import OUT, Advice, command
+from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
@@ -62,6 +62,20 @@ class LostRecord:
     why: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LostTensor:
+    """A tensor or storage whose data is lost, and its place. storage: the one that is lost.  record: which it was."""
+
+    path: Path
+    node: TensorEntry | Composite | StorageRef
+    storage: Storage
+    record: LostRecord
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+
 @dataclass(slots=True, eq=False)
 class Salvaged:
     """The contents of a damaged file.
@@ -85,6 +99,15 @@ class Salvaged:
         """Why a storage's data is lost; None if it is there."""
         return next((self.lost[id(part.data)] for part in storage.below() if id(part.data) in self.lost), None)
 
+    def lost_tensors(self) -> list[LostTensor]:
+        """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
+        lost = []
+        for path, node in walk(self.checkpoint.tree):
+            records = ((part.storage, self.lost_of(part.storage)) for part in stored_parts(node))
+            gone = next(((storage, record) for storage, record in records if record is not None), None)
+            lost += [LostTensor(path, node, *gone)] if gone is not None else []
+        return lost
+
 
 def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
     """The contents of `source`, which was found damaged (`error`: how).
@@ -93,7 +116,9 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     """
     if not isinstance(source, Source):
         what = f"{source} is a folder"
-        raise UsageError(what, "Files are recovered one by one.", "Name the damaged file: ckptool recover FILE -o OUT")
+        raise UsageError(
+            what, "Files are recovered one by one.", f"Name the damaged file: {command('recover', FILE, out=OUT)}"
+        )
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":
@@ -115,7 +140,7 @@ def with_whole_count(error: Truncated) -> Truncated:
     whole, count = found
     save = command("recover", error.cut_archive.path, out=OUT)
     why = f"{error.why} {whole:,} of its {counted(count, 'storage')} {form(whole, 'looks', 'look')} whole."
-    return Truncated(error.what, why, Advice("Save what is whole: ", save, "; or download or copy it again."))
+    return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
 
 
 def whole_records(source: Readable) -> tuple[int, int] | None:

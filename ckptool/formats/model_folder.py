@@ -20,6 +20,7 @@ from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import absolute
+from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.parts import names_in
 
@@ -87,7 +88,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
                 return found
     if like is not None:
         what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
-        raise UsageError(what, "It should be a folder that the model's library loads.", "For example: --like DIR")
+        raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
     return ModelFolder()
 
 

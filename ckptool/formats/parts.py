@@ -23,7 +23,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, Te
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
-from ckptool.commands import command
+from ckptool.commands import NAME, arg, command
 from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
 
 CODE, MEMBERS = "part", "members"  # of the notes
@@ -399,5 +399,5 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
         raise OnlyAPart(
             f"{source}: {count} have no values here: {listed(empty, 3)}",
             f"It is {part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
-            "Leave them out: --exclude NAME",
+            f"Leave them out: {arg(exclude=NAME)}",
         )

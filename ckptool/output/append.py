@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.commands import Advice, command
+from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
@@ -66,7 +66,7 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
             f"the edit of {path} was interrupted, and could not be undone: {reason}",
             "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
             "behind it.",
-            Advice("Look at it: ", command("inspect", path), ". The next in-place edit clears it."),
+            f"Look at it: {command('inspect', path)}. The next in-place edit clears it.",
         ) from error
 
 
@@ -76,7 +76,7 @@ def refuse_links(path: str) -> None:
         raise Conflict(
             f"{path} is a symbolic link, to {os.path.realpath(path)}",
             "Changing the file in place would change it for everyone who links to it.",
-            "Write a new file with -o, or name the file itself.",
+            f"Write a new file with {arg('out')}, or name the file itself.",
         )
     try:
         names = os.stat(path).st_nlink
@@ -86,7 +86,7 @@ def refuse_links(path: str) -> None:
         raise Conflict(
             f"{path} is one of {names} names (hard links) of the same file",
             "Changing it in place would change all of them.",
-            "Write a new file with -o.",
+            f"Write a new file with {arg('out')}.",
         )
 
 
@@ -103,7 +103,7 @@ def _own(fd: int, source: Source) -> None:
         raise FileProblem(
             f"{source} cannot be locked: {error.strerror}",
             "Without a lock two edits could mix.",
-            "Write a new file with -o.",
+            f"Write a new file with {arg('out')}.",
         ) from error
     source.check_unchanged()
     if not source.is_of(os.fstat(fd)):

@@ -22,8 +22,8 @@ from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.commands import Advice, other_program
-from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, printable
+from ckptool.commands import arg, other_program
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
 from ckptool.output.hashing import StreamingSha256
@@ -51,13 +51,13 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             raise FileProblem(
                 f"cannot write {path}: there is no folder {folder}",
                 "",
-                Advice("Make it first: ", other_program("mkdir -p", folder)),
+                f"Make it first: {other_program('mkdir -p', folder)}",
             ) from None
         if not os.path.basename(path):
             raise FileProblem(
                 f"cannot write {path}: it names a folder, which is not there",
                 "A file was to be written there.",
-                "Name a file; or use -d for the folder, which is made.",
+                Text("Name a file; or use -d for the folder, which is made.", python="Name a file."),
             ) from None
         return real
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         raise FileProblem(
             f"cannot write {path}: it is a folder",
             "A file was to be written there.",
-            "Name a file in it; or use -d for the folder.",
+            Text("Name a file in it; or use -d for the folder.", python="Name a file in it."),
         )
     if not stat.S_ISREG(status.st_mode):
         raise FileProblem(
@@ -76,8 +76,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     if not overwrite:
         raise OutputExists(
             f"{path} exists already",
-            "It was left as it is.",
-            "Overwrite it: -f, or choose another name.",
+            fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.",
         )
     return real
 
@@ -164,7 +163,9 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
             error.errno, "the disk is full"
         )
         return DiskFull(
-            f"cannot write {name}: {words}", UNTOUCHED.format(name), "Make room, or write to another disk with -o."
+            f"cannot write {name}: {words}",
+            UNTOUCHED.format(name),
+            f"Make room, or write to another disk with {arg('out')}.",
         )
     problem = file_problem(error, target, "write")
     problem.why = " ".join(part for part in (problem.why, printable(UNTOUCHED.format(name))) if part)
@@ -178,7 +179,7 @@ def _check_space(needed: int, folder: str, target: str) -> None:
         raise DiskFull(
             f"cannot write {target}: it needs {needed:,} bytes, {free:,} are free",
             f"Nothing was written, and {target} is as it was.",
-            "Make room, or write to another disk with -o.",
+            f"Make room, or write to another disk with {arg('out')}.",
         )
 
 
@@ -316,8 +317,7 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
     except FileExistsError:
         raise OutputExists(
             f"{target} was created by another process in the meantime",
-            "It was left as it is.",
-            "Overwrite it: -f.",
+            fix=f"Overwrite it: {arg(overwrite=True)}.",
         ) from None
     except OSError:  # a file system without hard links
         check_target(target, overwrite=False)

@@ -21,6 +21,7 @@ from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
+from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
@@ -61,7 +62,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
             raise FileProblem(
                 f"cannot write {path}: it is a file",
                 "A folder of several files was to be written there.",
-                "Choose another name; or write one file: --to safetensors",
+                f"Choose another name; or write one file: {arg(container='safetensors')}",
             )
         held = os.listdir(real)
     except FileNotFoundError:
@@ -77,8 +78,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     if held and not overwrite:
         raise OutputExists(
             f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
-            "It was left as it is.",
-            "Replace it: -f, or choose another name.",
+            fix=f"Replace it: {arg(overwrite=True)}, or choose another name.",
         )
     if foreign := _foreign(real, held, replaceable):
         raise _would_lose(path, foreign)
@@ -288,8 +288,7 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
     if not overwrite:
         raise OutputExists(
             f"{target} was created by another process in the meantime",
-            "It was left as it is.",
-            "Replace it: -f.",
+            fix=f"Replace it: {arg(overwrite=True)}.",
         )
     old = temporary
     try:

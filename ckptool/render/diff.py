@@ -8,6 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 from ckptool.analysis.compare import ValueDifference
 from ckptool.analysis.diff import Diff, Difference
+from ckptool.analysis.fold import grouped
+from ckptool.analysis.words import path_json, tensor_text, type_name, value_text
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.state_dicts import bare
@@ -16,9 +18,8 @@ from ckptool.errors import counted, listed, printable
 from ckptool.facts import number
 from ckptool.options import option
 from ckptool.pickles.plain.text import to_json
-from ckptool.render.json import Json, fields_json, finite, path_json, type_name
-from ckptool.render.key_groups import grouped
-from ckptool.render.style import PLAIN, WHOLE, Style, columns, tensor_text, value_text
+from ckptool.render.json import Json, fields_json, finite
+from ckptool.render.style import PLAIN, WHOLE, Style, columns
 
 STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
 Item = TypeVar("Item")

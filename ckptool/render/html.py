@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
-from ckptool.facts import Note, Report, Table, Told
+from ckptool.facts import Note, Report, Table, Told, Verbatim
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
@@ -51,6 +53,14 @@ def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
     return "".join(pieces[:kept]) + (rest.format(f"{left:,}") if left else "")
 
 
+@provides("html", Checkpoint)
+def checkpoint_html(checkpoint: Checkpoint) -> str:
+    """An opened checkpoint: its parts and an outline of their tensors."""
+    from ckptool.analysis.inspect import listing
+
+    return report_html(replace(listing(checkpoint), notes=()))
+
+
 @provides("html", Report)
 def report_html(report: Report) -> str:
     """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
@@ -70,7 +80,7 @@ def report_html(report: Report) -> str:
         begun.clear()
 
     for number, part in enumerate(_parts(report.told())):
-        if number == 0 and isinstance(part, (str, tuple)):
+        if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
             pieces.append(f"<b>{escape(_cut(next(lines([part]), ''), 1_000))}</b>")
         elif isinstance(part, Table) and part.rows:
             end_lines()

@@ -15,14 +15,11 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import PartOf, Tensor, TensorEntry
+from ckptool.checkpoint import PartOf
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.registry import Report, provides
-from ckptool.checkpoint.tree import Path
 from ckptool.errors import printable
 from ckptool.facts import facts_of, schema_of
-from ckptool.pickles.plain.text import summary
 
 Json = dict[str, Any]
 
@@ -62,8 +59,9 @@ def finite(value: Any) -> Any:
 def facts_json(value: Any) -> Json:
     """The facts of a report or row: its fields and properties, those of a unit with its own JSON in that form."""
     return {
-        name: finite(getattr(value, name)) if unit.json is None else unit.json(getattr(value, name))
+        name: finite(fact) if unit.json is None or fact is None else unit.json(fact)
         for name, (_, unit) in facts_of(type(value)).items()
+        for fact in (getattr(value, name),)
     }
 
 
@@ -125,38 +123,12 @@ def document(kind: type, schema: str, names: str = "") -> None:
     provides("json", kind)(lambda found: {"schema": f"ckptool.{schema}/1", **fields_json(found, names)})
 
 
-def tensor_json(path: Path, tensor: Tensor, storage: int | None) -> Json:
-    """One tensor: shape, stride and offset count elements; a composite has a `kind` and no stride."""
-    fact: Json = {
-        "path": path_json(path),
-        "dtype": tensor.dtype.name if tensor.dtype else None,
-        "shape": None if tensor.shape is None else list(tensor.shape),
-    }
-    if isinstance(tensor, TensorEntry):
-        fact |= {"stride": list(tensor.stride), "offset": tensor.offset, "location": tensor.location}
-        fact |= {"storage": storage, "nbytes": tensor.nbytes}
-        fact |= {name: True for name, value in tensor.flags._asdict().items() if value} if any(tensor.flags) else {}
-        return fact
-    parts = {"stride": None, "offset": None, "location": tensor.location, "storage": None}
-    return fact | parts | {"nbytes": tensor.nbytes, "kind": tensor.kind}
-
-
-def path_json(path: Path) -> list[Any]:
-    """A path as a list: texts and integers as they are, other keys as texts."""
-    return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
-
-
 def part_json(part: PartOf | None) -> Json | None:
     """Of what a checkpoint is only a part: None for a whole one."""
     if part is None:
         return None
     facts = fields_json(part, "meaning number count whole?")
     return {"kind": part.kind.value, "label": printable(part.label), **facts}
-
-
-def type_name(value: Any) -> str:
-    """The kind of value of an entry: `int`, `dict`, `argparse.Namespace`."""
-    return printable(value.name) if isinstance(value, Object) else type(value).__name__
 
 
 def results_json(results: Sequence[Json]) -> Json:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable, quoted
-from ckptool.facts import Note, Report, Table, Told
-from ckptool.render.style import PLAIN, Style, columns
+from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
+from ckptool.render.style import PLAIN, WIDEST, Style, columns
 
 
 @provides("text", Report)
@@ -21,17 +22,20 @@ def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:
     """The lines of what is told, escaped; an empty one only between two others."""
     gap, begun = False, False
     for line in _every(told, style):
-        if line:
+        if line is not None:
             yield from [""] if gap and begun else []
             yield line
             begun = True
-        gap = not line
+        gap = line is None
 
 
-def _every(told: Told, style: Style) -> Iterator[str]:
+def _every(told: Told, style: Style) -> Iterator[str | None]:
+    """Every line; None for an empty one between others."""
     for part in told:
-        if isinstance(part, str):
-            yield _marked(part, style)
+        if isinstance(part, Verbatim):
+            yield from map(printable, part.split("\n"))
+        elif isinstance(part, str):
+            yield _marked(part, style) or None
         elif isinstance(part, Table):
             yield from _table(part, style)
         elif isinstance(part, Note):
@@ -40,7 +44,7 @@ def _every(told: Told, style: Style) -> Iterator[str]:
         elif callable(part):
             yield from _every(part(style.width), style)
         else:
-            yield "".join(_marked(piece, style) for piece in part).rstrip()
+            yield "".join(_marked(piece, style) for piece in part).rstrip() or None
 
 
 def _marked(piece: str, style: Style) -> str:
@@ -58,9 +62,13 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         return
     shown = [[printable(cell) for cell in row] for row in rows]
     headed = [list(table.heads), *shown] if table.heads else shown
-    aligned = columns(headed, right, " " * table.indent)
+    aligned = columns(headed, right, " " * table.indent, widest=table.hang or WIDEST)
     title = printable(table.title)
-    if style.width is not None and any(len(line) > style.width for line in aligned):
+    if table.hang:
+        yield from [style.bold(title)] if title else []
+        for row, texts, line in zip(rows, shown, aligned, strict=True):
+            yield from _hanging(row, line, len(line) - len(texts[-1].rstrip()), style)
+    elif style.width is not None and any(len(line) > style.width for line in aligned):
         yield from [style.bold(title)] if title else []
         heads = table.heads[1:] or [""] * max(map(len, shown))
         for row, texts in zip(rows, shown, strict=True):
@@ -77,6 +85,17 @@ def _table(table: Table, style: Style) -> Iterator[str]:
             yield style.bold(title)
         yield from (_coloured(row, line, style) for row, line in zip(rows, aligned, strict=True))
     yield from [table.more.format(f"{left:,}")] if left else []
+
+
+def _hanging(row: Sequence[str], line: str, used: int, style: Style) -> Iterator[str]:
+    """A line whose last cell begins after `used` columns, and goes on there where it is too long."""
+    last = [line[used:]]
+    if style.width is not None and len(line) > style.width and used <= style.width - 20:
+        last = wrap(last[0], style.width - used, break_long_words=False, break_on_hyphens=False)
+    mark = getattr(row[-1], "mark", "")
+    for number, text in enumerate(last):
+        before = _coloured(row[:-1], line[:used], style) if number == 0 else " " * used
+        yield before + _marked(Marked(text, mark), style)
 
 
 def _coloured(row: Sequence[str], line: str, style: Style) -> str:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, parts, summary_of
-from ckptool.analysis.memory import memory_needs
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.outline import outline, overview
 from ckptool.analysis.statistics import Statistics, TensorPicture
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
@@ -35,16 +35,12 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
-from ckptool.render.inspect import branch_detail, overview
-from ckptool.render.memory_line import memory_text
-from ckptool.render.outline import Branch, outline
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff, Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
-LINES = 90  # of an outline
 CELLS, HUES = 80, 6  # of a treemap 1,000 units wide
 LAYERS, KINDS = 60, 36  # rows and columns of a heatmap
 LEVELS = (0, 0.01, 0.1, 0.5, 1)  # of a share: shades 0 … 5
@@ -67,30 +63,21 @@ def page(report: CheckpointReport) -> str:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters |= {
-        "size": size,
-        "number": number,
-        "counted": counted,
-        "cut": cut,
-        "fit": fit,
-        "quoted": quoted,
-    }
+    environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals |= {"treemap": treemap, "curve": Curve, "path": curve_path}
+    environment.globals.update(treemap=treemap, outline=outline, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
-    rules = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
-    template = environment.get_template("report.html")
-    return template.render(
+    rules = [rule for file in report.files for rule in file.health.rules]
+    found = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
+    return environment.get_template("report.html").render(
         report=report,
         policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
         style=style,
         script=script,
         files=[_about(file, "AB"[side] * (len(report.files) > 1)) for side, file in enumerate(report.files)],
         change=_changes(report, report.diff) if report.diff is not None else None,
-        clear=[
-            rule for rule in dict.fromkeys(r for file in report.files for r in file.health.rules) if rule not in rules
-        ],
+        clear=[rule for rule in dict.fromkeys(rules) if rule not in found],
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
         data=packed(report) if any(map(_parts_of, report.files)) else "",
     )
@@ -127,24 +114,31 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 def _about(file: FileReport, letter: str) -> dict[str, Any]:
     """What the template gets of a file.  letter: what it is called on a page about two."""
     about: dict[str, Any] = {"name": file.diagnosis.file or "in memory", "letter": letter}
-    about |= {"diagnosis": file.diagnosis, "health": file.health, "notes": (), "parts": (), "memory": "", "outline": ()}
+    about |= {
+        "diagnosis": file.diagnosis,
+        "health": file.health,
+        "notes": (),
+        "parts": (),
+        "memory": "",
+        "overview": None,
+    }
     if file.inspection is None:
         what = "What it is, and what to do, stands below."
         return about | {
             "facts": file.diagnosis.is_a,
             "verdicts": [("Does it load?", "bad", "It cannot be opened", what)],
         }
-    found, known = file.inspection.listing, {finding.code for finding in file.diagnosis.findings}
+    found, known = file.inspection, {finding.code for finding in file.diagnosis.findings}
     facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
     facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
     return about | {
         "facts": " · ".join(filter(None, [*facts, found.part.label if found.part else ""])),
         "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
         "notes": [note for note in file.inspection.notes if note.code not in known],
-        "memory": memory_text(memory_needs(found)),
+        "memory": str(found.memory),
         "numbers": file.inspection.statistics,
         "parts": _parts_of(file),
-        "outline": list(_outline(file)),
+        "overview": overview(found.parts),
     }
 
 
@@ -175,45 +169,10 @@ def _parts_of(file: FileReport) -> list[PartSummary]:
     """The parts of a file that have tensors; the last one for those that are in none."""
     if file.inspection is None:
         return []
-    found = parts(file.inspection.listing)
+    found = file.inspection.parts
     inside = {id(row) for part in found for row in part.rows}
-    rest = [row for row in file.inspection.listing.tensors if id(row) not in inside]
+    rest = [row for row in file.inspection.tensors if id(row) not in inside]
     return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
-
-
-class Line(NamedTuple):
-    """A line of the folded table. nbytes: None where none are shown.  bar: of 100, its share of the largest."""
-
-    label: str
-    level: int
-    times: int
-    detail: str
-    nbytes: int | None
-    bar: int
-
-
-def _outline(file: FileReport) -> Iterator[Line]:
-    assert file.inspection is not None
-    shown, hidden = overview(parts(file.inspection.listing))
-    most = max((row.bytes or 0 for row in shown), default=0) or 1
-    deep = sum(1 for row in shown if row.outline is not None) or 1
-
-    def below(branch: Branch, level: int) -> Iterator[Line]:
-        for child in branch.expanded:
-            is_tied = child.leaf is not None and child.times == 1 and child.leaf in child.part.tied
-            nbytes, times = (None if is_tied else child.size), child.times // branch.times
-            detail = branch_detail(child, child.part)
-            yield Line(child.label, min(level, 8), times, detail, nbytes, 100 * (nbytes or 0) // most)
-            yield from below(child, level + 1)
-        if branch.hidden:
-            yield Line("…", min(level, 8), 1, f"{branch.hidden:,} more, in the table of all tensors", None, 0)
-
-    for row in shown:
-        yield Line(row.name, 0, 1, row.detail, row.bytes, 100 * (row.bytes or 0) // most)
-        if row.outline is not None:
-            yield from below(outline(row.part, LINES // deep, None), 1)
-    if hidden:
-        yield Line("…", 0, 1, f"and {counted(hidden, 'more part')}, in the table of all tensors", None, 0)
 
 
 # The map of modules ---------------------------------------------------------------------------------------------------
@@ -306,20 +265,30 @@ def _piece(name: str, start: int) -> str:
 
 
 def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
-    """Boxes of these sizes, the largest first, that fill an area: halved along its longer side again and again."""
-    if len(sizes) < 2:
-        return [area] * len(sizes)
-    total, first, cut = sum(sizes), sizes[0], 1
-    while cut < len(sizes) - 1 and first + sizes[cut] / 2 < total / 2:
-        first, cut = first + sizes[cut], cut + 1
+    """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
+
+    Bruls, Huizing, van Wijk, "Squarified treemaps" (2000).
+    """
     x, y, width, height = area
-    if width >= height:
-        part = width * first / total
-        one, other = (x, y, part, height), (x + part, y, width - part, height)
-    else:
-        part = height * first / total
-        one, other = (x, y, width, part), (x, y + part, width, height - part)
-    return boxes(sizes[:cut], one) + boxes(sizes[cut:], other)
+    side, scale = min(width, height), width * height / (sum(sizes) or 1)
+    if not sizes or not scale:
+        return [area] * len(sizes)
+
+    def flattest(count: int) -> float:
+        """How flat the flattest box is, where so many stand in a row."""
+        total = sum(sizes[:count]) * scale
+        return max(side**2 * max(sizes[:count]) * scale / total**2, total**2 / (side**2 * min(sizes[:count]) * scale))
+
+    count = 1
+    while count < len(sizes) and flattest(count + 1) <= flattest(count):
+        count += 1
+    thick, at, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
+    for each in sizes[:count]:
+        length = each * scale / thick
+        row.append((x, y + at, thick, length) if width >= height else (x + at, y, length, thick))
+        at += length
+    wide, high = (width - thick, height) if width >= height else (width, height - thick)
+    return row + boxes(sizes[count:], (x + width - wide, y + height - high, max(wide, 0), max(high, 0)))
 
 
 # All tensors ----------------------------------------------------------------------------------------------------------
@@ -470,7 +439,7 @@ def _clauses(report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, D
     odd: list[set[str | None]] = []
     for side, file in enumerate(report.files):
         known = file.inspection.statistics if file.inspection is not None else {}
-        rows = file.inspection.listing.tensors if file.inspection is not None else ()
+        rows = file.inspection.tensors if file.inspection is not None else ()
         of_row = ((row, known.get(row.address)) for row in rows)
         odd.append({_compared(diff, side, row.path) for row, one in of_row if one and (one.nans or one.infs)} - {None})
     for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):

@@ -6,14 +6,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Note, Tensor, TensorEntry
-from ckptool.checkpoint.nodes import Object
-from ckptool.errors import printable, quoted
-
-if TYPE_CHECKING:
-    from ckptool.analysis.inspect import PartSummary
+from ckptool.checkpoint import Note
+from ckptool.errors import quoted
 
 WIDEST = 72  # column
 
@@ -120,9 +115,15 @@ class Style:
 PLAIN = Style()
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", gap: str = "  ") -> list[str]:
+def columns(
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    indent: str = "  ",
+    gap: str = "  ",
+    widest: int = WIDEST,
+) -> list[str]:
     """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
-    widths = [min(max(map(len, column)), WIDEST) for column in zip(*rows, strict=True)]
+    widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
@@ -145,33 +146,3 @@ def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
         if note.fix:
             lines.append(f"  {style.cyan(' '.join(map(quoted, note.fix)))}")
     return "\n".join(lines)
-
-
-def tensor_text(tensor: Tensor, part: PartSummary | None = None) -> str:
-    """`f32 [64, 3, 7, 7]`, with what is unusual about it."""
-    extra = []
-    if tensor.location != "cpu" and (part is None or len(part.locations) > 1):
-        extra.append(printable(tensor.location))
-    kind = "" if isinstance(tensor, TensorEntry) else f"{printable(tensor.kind)} "
-    shape = "" if tensor.shape is None else str(list(tensor.shape))
-    return f"{kind}{tensor.dtype.name if tensor.dtype else '?'} {shape}".rstrip() + "".join(
-        f", {word}" for word in extra
-    )
-
-
-def value_text(value: Any, width: int | None = 60) -> str:
-    """A value of a file in one line. Small dictionaries are written out."""
-    if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
-        return str(value)
-    from ckptool.checkpoint.tree import segment_text
-    from ckptool.pickles.plain.text import summary
-    from ckptool.pickles.plain.values import plain
-
-    wide = width or 1_000_000
-    if isinstance(value, Object):
-        value = plain(value)
-    if width is not None and isinstance(value, dict) and 0 < len(value) <= 8:
-        text = ", ".join(f"{printable(segment_text(key))}: {summary(item, 24)}" for key, item in value.items())
-        if len(text) <= width:
-            return f"{{{text}}}"
-    return summary(value, wide)

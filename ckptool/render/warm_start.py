@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ckptool.analysis.fold import grouped
 from ckptool.analysis.targets import BUFFER
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
@@ -21,7 +22,6 @@ from ckptool.errors import counted, form, printable
 from ckptool.facts import short, size
 from ckptool.render.html import page_html
 from ckptool.render.json import Json, fields_json, finite, picked_of
-from ckptool.render.key_groups import grouped
 from ckptool.render.style import PLAIN, Style
 
 _LINES = 16  # of one kind on a terminal; elsewhere, all

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from ckptool.commands import arg
 from ckptool.errors import Conflict, counted, form
 from ckptool.training.code_paths import portable, rooted
 
@@ -242,7 +243,7 @@ def _seconds(value: Any) -> Any:
     return value
 
 
-class Save(Section):
+class Saving(Section):
     """When to save, what to keep, and how a checkpoint is verified when it is resumed from (`full`: sha256; `size`)."""
 
     every: Annotated[Positive, Key("steps between saves")] = 200
@@ -339,7 +340,7 @@ class Config(Section):
     eval: Annotated[
         Eval, Key("what is best (default: val_loss, min); also at the end, where it decides nothing", FREE)
     ] = Eval()
-    save: Annotated[Save, Key("", FREE)] = Save.model_validate({})
+    save: Annotated[Saving, Key("", FREE)] = Saving.model_validate({})
     stop: Annotated[Stop, Key("after: seconds, or 2h; patience: evaluations that get no better", FREE)] = Stop()
     log: Annotated[Log, Key("steps between lines; metrics.csv; event files", FREE)] = Log()
     hooks: Annotated[list[str], Key("grad_norm | activation_stats | file.py:NAME", FREE)] = []
@@ -488,9 +489,9 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
         raise Conflict(
             f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither. Nothing was changed.",
-            "Start another run: --set run=OTHER"
+            f"Start another run: {arg(set='run=OTHER')}"
             if fixed
-            else f"Confirm the change: --set {wrong[0].key}={wrong[0].after}",
+            else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",
         )
 
 

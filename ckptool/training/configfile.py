@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, command
+from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, TextLines, UsageError, counted
 from ckptool.training import is_run
 from ckptool.training.code_paths import rooted
@@ -28,7 +28,7 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
         raise UsageError(
             f"{path} is a run, not a configuration",
             "It was started before.",
-            Advice("Resume it: ", command("resume", path)),
+            f"Resume it: {command('resume', path)}",
         )
     text = read_small_text(path, "a configuration", MAX_FILE)
     return parsed(text, path, changes, os.path.dirname(path) or os.curdir)
@@ -158,12 +158,14 @@ def assignment(text: str) -> tuple[Place, Any]:
     """The place and value of `optim.main.lr=3e-4`. Raises `UsageError` where it is none."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip("."):
-        raise UsageError(f"--set {text!r} is not of the form KEY=VALUE", "", "For example: --set train.steps=3000")
+        raise UsageError(
+            f"{arg('set')} {text!r} is not of the form KEY=VALUE", "", f"For example: {arg(set='train.steps=3000')}"
+        )
     place = tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in key.strip().split("."))
     try:
         return place, loaded(value, "its value")[0]
     except UsageError as error:
-        raise UsageError(f"--set {text!r}: the value is not YAML", f"{error.what}.") from None
+        raise UsageError(f"{arg('set')} {text!r}: the value is not YAML", f"{error.what}.") from None
 
 
 def _set(values: Any, place: Place, value: Any) -> None:
@@ -173,7 +175,7 @@ def _set(values: Any, place: Place, value: Any) -> None:
             below = values[part] = {}
         values = below
         if not isinstance(values, (dict, list)):
-            raise UsageError(f"--set {dotted(place)}: {dotted(place[: index + 1])} is a value, not a section")
+            raise UsageError(f"{arg(set=dotted(place))}: {dotted(place[: index + 1])} is a value, not a section")
     _step(values, place[-1], place)
     values[place[-1]] = value
 
@@ -181,7 +183,7 @@ def _set(values: Any, place: Place, value: Any) -> None:
 def _step(values: Any, part: Any, place: Place) -> Any:
     if isinstance(values, list):
         if not isinstance(part, int) or part >= len(values):
-            raise UsageError(f"--set {dotted(place)}: there is no {part} in a list of {len(values)}")
+            raise UsageError(f"{arg(set=dotted(place))}: there is no {part} in a list of {len(values)}")
         return values[part]
     return values.get(part)
 

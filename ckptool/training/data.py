@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ckptool.bridge.user_code import call_user_code
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.datasets import BUILT_IN, Rows
 from ckptool.training.extensions import find_named, load_named
@@ -210,7 +211,8 @@ class Streamed(Samples):
             raise UsageError(
                 f"data: {self.settings.name} is a stream, without samples by number",
                 "No part of it can be held out, and no sampler chooses from it.",
-                "Name a validation set: --set data.val.name=file.py:NAME; or none: --set data.val_fraction=0",
+                f"Name a validation set: {arg(set='data.val.name=file.py:NAME')}; "
+                f"or none: {arg(set='data.val_fraction=0')}",
             )
         self.val, self.held = [], []
         self.epoch_count = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
@@ -325,7 +327,7 @@ def load_data(settings: Data, seed: int) -> Samples:
         raise UsageError(
             f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on",
             "With drop_last there would be no step.",
-            "Make the batch smaller: --set data.batch=…",
+            f"Make the batch smaller: {arg(set='data.batch=NUMBER')}",
         )
     return samples
 
@@ -343,7 +345,7 @@ def _loaded_set(name: str, args: dict[str, Any]) -> Any:
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
     """A data set to evaluate on, and the places in it."""
     if settings is None:
-        raise UsageError("there is no test set", "data.test is not given.", "--set data.test.name=file.py:NAME")
+        raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
     made = _loaded_set(settings.name, settings.args)
     return made, [] if is_stream(made) else list(range(len(made)))
 
@@ -372,7 +374,8 @@ def default(samples: list[Any]) -> Any:
         raise UsageError(
             f"data: the samples of a batch cannot be stacked: {error}",
             "They have several shapes.",
-            "Pad sequences: --set data.collate=pad; or name a function of your own: --set data.collate=file.py:NAME",
+            f"Pad sequences: {arg(set='data.collate=pad')}; "
+            f"or name a function of your own: {arg(set='data.collate=file.py:NAME')}",
         ) from error
 
 

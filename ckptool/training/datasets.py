@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 
 
@@ -63,7 +64,7 @@ def digits() -> Arrays:
         raise UsageError(
             "data: digits come with scikit-learn, which is not installed",
             "",
-            "pip install 'ckptool[examples]'; or other pictures: --set data.name=images",
+            f"pip install 'ckptool[examples]'; or other pictures: {arg(set='data.name=images')}",
         ) from None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -6,14 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptool.analysis.train import Evaluated
-from ckptool.commands import nearest
+from ckptool.commands import arg
 from ckptool.errors import UsageError, listed
+from ckptool.options import nearest
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
 from ckptool.training.extensions import name_culprits
 from ckptool.training.loop import measured
 from ckptool.training.parallel import world_of
+from ckptool.training.reports import Evaluated
 from ckptool.training.runs import read_config, retention_of
 from ckptool.training.saving import loaded
 from ckptool.training.start import switches_given_back
@@ -26,7 +27,7 @@ BEST, NEWEST = "best", "newest"
 def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
     """The metrics of a checkpoint of a run on its validation or test data, in one process."""
     if on not in ("val", "test"):
-        raise UsageError(f"there are no {on} data", "", f"--on {nearest(on, ('val', 'test')) or 'val'}")
+        raise UsageError(f"there are no {on} data", "", arg(on=nearest(on, ("val", "test")) or "val"))
     number, config = read_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
@@ -41,7 +42,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
         raise UsageError(
             "there is nothing to evaluate on",
             "No sample is held out, and there is no validation set.",
-            "Name one: --set data.val.name=file.py:NAME --set data.val_fraction=0",
+            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
         )
     return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
 

@@ -17,6 +17,7 @@ import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.paths import file_problem
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, UsageError
 from ckptool.training import METRICS, TABLE
 from ckptool.training.config import Profile
@@ -280,7 +281,7 @@ class Board:
             raise MissingExtra(
                 "log.tensorboard needs the package tensorboard, which is not installed",
                 "Nothing was trained. metrics.jsonl holds the same numbers.",
-                "pip install tensorboard; or turn it off: --set log.tensorboard=false",
+                f"pip install tensorboard; or turn it off: {arg(set='log.tensorboard=false')}",
             ) from error
         writer: Any = SummaryWriter
         self.writer = writer(os.path.join(folder, "tensorboard"), purge_step=step + 1)

@@ -10,9 +10,10 @@ import time
 import weakref
 
 from ckptool.checkpoint.paths import file_problem
+from ckptool.commands import Command, arg
 from ckptool.errors import Conflict, FileProblem
 
-OTHER_RUN = "--set run=OTHER"  # how a run is given another folder
+OTHER_RUN = arg(set="run=OTHER")  # how a run is given another folder
 PATIENCE = 2.0  # seconds: a killed process holds its lock until all of it is gone
 _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 _HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
@@ -33,7 +34,7 @@ class Lock:
     elsewhere: what to type for another folder.
     """
 
-    def __init__(self, folder: str, elsewhere: str = OTHER_RUN) -> None:
+    def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         self._elsewhere = elsewhere
         path = os.path.join(folder, "lock")
         there = os.path.lexists(path)

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from ckptool.analysis.train import Outcome
 from ckptool.bridge.user_code import call_user_code
-from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted
+from ckptool.commands import arg, command
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, counted
 from ckptool.training.config import Config
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
+from ckptool.training.reports import Outcome
 from ckptool.training.run_folder import environment
 from ckptool.training.runs import ConfiguredRun
 from ckptool.training.saving import Saver
@@ -129,8 +129,9 @@ def _rescue(trainer: Trainer, run: ConfiguredRun, saver: Saver, error: Exception
                 _save(trainer, run, saver)
                 saver.wait()
             if isinstance(error, CkptoolError):
-                before = f"{error.fix} " if error.fix else ""
-                error.fix = Advice(f"{before}Step {trainer.step:,} is saved; resume: ", command("resume", run.folder))
+                before = error.fix + " " if error.fix else ""
+                saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder)}"
+                error.fix = Text(before, saved)
     if trainer.world.is_first:
         words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
         with suppress(CkptoolError):
@@ -216,7 +217,7 @@ def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
             "The run stopped there; its checkpoints are as they were.",
-            "Skip such steps: --set train.on_nonfinite=skip; or clip gradients, or lower the learning rate.",
+            f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:
         scaler.update()  # which is done with this step's gradients
@@ -277,7 +278,7 @@ def _step_schedules(trainer: Trainer) -> None:
                 raise UsageError(
                     f"the schedule of {name} ends before step {trainer.step}: {error}",
                     "It is shorter than the run.",
-                    f"Make it longer: --set optim.{name}.schedule.args.total_steps={trainer.total_steps}",
+                    f"Make it longer: {arg(set=f'optim.{name}.schedule.args.total_steps={trainer.total_steps}')}",
                 ) from error
     trainer.task.stepped.clear()
 
@@ -379,7 +380,7 @@ def _remember(trainer: Trainer) -> None:
         raise UsageError(
             f"eval.metric is {settings.metric}, which the task does not give",
             f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
-            f"--set eval.metric={next(iter(metrics))}" if metrics else "--set stop.patience=null",
+            arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
         )
     if trainer.step % trainer.eval_every:
         return

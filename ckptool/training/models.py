@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptool.analysis.warm_start import LoadReport, described, percent
 from ckptool.bridge.user_code import call_user_code
-from ckptool.commands import Advice, command
-from ckptool.errors import PlanRefused, UsageError, counted, listed, printable, quoted
+from ckptool.commands import arg, command
+from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.extensions import find_named, load_named
 from ckptool.training.matching import Patterns, modules_matching, outermost
@@ -235,10 +235,10 @@ def start_from(model: nn.Module, path: str, strict: bool, name: str = "main", mi
         way = "error" if strict else "skip"
         return _skipped(load_into(model, path, strict=strict, on_mismatch=way, min_loaded=min_loaded), name)
     except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
-        key = f"--set models.{name}"
-        less = f"; only what fits: {key}.strict=false" if strict else f"; however little fits: {key}.min_loaded=0"
-        part = "" if "#" in path else f"; a part of it: {key}.from={quoted(path + '#ADDRESS')}"
-        error.fix = Advice("See what it has: ", command("inspect", path, all=True), part, less)
+        less = f"only what fits: {arg(set=f'models.{name}.strict=false')}"
+        less = less if strict else f"however little fits: {arg(set=f'models.{name}.min_loaded=0')}"
+        part = "" if "#" in path else f"; a part of it: {arg(set=f'models.{name}.from={path}#ADDRESS')}"
+        error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {less}")
         raise
 
 
@@ -336,7 +336,7 @@ def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
                 raise UsageError(
                     "activation_checkpoint: use_reentrant needs floating-point inputs, which can have a gradient",
                     "The first segment would learn nothing.",
-                    "Turn it off: --set train.activation_checkpoint.use_reentrant=false",
+                    f"Turn it off: {arg(set='train.activation_checkpoint.use_reentrant=false')}",
                 )
             value = value.detach().requires_grad_()
         return checkpoint_sequential(  # type: ignore[no-untyped-call]

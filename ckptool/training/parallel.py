@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, UsageError, listed
 from ckptool.training.data import to_device
 from ckptool.training.matching import Patterns, modules_matching, outermost
@@ -128,7 +129,7 @@ def world_of(config: Config) -> Iterator[World]:
             raise UsageError(
                 f"torchrun started {processes} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",
-                "Set it: --set strategy=ddp; or fsdp, where each is to hold a part of the model",
+                f"Set it: {arg(set='strategy=ddp')}; or fsdp, where each is to hold a part of the model",
             )
         yield World(device=device_of(config.split.devices[0] if config.split else config.device))
         return
@@ -182,7 +183,7 @@ def _meet(device: torch.device, launched: bool) -> None:
             if launched
             else "Nothing was trained.",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
-            "or one: --set strategy=single",
+            f"or one: {arg(set='strategy=single')}",
         ) from error
 
 
@@ -193,7 +194,9 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
     if config.split is None:
         return model.to(world.device)
     if len(config.models) > 1:
-        raise UsageError("strategy: split cuts one model", f"There are {len(config.models)}.", "--set strategy=single")
+        raise UsageError(
+            "strategy: split cuts one model", f"There are {len(config.models)}.", arg(set="strategy=single")
+        )
     place(model, config.split, world.device)
     return model
 
@@ -249,7 +252,7 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
         raise UsageError(
             f"strategy: fsdp cannot divide {listed(scalars, 3)}, which has no dimension",
             "FSDP2 divides parameters along their first dimension.",
-            "Make it a tensor of one element: torch.ones(1); or --set strategy=ddp",
+            f"Make it a tensor of one element: torch.ones(1); or {arg(set='strategy=ddp')}",
         )
     mesh = init_device_mesh(world.device.type, (world.size,))
     owners: dict[int, list[str]] = {}
@@ -384,5 +387,5 @@ def _together(outputs: list[Any]) -> Any:
     raise UsageError(
         f"split: the model returns {type(first).__name__}, which cannot be reassembled from micro-batches",
         "It should return a tensor, or a tuple, list or dictionary of them.",
-        "Turn it off: --set split.microbatches=1",
+        f"Turn it off: {arg(set='split.microbatches=1')}",
     )

@@ -23,7 +23,7 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, command
+from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
 from ckptool.output import make_folder
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS
@@ -64,7 +64,7 @@ class RunFolder:
     id: str
     retention: Retention
     lock: Lock | None
-    elsewhere: str = OTHER_RUN
+    elsewhere: str | Command = OTHER_RUN
     store: Store = field(init=False)
     history: Lines = field(init=False)
     metrics: Lines = field(init=False)
@@ -135,7 +135,9 @@ class RunFolder:
 # Opening -------------------------------------------------------------------------------------------------------------
 
 
-def create(folder: str, settings: dict[str, Any], retention: Retention, elsewhere: str = OTHER_RUN) -> RunFolder:
+def create(
+    folder: str, settings: dict[str, Any], retention: Retention, elsewhere: str | Command = OTHER_RUN
+) -> RunFolder:
     """A new run in its folder, also where one was begun that never saved anything. settings: recorded in run.yaml.
 
     Raises `Conflict` where there is one already, `FileProblem` where it cannot be made.
@@ -164,7 +166,7 @@ def create(folder: str, settings: dict[str, Any], retention: Retention, elsewher
     return run
 
 
-def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: str = OTHER_RUN) -> RunFolder:
+def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: str | Command = OTHER_RUN) -> RunFolder:
     """An existing run. Raises `Conflict` where its files are something else's."""
     lines = ((HISTORY, "event"), (METRICS, "step"))
     if wrong := [name for name, key in lines if not _is_of(os.path.join(folder, name), key)]:
@@ -188,7 +190,7 @@ def recorded(folder: str) -> tuple[str, str]:
     if not os.path.isfile(path):
         if has_checkpoints(folder):
             raise _without_config(folder, OTHER_RUN)
-        raise UsageError(f"{folder} is not a run: it has no run.yaml", "", "Start one: ckptool train run.yaml")
+        raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     number = _run_of(text)
     if number is None:
@@ -196,7 +198,7 @@ def recorded(folder: str) -> tuple[str, str]:
     return number, text
 
 
-def _refuse_run(folder: str, elsewhere: str) -> None:
+def _refuse_run(folder: str, elsewhere: str | Command) -> None:
     """Raises `Conflict` for a folder with checkpoints, whichever run they are of."""
     if not has_checkpoints(folder):
         return
@@ -204,12 +206,12 @@ def _refuse_run(folder: str, elsewhere: str) -> None:
         raise Conflict(
             f"{folder} is a run already",
             "It was left as it is.",
-            Advice("Resume it: ", command("resume", folder), f"; or name another folder: {elsewhere}"),
+            f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}",
         )
     raise _without_config(folder, elsewhere)
 
 
-def _without_config(folder: str, elsewhere: str) -> Conflict:
+def _without_config(folder: str, elsewhere: str | Command) -> Conflict:
     return Conflict(
         f"{folder} holds checkpoints, but no run.yaml of their run",
         "Without it, nobody knows how they were trained. They were left as they are.",
@@ -237,7 +239,7 @@ def dumped(settings: dict[str, Any]) -> str:
     return text
 
 
-def _leftovers(folder: str, elsewhere: str) -> list[str]:
+def _leftovers(folder: str, elsewhere: str | Command) -> list[str]:
     """The files of a run that was begun and never saved; last its configuration, which says whose the others are.
 
     Raises `Conflict` for files of these names that no run wrote, or that were changed since.
@@ -260,7 +262,7 @@ def _leftovers(folder: str, elsewhere: str) -> list[str]:
     return [os.path.join(folder, name) for name in there]
 
 
-def _not_ours(folder: str, names: Sequence[str], elsewhere: str) -> Conflict:
+def _not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:
     them = "them" if len(names) > 1 else "it"
     return Conflict(
         f"{folder} holds {listed(names)}, which this run did not write",

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, UsageError, printable
 from ckptool.training.config import Schedule
 from ckptool.training.extensions import class_of, find_named, load_named
@@ -109,7 +110,7 @@ def _own_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSch
         raise UsageError(
             f"schedule: {name} {'returned' if makes else 'is'} {type(made).__name__}",
             "It should be a function of the step, or make a torch.optim.lr_scheduler.LRScheduler that follows steps.",
-            "One that follows evaluation: --set optim.main.schedule.name=ReduceLROnPlateau",
+            f"One that follows evaluation: {arg(set='optim.main.schedule.name=ReduceLROnPlateau')}",
         )
     return made
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ckptool.analysis.train import Outcome, Rehearsal
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Corrupt, UsageError, listed, printable
 from ckptool.training import CHANGED, CONFIG, TABLE, configfile
@@ -25,6 +24,7 @@ from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import one_step, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
+from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.training.run_folder import environment, is_run
 from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
 from ckptool.training.saving import committed, loaded

@@ -25,7 +25,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Advice, command
+from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
 from ckptool.output import (
     NewFolder,
@@ -37,6 +37,7 @@ from ckptool.output import (
     sweep_folder,
 )
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
+from ckptool.training.lock import OTHER_RUN
 
 if TYPE_CHECKING:
     from ckptool.training.parallel import World
@@ -117,7 +118,7 @@ def sidecar_of(path: str) -> str:
 class Store:
     """The checkpoints of one run. run: its id; files of another one are passed over.  elsewhere: see `RunFolder`."""
 
-    def __init__(self, folder: str, run: str, elsewhere: str = "--set run=OTHER") -> None:
+    def __init__(self, folder: str, run: str, elsewhere: str | Command = OTHER_RUN) -> None:
         self.elsewhere = elsewhere
         self.folder = os.path.join(folder, CHECKPOINTS)
         self.run = run
@@ -276,7 +277,7 @@ def newest_whole(folder: str, there: list[SavedState], check: Callable[..., Any]
         raise NoneValid(
             f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
             "Nothing was deleted, and nothing was started from the beginning.",
-            Advice("See what is wrong with them: ", command("scan", folder)),
+            f"See what is wrong with them: {command('scan', folder)}",
         )
     return None
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ckptool.bridge.user_code import call_user_code
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
 from ckptool.training.extensions import find_named
@@ -64,7 +65,7 @@ def target_of(batch: Batch) -> torch.Tensor:
         raise UsageError(
             f"data: a batch is {type(batch.data).__name__}, and the task needs (inputs, target)",
             "This task compares the output with the second part of a sample.",
-            "Name a task of your own: --set task=file.py:NAME",
+            f"Name a task of your own: {arg(set='task=file.py:NAME')}",
         )
     found: torch.Tensor = batch.data[1]
     return found

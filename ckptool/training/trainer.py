@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
 from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
@@ -170,7 +171,7 @@ def _refuse_epochs(config: Config, data: Samples) -> None:
         raise UsageError(
             f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted",
             "train.epochs, eval.every: epoch and schedules per: epoch need it.",
-            "Give it __len__, or count in steps: --set train.steps=…",
+            f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}",
         )
 
 
@@ -195,7 +196,7 @@ def _build_schedules(trainer: Trainer, say: Say) -> None:
             raise UsageError(
                 "schedule: ReduceLROnPlateau needs evaluation, which is off",
                 "eval.every is 0.",
-                "--set eval.every=200",
+                arg(set="eval.every=200"),
             )
         length = trainer.total_steps if settings.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
         if words := ends_early(schedule, settings, length, f"optim.{name}.schedule"):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, UsageError
 
 MAX_TEXT = 300  # characters
@@ -32,11 +33,11 @@ class Unbound(UsageError):
 def unbound(name: str, text: str, inner: str = "") -> Unbound:
     """The error for a name in an expression; for a variable that stands for one, with the name in that."""
     within = f" in {text!r}" if text != name else ""
-    either = f", or what it is computed of: --set {inner}=NUMBER" if inner else ""
+    either = f", or what it is computed of: {arg(set=f'{inner}=NUMBER')}" if inner else ""
     found = Unbound(
         f"{name!r}{f', which is {text!r},' if inner else within} has no value",
         "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
-        f"Give it: --set {name}=NUMBER{either}",
+        f"Give it: {arg(set=f'{name}=NUMBER')}{either}",
     )
     found.name = name
     return found

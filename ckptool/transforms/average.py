@@ -20,7 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.commands import Advice, command
+from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 from ckptool.transforms.casting import rounded
@@ -53,7 +53,7 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None, h
         raise UsageError("weights and an exponential average were both asked for", "They are mutually exclusive.")
     if ema is not None:
         if not 0 <= ema < 1:
-            raise UsageError(f"a decay of {ema} is not from 0 to 1", "", "For example: --ema 0.999")
+            raise UsageError(f"a decay of {ema} is not from 0 to 1", "", f"For example: {arg(ema=0.999)}")
         later = [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
         return [ema ** (count - 1), *later]
     if weights is None:
@@ -87,8 +87,8 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: M
         except ValueError:
             pattern = ""
         if not pattern:
-            example = "For example: --weight 'layers.0.*=0.3,0.7'"
-            raise UsageError(f"--weight {text!r} is not of the form PATTERN=W,W", "", example)
+            example = f"For example: {arg(weight='layers.0.*=0.3,0.7')}"
+            raise UsageError(f"{arg('weight')} {text!r} is not of the form PATTERN=W,W", "", example)
         found |= dict.fromkeys(selected(every, [pattern]), shares)
     return found
 
@@ -115,7 +115,7 @@ def average(
         raise Conflict(
             f"the files do not hold the same weights: {listed(problems, 6)}",
             "The mean of different models is not a model. Nothing was written.",
-            Advice("See all of it: ", command("diff", names[0], names[-1])),
+            f"See all of it: {command('diff', names[0], names[-1])}",
         )
     # The name of a tensor that has several, whatever order they are in.
     named = sorted(((str(key), value) for key, value in last.items()), key=lambda item: item[0], reverse=True)
@@ -148,7 +148,7 @@ def average(
             elif list(given[view][1]) != list(shares):
                 what = f"{given[view][0]!s} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
-                raise Conflict(what, why, "Give both the same: a --weight whose pattern matches both")
+                raise Conflict(what, why, f"Give both the same: a {arg('weight')} whose pattern matches both")
             if id(value) not in again:  # what is one object stays one
                 again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
             tree[key] = again[id(value)]

@@ -23,6 +23,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.blocks import computed
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers
+from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 from ckptool.transforms.casting import rounded
 
@@ -59,7 +60,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
     that have no product.
     """
     if form not in FORMS:
-        raise UsageError(f"unknown --form {form!r}", f"Available: {', '.join(FORMS)}.")
+        raise UsageError(f"unknown {arg('form')} {form!r}", f"Available: {', '.join(FORMS)}.")
     found, left = _found(node)
     chosen = []
     for each in found:

@@ -18,6 +18,7 @@ from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
+from ckptool.commands import Slot, arg
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.formats import DEFAULT, WRITERS
 from ckptool.transforms.slim import equal
@@ -50,7 +51,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
             raise Conflict(
                 f"a member cannot be called {_shown(name)}: {why}",
                 "A member can become a file of its name, on any system. Nothing was written.",
-                "Give it another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
+                f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}",
             )
         if (folded := _folded(name)) in taken:
             other = taken[folded]
@@ -59,7 +60,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
                 if other == name
                 else f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored",
                 "One member would replace the other. Nothing was written.",
-                "Give one of them another name: NAME=FILE, or, in a bundle, --rename OLD=NEW",
+                f"Give one of them another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}",
             )
         taken[folded] = name
 

@@ -11,6 +11,7 @@ from ckptool.checkpoint.dtypes import DType, dtype_of
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
+from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
 from ckptool.transforms.casting import CastTally, cast_storage
 
@@ -118,5 +119,5 @@ def _refuse_shared(
                 raise Conflict(
                     f"{name} shares its storage with {other}, which is not cast",
                     "Both would change, or no longer be tied.",
-                    f"Leave it out too: --exclude {name.rpartition('/')[2]!r}",
+                    f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}",
                 )

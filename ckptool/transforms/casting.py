@@ -25,6 +25,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array, numbers, scratch
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import row_major
+from ckptool.commands import NAME, arg
 from ckptool.errors import Conflict, UsageError
 
 
@@ -290,7 +291,7 @@ def _refuse_expanded(entry: TensorEntry) -> None:
         raise Conflict(
             f"{entry!r} is an expanded view: {entry.nbytes:,} bytes of values, {entry.storage.nbytes:,} stored",
             "Every repeated value would be written out. Nothing was written.",
-            "Leave it out: --exclude NAME",
+            f"Leave it out: {arg(exclude=NAME)}",
         )
 
 

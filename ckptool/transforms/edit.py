@@ -14,6 +14,7 @@ from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
+from ckptool.commands import FILE, arg, command
 from ckptool.errors import Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors
 
@@ -73,7 +74,7 @@ def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, 
         raise NoMatch(
             f"nothing matches {idle[0]!r}",
             "Patterns match whole addresses, or keys of model weights.",
-            "See what is there: ckptool inspect FILE --all",
+            f"See what is there: {command('inspect', FILE, all=True)}",
         )
     replaced = {number: _without(mapping, keys) for number, (mapping, keys) in found.items()}
     return rebuild(checkpoint.tree, replaced=replaced), tuple(names)
@@ -110,7 +111,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             "A string needs quotes inside the shell's, and an object has each name once.",
             f"""For example: '{place}:="text"'""",
         ) from None
-    raise UsageError(f"{text!r} is not of the form PATH:=JSON", "Both sides are needed.", "For example: --set epoch:=3")
+    raise UsageError(
+        f"{text!r} is not of the form PATH:=JSON", "Both sides are needed.", f"For example: {arg(set={'epoch': 3})}"
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,8 +139,8 @@ def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
         raise UsageError(
             f"{shown} {held}, and would become a plain value",
             "Values would be lost. Nothing was written.",
-            f"{f'Give it new values: --tensor {shown}=values.npy; or leave' if single else 'Leave'} it out: "
-            f"--drop '{shown}'",
+            (f"Give it new values: {arg(tensor={shown: 'values.npy'})}; or leave" if single else "Leave")
+            + f" it out: {arg(drop=shown)}",
         )
 
 
@@ -146,7 +149,9 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
     above, _, last = place.strip("/").rpartition("/")
     if not last:
         raise UsageError(
-            "the whole file cannot be set", "A value is set at an address in it.", "For example: --set epoch:=3"
+            "the whole file cannot be set",
+            "A value is set at an address in it.",
+            f"For example: {arg(set={'epoch': 3})}",
         )
     _, parent = find(tree, above)
     if isinstance(parent, Object) and parent.items is not None:

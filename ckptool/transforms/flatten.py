@@ -22,7 +22,7 @@ from ckptool.checkpoint.state_dicts import (
     unnamed_tensors,
 )
 from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
-from ckptool.commands import input_of
+from ckptool.commands import NAME, arg, input_of
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.formats import marks
 from ckptool.formats.sidecar import holds
@@ -70,7 +70,7 @@ def export(
         raise Unsupported(
             f"{container} cannot hold {listed(wrong)}",
             "It holds only plain tensors, each under its name. Nothing was written.",
-            "Leave them out: --exclude NAME; or keep everything, to be restored by ckptool: --all",
+            f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}",
         )
     plain = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
     for key, entry in plain.items():
@@ -78,7 +78,7 @@ def export(
             raise Conflict(
                 f"{key} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
                 f"{container} has no strides, so every repeated value would be written out.",
-                "Leave it out: --exclude NAME; or keep it as it is: --all",
+                f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}",
             )
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}

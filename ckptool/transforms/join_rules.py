@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
+from ckptool.commands import FILE, FOLDER, OUT, command
 from ckptool.errors import UsageError, listed
 from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic
 from ckptool.transforms.rules import MAX_RULES, yaml_node
@@ -91,7 +92,9 @@ def read_join_rules(path: str) -> JoinRules:
     found = _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{path}, line 1")
     if "rules" in [key for key, _, _ in found]:
         what = f"{path} has rules that change tensors, and convert only joins ranks"
-        raise UsageError(what, "", "Join and change in one step: ckptool translate FOLDER --rules FILE -o OUT")
+        raise UsageError(
+            what, "", f"Join and change in one step: {command('translate', FOLDER, rules_file=FILE, out=OUT)}"
+        )
     for key, _, place in found:
         if key not in JOIN_SECTIONS:
             raise UsageError(f"{place}: {key!r} is none of {listed(JOIN_SECTIONS)}", "", JOIN_LOOK)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage
 from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
+from ckptool.commands import arg
 from ckptool.errors import NoMatch, UsageError
 
 # The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write
@@ -43,7 +44,7 @@ def parse_device(given: object) -> str:
         raise UsageError(
             f"{text!r} is not a device",
             "A device is cpu, mps, or a name with a number, such as cuda:0.",
-            "For example: --to cpu",
+            f"For example: {arg(to='cpu')}",
         )
     return match[1] if match[1] in _UNNUMBERED else f"{match[1]}:{int(match[2] or 0)}"
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ckptool.checkpoint.numeric import Array, scratch
+from ckptool.commands import Command, arg
 from ckptool.errors import UsageError, counted, listed
 
 PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
@@ -248,6 +249,7 @@ class DareMerge(Deltas):
 
 
 METHODS = {"mean": Mean, "task-arithmetic": Deltas, "slerp": Slerp, "ties": TiesMerge, "dare": DareMerge}
+LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 
 def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
@@ -256,7 +258,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     given: `base`, `density`, `scale`, `t`, `seed` and `ema`, None where the user gave none.
     """
     if method not in METHODS:
-        raise UsageError(f"unknown --method {method!r}", f"Available: {', '.join(METHODS)}.")
+        raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
     takes = METHODS[method].takes
     defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0}
     known = defaults | {name: value for name, value in given.items() if value is not None}
@@ -264,18 +266,30 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
     shown = ",".join(f"{each:g}" for each in densities)
     checks = [
-        ("base" in takes and "base" not in known, f"--method {method} needs --base", "It merges differences from it."),
-        (method == "slerp" and files != 2, f"--method slerp was given {counted(files, 'file')}", "It takes two."),
-        (files < 2 - ("base" in takes), "average needs at least two files", "With --base, one."),
-        (not math.isfinite(scale), f"--lambda {scale} is not a finite number", ""),
-        (not 0 <= t <= 1, f"--t {t} is not from 0 to 1", "0 is the first file, 1 the second."),
-        (len(densities) not in (1, files), f"--density gives {counted(len(densities), 'value')}", "One, or one each."),
-        (not all(1e-9 <= each <= 1 for each in densities), f"--density {shown} is not from 1e-9 to 1", ""),
+        (
+            "base" in takes and "base" not in known,
+            f"{arg(method=method)} needs {arg('base')}",
+            "It merges differences from it.",
+        ),
+        (
+            method == "slerp" and files != 2,
+            f"{arg(method='slerp')} was given {counted(files, 'file')}",
+            "It takes two.",
+        ),
+        (files < 2 - ("base" in takes), "average needs at least two files", f"With {arg('base')}, one."),
+        (not math.isfinite(scale), f"{LAMBDA} {scale} is not a finite number", ""),
+        (not 0 <= t <= 1, f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."),
+        (
+            len(densities) not in (1, files),
+            f"{arg('density')} gives {counted(len(densities), 'value')}",
+            "One, or one each.",
+        ),
+        (not all(1e-9 <= each <= 1 for each in densities), f"{arg(density=shown)} is not from 1e-9 to 1", ""),
     ]
     for name in (name for name, value in given.items() if value is not None and name not in takes):
         those = listed([other for other, kind in METHODS.items() if name in kind.takes])
-        flag = "lambda" if name == "scale" else name
-        checks.append((True, f"--method {method} does not take --{flag}", f"It is for {those}."))
+        option = LAMBDA if name == "scale" else arg(name)
+        checks.append((True, f"{arg(method=method)} does not take {option}", f"It is for {those}."))
     for wrong, what, why in checks:
         if wrong:
             raise UsageError(what, why, "See ckptool average --help")

@@ -21,6 +21,7 @@ from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address
+from ckptool.commands import ADDRESS, FILE, OUT, arg, command
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.warm_start_plan import Assignment
 
@@ -110,13 +111,13 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         raise NoMatch(
             f"{where} has no optimizer state",
             "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
-            "Go without it: omit --optimizer",
+            f"Go without it: omit {arg(optimizer=True)}",
         )
     if len(found) > 1:
         raise UsageError(
             f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}",
             "Which one belongs to these weights is not known.",
-            "Keep only one in a copy: ckptool edit FILE --drop ADDRESS -o OUT",
+            f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
         )
     path, optimizer = found[0]
     check_groups(address(path), optimizer)
@@ -171,7 +172,7 @@ def slot_names(
     optimizer: Mapping[str, Any],
     parameters: Shapes,
     place: str,
-    advice: str = "go on without --optimizer",
+    advice: str = f"go on without {arg(optimizer=True)}",
     *,
     ordered: bool = True,
 ) -> tuple[dict[Any, str], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,22 +12,9 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major
-from ckptool.checkpoint.tree import Path, address, item_at, rebuild, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, item_at, rebuild
 from ckptool.formats import marks
-from ckptool.formats.damaged import Salvaged
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LostTensor:
-    """A tensor or storage whose data is lost, and its place. storage: the one that is lost."""
-
-    path: Path
-    node: TensorEntry | Composite | StorageRef
-    storage: Storage
-
-    @property
-    def address(self) -> str:
-        return address(self.path)
+from ckptool.formats.damaged import LostTensor, Salvaged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +36,7 @@ class Restored:
 def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
     """The checkpoint with lost tensors taken from the other one or left out; marked if there are any."""
     checkpoint = done.checkpoint
-    lost = lost_tensors(checkpoint.tree, lambda storage: done.lost_of(storage) is not None)
+    lost = done.lost_tensors()
     given = fill(checkpoint, lost, other) if other is not None else Fill()
     still = [item for item in lost if id(item.node) not in given.new]
     tree, dropped = without_lost(checkpoint.tree, lost, given.new) if lost else (checkpoint.tree, [])
@@ -60,16 +47,6 @@ def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
         metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in still], places, before)
     marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)
     return Restored(marked, lost, still, dropped, given.filled, given.refused)
-
-
-def lost_tensors(tree: Any, is_lost: Callable[[Storage], bool]) -> list[LostTensor]:
-    """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
-    found = []
-    for path, node in walk(tree):
-        gone = next((part.storage for part in stored_parts(node) if is_lost(part.storage)), None)
-        if gone is not None:
-            found.append(LostTensor(path, node, gone))
-    return found
 
 
 def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:

@@ -23,6 +23,7 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
 )
 from ckptool.checkpoint.tree import rebuild
+from ckptool.commands import FILE, arg, command
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.rules import WHOLE_KEY, Rule, refuse_idle
 
@@ -57,7 +58,9 @@ def strip(
     two keys would become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
     if "" in prefixes:
-        raise UsageError("the prefix is empty", "There would be nothing to remove.", "For example: --prefix 'model.'")
+        raise UsageError(
+            "the prefix is empty", "There would be nothing to remove.", f"For example: {arg(prefix='model.')}"
+        )
     for root in roots:
         names = [name for name in root.names() if name != COUNTER]
         for prefix in prefixes or (PEELED,):
@@ -69,7 +72,7 @@ def strip(
             raise NoMatch(
                 f"no key begins with {prefix!r}",
                 "No key has the prefix that you named.",
-                "See the keys: ckptool inspect FILE --all",
+                f"See the keys: {command('inspect', FILE, all=True)}",
             )
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
@@ -98,7 +101,7 @@ def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: boo
             f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with "
             f"{prefix!r}; without it: {listed(without, 3)}",
             "A wrapper would have put it on all of them; this may be a submodule of that name.",
-            "Remove it where it is: --partial",
+            f"Remove it where it is: {arg(partial=True)}",
         )
 
 
@@ -161,7 +164,7 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
         raise Conflict(
             f"keys of {where} would collide: {'; '.join(texts)}",
             "Only one of them could stay. Nothing was written.",
-            "See the keys: ckptool inspect FILE --all",
+            f"See the keys: {command('inspect', FILE, all=True)}",
         )
     if emptied := [old for old, new in names.items() if not new and old]:
         raise Conflict(f"the key {emptied[0]!r} of {where} would become empty", "Nothing was written.")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, Array
+from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.boxes import Chunk, assembled
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
@@ -110,7 +111,7 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
         raise Unsupported(
             f"{name} is {entry!r}, and cannot be resized",
             "Only floating-point numbers have means and values in between. Nothing was written.",
-            "Leave it out: --exclude NAME",
+            f"Leave it out: {arg(exclude=NAME)}",
         )
     whole = compact(entry)
     if whole.flags.lazy != (False, False):

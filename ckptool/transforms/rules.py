@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.commands import FILE, command
 from ckptool.errors import NoMatch, UsageError
 from ckptool.transforms.key_names import KeyName, parse_name
 
@@ -58,7 +59,7 @@ def refuse_idle(idle: Iterable[WrittenRule], matches: str, why: str) -> None:
         raise NoMatch(
             f"the rule {rule.text!r}{place} matches {matches}",
             why,
-            "See the keys: ckptool inspect FILE --all",
+            f"See the keys: {command('inspect', FILE, all=True)}",
         )
 
 

@@ -13,6 +13,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major, subrange
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
@@ -75,7 +76,7 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
         raise UsageError(
             f"{address(base) or 'the whole file'} is the state of an optimizer",
             "Without it nothing would be left.",
-            "Drop only what views leave behind: --keep-optimizer",
+            f"Drop only what views leave behind: {arg(keep_optimizer=True)}",
         )
     gone: dict[int, tuple[Any, set[Any]]] = {}
     for path in found:

@@ -10,6 +10,7 @@ from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, Tens
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import map_storages
+from ckptool.commands import Slot, arg
 from ckptool.errors import Conflict, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
 from ckptool.transforms.warm_start_plan import Assignment
@@ -34,7 +35,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         raise Conflict(
             f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own + partly)}",
             "A spec says names, shapes and types. Nothing was written.",
-            "Name a target that has values: --against CHECKPOINT or --against file.py:factory",
+            f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     made: dict[str, Tensor] = {}  # by the first name of each tensor
     flagged: dict[tuple[str, int], Tensor] = {}
@@ -90,7 +91,7 @@ def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> T
         raise Conflict(
             f"{expected.name} is no plain tensor in the target, so nothing can be laid over it",
             "Nothing was written.",
-            "Keep the target's: --on-mismatch skip",
+            f"Keep the target's: {arg(on_mismatch='skip')}",
         )
     return laid_over(base, part)
 

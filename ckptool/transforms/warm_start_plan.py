@@ -40,8 +40,9 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.strided import row_major
-from ckptool.commands import several
+from ckptool.commands import FILE, arg, command
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.options import several
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle
@@ -95,8 +96,8 @@ def _way(text: str) -> tuple[str, Resize]:
     """The two sides of `PATTERN=HOW`."""
     found = re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)
     if found is None:
-        what = f"--resize {text!r} is not of the form PATTERN=HOW"
-        raise UsageError(what, "", "For example: --resize 'pos_embed=bicubic(cls=1)'")
+        what = f"{arg('resize')} {text!r} is not of the form PATTERN=HOW"
+        raise UsageError(what, "", f"For example: {arg(resize='pos_embed=bicubic(cls=1)')}")
     return found[1], parse_resize(found[2])
 
 
@@ -158,7 +159,9 @@ def plan_warm_start(
     `UsageError` for an unknown `on_mismatch`.
     """
     if options.on_mismatch not in ON_MISMATCH:
-        raise UsageError(f"unknown --on-mismatch {options.on_mismatch!r}", f"Available: {', '.join(ON_MISMATCH)}.")
+        raise UsageError(
+            f"unknown {arg('on_mismatch')} {options.on_mismatch!r}", f"Available: {', '.join(ON_MISMATCH)}."
+        )
     members = root.node.items()
     tensors = {k: v for k, v in members if type(k) is str and isinstance(v, (TensorEntry, Composite))}
     draft = _Draft(target, tensors, *_renamed(tensors, options.rules))
@@ -231,7 +234,7 @@ def _pair(draft: _Draft) -> None:
             raise Conflict(
                 f"{' and '.join(keys)} would both be {goal!r}",
                 "Without the prefixes of wrappers they are the same name. Nothing was changed.",
-                f"Leave one out: --exclude {keys[1]!r}",
+                f"Leave one out: {arg(exclude=keys[1])}",
             )
         draft.pairs[goal] = keys[0]
     for word, side, names in (
@@ -365,7 +368,7 @@ def _tie(draft: _Draft) -> None:
                     f"{printable(first)} and {printable(other)} are one tensor in the target, and "
                     f"{printable(draft.pairs[first])} and {printable(draft.pairs[other])} are two with different values"
                 )
-                draft.refused.append(Refusal("ties-differ", what, f"Leave one out: --exclude {other!r}"))
+                draft.refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=other)}"))
         others = set(names) - {first}
         draft.chosen.update((name, draft.chosen[first]) for name in names if name != first)
         draft.tied += [(name, first) for name in names if name != first and name not in draft.excluded]
@@ -459,15 +462,15 @@ def _suggestions(draft: _Draft) -> tuple[Suggestion, ...]:
     return tuple(suggest(ours, wanted, placed))
 
 
-_FILL_UP = "fills up what is smaller in every dimension. Cut what is larger: --on-mismatch slice"
-_CUT = "cuts what is larger in every dimension. Fill up what is smaller: --on-mismatch pad"
+_FILL_UP = f"fills up what is smaller in every dimension. Cut what is larger: {arg(on_mismatch='slice')}"
+_CUT = f"cuts what is larger in every dimension. Fill up what is smaller: {arg(on_mismatch='pad')}"
 # The advice for tensors of another shape, by the way that did not do for them.
 _OTHER_WAYS = {
     "slice": f"slice {_CUT}; keep the target's: skip",
     "pad": f"pad {_FILL_UP}; keep the target's: skip",
-    "resize": "Say how each is resized, by its name: --resize 'PATTERN=bicubic(cls=1)', 'PATTERN=rows(mean)', …",
+    "resize": f"Say how each is resized, by its name: {arg(resize='PATTERN=bicubic(cls=1)')}, 'PATTERN=rows(mean)', …",
 }
-_SKIP = "Keep the target's: --on-mismatch skip"
+_SKIP = f"Keep the target's: {arg(on_mismatch='skip')}"
 
 
 def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Refusal]:
@@ -475,7 +478,8 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _first_rule(report)))
-    any_way = f"{_SKIP}; cut or fill up: --on-mismatch slice or --on-mismatch pad; compute: --on-mismatch resize"
+    cut, pad, compute = (arg(on_mismatch=way) for way in ("slice", "pad", "resize"))
+    any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
     shape_fix = _OTHER_WAYS.get(options.on_mismatch, any_way)
     for about, fix in (("shape", shape_fix), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
@@ -505,7 +509,7 @@ def _first_rule(report: LoadReport) -> str:
     """The suggestion that brings most, as options to type."""
     for suggestion in report.suggestions:
         if suggestion.unambiguous and 0 < len(suggestion.rules) <= 4:
-            return " ".join(["Perhaps:", *(f"--rename '{printable(rule)}'" for rule in suggestion.rules)])
+            return f"Perhaps: {arg(rename=suggestion.rules)}"
     if any(suggestion.rules for suggestion in report.suggestions):
-        return "Write rules that would make more fit: --suggest rules.yaml"
-    return "See both sides: ckptool inspect FILE --all"
+        return f"Write rules that would make more fit: {arg(suggest='rules.yaml')}"
+    return f"See both sides: {command('inspect', FILE, all=True)}"

@@ -20,12 +20,10 @@ from ckptool.verbs._written import Written as Written
 
 
 class SavePart(Save, total=False):
-    """extract: write the part at the address alone, changed, in place of the whole file."""
-
     extract: Extract
 
 
-SavePart.__doc__ = f"{SavePart.__doc__}\n\n    {(Save.__doc__ or '').strip()}"
+SavePart.__doc__ = Save.__doc__
 
 
 @dataclass(frozen=True, slots=True)

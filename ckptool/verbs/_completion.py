@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptool.analysis.train import Page
+from ckptool.facts import Page
 from ckptool.options import argument, verb
 
 SHELLS = ("bash", "zsh", "fish")

@@ -8,12 +8,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.analysis.train import Page
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, as_argument, command
 from ckptool.errors import printable
+from ckptool.facts import Page
 from ckptool.formats import torch_zip
 from ckptool.options import argument, verb
 from ckptool.output import replace_folder
@@ -52,7 +52,7 @@ def demo(
         (files[name],) = torch_zip.write(Checkpoint(from_live(tree), torch_zip.NAME)).files.values()
     replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS, PAGE])
     lines = [f"demo: {printable(folder)} holds {MODEL} and {TUNED}. To try:", ""]
-    return Page("\n".join([*lines, *(f"  {each}" for each in commands(folder))]) + "\n")
+    return Page("\n".join([*lines, *(f"  {each!s}" for each in commands(folder))]) + "\n")
 
 
 def commands(folder: str) -> list[Command]:

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Annotated
 
-from ckptool.analysis.git_setup import GitCheck
-from ckptool.analysis.verify import Problem
+from ckptool.analysis.scan import scan
+from ckptool.analysis.verify import Problem, problem_of, verified
 from ckptool.checkpoint.files import Source
-from ckptool.errors import CkptoolError, listed, quoted
+from ckptool.errors import CkptoolError, counted, listed, quoted
+from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
 from ckptool.facts import size as size_text
 from ckptool.options import argument, option, verb
-from ckptool.render.style import WHOLE
 from ckptool.verbs._git_setup import POINTER, SMALL, git
-from ckptool.verbs.scan import scan
-from ckptool.verbs.verify import verify
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class GitCheck(Report):
+    """A file to be committed, and its problems. pointer: it is a git-lfs pointer, not the file itself."""
+
+    schema = "git-check/2"
+    verdict = "fine"
+
+    file: str
+    pointer: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def fine(self) -> bool:
+        return not self.problems
+
+    def told(self) -> Told:
+        """A line for a file that may be committed; for any other its problems."""
+        if self.fine:
+            yield bold(self.file), ": ", green("fine"), ", a git-lfs pointer" if self.pointer else ""
+        else:
+            yield bold(self.file), ": ", red(counted(len(self.problems), "problem"))
+        for problem in self.problems:
+            yield "  ", yellow(problem.code), f": {problem.what}"
+            yield from [f"    {problem.why}"] if problem.why else []
 
 
 @verb(
@@ -37,7 +62,7 @@ def git_check(
     """
     source = Source(file)
     pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
-    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(file))]
+    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(source))]
     return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
 
 
@@ -65,15 +90,14 @@ def _track(file: str) -> str:
     return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
 
 
-def _contents(file: str) -> Iterator[Problem]:
+def _contents(source: Source) -> Iterator[Problem]:
     try:
-        found = verify(file, finite=True)
-        yield from found.problems
-        for row in found.non_finite or ():
+        report, _ = verified(source, finite=True)
+        yield from report.problems
+        for row in report.non_finite or ():
             yield Problem("non-finite", f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}")
-        if not found.problems:
-            calls = [call.name for one in scan(file).files for call in one.calls]
-            if calls:
-                yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
+        calls = [] if report.problems else [call.name for one in scan(source.path).files for call in one.calls]
+        if calls:
+            yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
     except CkptoolError as error:
-        yield Problem(error.code, error.what, error.why)
+        yield problem_of(error)

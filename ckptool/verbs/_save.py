@@ -54,13 +54,7 @@ _Change = TypeVar("_Change", bound="Change")
 
 
 class Save(TypedDict, total=False):
-    """in_place: change the input itself.  overwrite: replace an existing output.  dry_run: only report the plan.
-
-    verify: check the stored checksums of the input, then read the output again and compare every tensor before it takes
-    its name.  keep_unknown: pass calls of unknown functions on.
-    container: the container to write, instead of the one that the suffix of the output stands for.
-    progress: told bytes done and in all.  make_folder: make the folder of the output if there is none.
-    """
+    """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none."""
 
     in_place: InPlace
     overwrite: Overwrite

@@ -10,39 +10,79 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 from ckptool import render
 from ckptool.checkpoint.registry import provides
-from ckptool.commands import VERBS, Advice, Command, function_name, module_of, nearest
+from ckptool.commands import VERBS, Advice, Command, function_name, module_of
 from ckptool.errors import NoMatch
-from ckptool.facts import Report, schema_of
-from ckptool.options import argument, signature_of, verb
+from ckptool.facts import Report, Told, bold
+from ckptool.options import argument, nearest, signature_of, verb
 from ckptool.render.json import DOCUMENTS
 from ckptool.render.reflection import BY_HAND, about, document, picked
-from ckptool.render.style import PLAIN, Style
 
 Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-ANYWHERE = ("error", "results")  # schemas that every command may print
-_ALL = Advice("See all: ", Command(("ckptool", "schema")))
-_SIMPLE: dict[str, Json] = {
-    "any": {},
-    "text": {"type": "string"},
-    "int": {"type": "integer"},
-    "bool": {"type": "boolean"},
-    "null": {"type": "null"},
-    "object": {"type": "object"},
-    "number": {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]},
+_TEXT = {"type": "string"}
+_KIND = {"type": "string", "description": "which of the schemas it is"}
+_RESULTS = {"type": "array", "items": {"type": "object", "properties": {"schema": _KIND}, "required": ["schema"]}}
+# What every command may print, beside its reports.
+ANYWHERE: dict[str, Json] = {
+    "error": {
+        "description": "An error, in place of the answer. `done` is what was finished before it.",
+        "type": "object",
+        "properties": {
+            "schema": {"const": "ckptool.error/1"},
+            "code": {**_TEXT, "description": "explained by `ckptool explain CODE`"},
+            **dict.fromkeys(("what", "why", "fix"), _TEXT),
+            "done": _RESULTS,
+        },
+        "required": ["schema", "code", "what", "why", "fix"],
+    },
+    "results": {
+        "description": "The answers for several files.",
+        "type": "object",
+        "properties": {"schema": {"const": "ckptool.results/1"}, "results": _RESULTS},
+        "required": ["schema", "results"],
+    },
 }
 
 
+class Listed(NamedTuple):
+    """A schema. about: what it holds.  verbs: those that print it; none for what every command may print."""
+
+    schema: str
+    about: str
+    verbs: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class SchemaReport(Report):
-    """A JSON Schema; without a verb those that there are: name -> what it holds, and the verbs that print it."""
+class Schemas(Report):
+    """The schemas that there are; with a name, schema prints that one itself."""
+
+    schemas: tuple[Listed, ...]
+
+    def told(self) -> Told:
+        for each in self.schemas:
+            yield (bold(each.schema),)
+            yield f"  {each.about}"
+            yield from [f"  printed by: {', '.join(each.verbs)}"] if each.verbs else []
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Schema(Report):
+    """A JSON Schema."""
 
     document: Json
-    names: Mapping[str, tuple[str, tuple[str, ...]]]
+
+    def told(self) -> Told:
+        return json.dumps(self.document, indent=2).split("\n")
+
+
+@provides("json", Schema)
+def schema_json(found: Schema) -> Json:
+    """The schema itself, which is JSON."""
+    return found.document
 
 
 @verb(
@@ -53,20 +93,20 @@ def schema(
     verb: Annotated[
         str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/1. Without it: list all.")
     ] = "",
-) -> SchemaReport:
+) -> Schema | Schemas:
     """The schema of what `VERB --json` prints, or of one kind of output: `error`, `ckptool.diff/1`.
 
     Raises `NoMatch` where there is no such verb.
     """
     names = _names()
     if not verb:
-        return SchemaReport({}, names)
+        return Schemas(tuple(names.values()))
     word = re.sub(r"^ckptool\.|/\d+$", "", verb)
-    printed = [name for name, (_, verbs) in names.items() if word in verbs] if word in VERBS else []
+    printed = [name for name, each in names.items() if word in each.verbs] if word in VERBS else []
     if not printed and word not in names:
         meant = nearest(word, {*VERBS, *names})
-        why = f"Did you mean {meant}?" if meant else ""
-        raise NoMatch(f"there is no command or schema {verb!r}", why, _ALL)
+        advice = Advice("See all: ", Command(("ckptool", "schema")))
+        raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {meant}?" if meant else "", advice)
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
     used: dict[str, Json] = {}
     for name in wanted:
@@ -74,18 +114,23 @@ def schema(
     references = [{"$ref": f"#/$defs/{name}"} for name in wanted]
     of = {"title": f"ckptool {verb} --json"} if printed else {}
     whole = {"anyOf": references} if len(references) > 1 else references[0]
-    return SchemaReport({"$schema": DRAFT, **of, **whole, "$defs": used}, names)
+    return Schema({"$schema": DRAFT, **of, **whole, "$defs": used})
 
 
 @cache
-def _names() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Every schema: what it holds, and the verbs that print it."""
+def _names() -> dict[str, Listed]:
+    """Every schema by its name without its version."""
     for module in pkgutil.iter_modules(render.__path__):
         import_module(f"ckptool.render.{module.name}")
-    found = {name: (each["about"], tuple(each.get("verbs", "").split(", "))) for name, each in _tables()[1].items()}
+    found = {
+        name: Listed(f"ckptool.{name}/1", each["about"], tuple(each["verbs"].split(", ")))
+        for name, each in _tables()[1].items()
+    }
+    found |= {name: Listed(f"ckptool.{name}/1", each["description"]) for name, each in ANYWHERE.items()}
     printed = {verb: {*_reports_of(verb)} for verb in VERBS}
     for name, kind in _reports().items():
-        found[name] = about(kind), tuple(verb for verb, kinds in printed.items() if kind in kinds)
+        verbs = tuple(verb for verb, kinds in printed.items() if kind in kinds)
+        found[name] = Listed(f"ckptool.{picked(kind)[0]}", about(kind), verbs)
     return found
 
 
@@ -95,15 +140,10 @@ def _reports() -> dict[str, Any]:
     kinds = {
         kind for verb in VERBS for kind in _reports_of(verb) if isinstance(kind, type) and issubclass(kind, Report)
     }
-    told = {kind for kind in kinds if kind.told is not Report.told}
+    told = {kind for kind in kinds if kind.told is not Report.told} - {Schema}
     return {name: kind for name, (kind, _) in DOCUMENTS.items()} | {
-        schema_of(kind).partition("/")[0]: kind for kind in sorted(told, key=schema_of)
+        picked(kind)[0].partition("/")[0]: kind for kind in sorted(told, key=picked)
     }
-
-
-def _version(name: str) -> str:
-    """The schema with its version: `ckptool.scan/2`."""
-    return f"ckptool.{picked(_reports()[name])[0] if name in _reports() else f'{name}/1'}"
 
 
 def _reports_of(verb: str) -> Iterator[Any]:
@@ -116,6 +156,33 @@ def _reports_of(verb: str) -> Iterator[Any]:
         yield getattr(import_module(module), name)
 
 
+def _add(name: str, used: dict[str, Json]) -> None:
+    """Adds a schema or type to those that are used, and all that it refers to."""
+    if name in used:
+        return
+    used[name] = ANYWHERE.get(name, {})  # it may refer to itself
+    if name in _reports():
+        used[name] |= document(_reports()[name], used)
+        for each in [each for each in BY_HAND.values() if used.get(each) == {}]:  # what is left to the table
+            del used[each]
+            _add(each, used)
+    elif name not in ANYWHERE:
+        _add_by_hand(name, used)
+
+
+# What is not reflected yet --------------------------------------------------------------------------------------------
+
+_SIMPLE: dict[str, Json] = {
+    "any": {},
+    "text": {"type": "string"},
+    "int": {"type": "integer"},
+    "bool": {"type": "boolean"},
+    "null": {"type": "null"},
+    "object": {"type": "object"},
+    "number": {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]},
+}
+
+
 @cache
 def _tables() -> tuple[Json, dict[str, Json]]:
     """Of what functions make: the types, and the schemas by name, `inspect` of `ckptool.inspect/1`."""
@@ -126,18 +193,9 @@ def _tables() -> tuple[Json, dict[str, Json]]:
     return tables["types"], tables["schemas"]
 
 
-def _add(name: str, used: dict[str, Json]) -> None:
-    """Adds a schema or type to those that are used, and all that it refers to."""
-    if name in used:
-        return
+def _add_by_hand(name: str, used: dict[str, Json]) -> None:
     types, schemas = _tables()
-    used[name] = {}  # it may refer to itself
-    if name in _reports():
-        used[name] |= document(_reports()[name], used)
-        for each in [each for each in BY_HAND.values() if used.get(each) == {}]:  # what is left to the table
-            del used[each]
-            _add(each, used)
-    elif name in schemas:
+    if name in schemas:
         fields = {"schema": "", **schemas[name].get("fields", {})}
         used[name] |= {"description": schemas[name]["about"], **_object(fields, used)}
         used[name]["properties"]["schema"] = {"const": f"ckptool.{name}/1"}
@@ -173,25 +231,3 @@ def _type(text: str, used: dict[str, Json]) -> Json:
         return _SIMPLE.get(text, {}) | described
     _add(text, used)
     return {"$ref": f"#/$defs/{text}", **described}
-
-
-@provides("text", SchemaReport)
-def schema_text(found: SchemaReport, *, style: Style = PLAIN) -> str:
-    """The schema as JSON; of a list, each name with its commands and what it holds."""
-    if found.document:
-        return json.dumps(found.document, indent=2, ensure_ascii=True) + "\n"
-    lines = []
-    for name, (what, verbs) in found.names.items():
-        lines += [style.bold(_version(name)), *style.prose(f"  {what}")]
-        lines += style.prose(f"  printed by: {', '.join(verbs)}", "    ") if verbs[0] else []
-    return "\n".join(lines) + "\n"
-
-
-@provides("json", SchemaReport)
-def schema_json(found: SchemaReport) -> Json:
-    """The schema itself, which is JSON; of a list `ckptool.schemas/1`."""
-    listed = [
-        {"schema": _version(name), "about": what, "verbs": [verb for verb in verbs if verb]}
-        for name, (what, verbs) in found.names.items()
-    ]
-    return found.document or {"schema": "ckptool.schemas/1", "schemas": listed}

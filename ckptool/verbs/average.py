@@ -10,12 +10,11 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
-from ckptool.commands import several
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of
@@ -68,10 +67,8 @@ def average(
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
     The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
-    weight: other weights for some names, as `PATTERN=W,W`.  method: `mean`; `slerp` between two files, at `t`, 0 to 1;
-    or `task-arithmetic`, `ties` or `dare`, which add differences from the file `base`, times `scale`.  density: the
-    share of them, of all files or of each, that ties (mergekit's) and dare keep.  seed: of the random choice of dare.
-    at: the part of each file.  part: take also files that are only a part of a checkpoint (the same shard of each).
+    `slerp` is between two files, at `t`, 0 to 1; `task-arithmetic`, `ties` (mergekit's) and `dare` add differences from
+    `base`, times `scale`; the density is that of all files, or of each.
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, str) or not isinstance(files, (Sequence, Iterator)):

@@ -28,8 +28,8 @@ def bake(
 ) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.
 
-    form: `old` or `new` give weight norm its other names (`weight_g` or `parametrizations.weight.original0`) instead,
-    exactly. Spectral norm is named and left alone.
+    `old` and `new` give weight norm its other names (`weight_g` or `parametrizations.weight.original0`), exactly.
+    Spectral norm is named and left alone.
     Raises `NoMatch` where there is nothing of the kind.
     """
     change = begin_change("bake", file, out, at, options)

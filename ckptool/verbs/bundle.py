@@ -13,12 +13,12 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, OUT, command, several
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     bundled,
@@ -114,8 +114,7 @@ def bundle(
     To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
     called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
     and values are added, `drop` and `rename` (old: new) name some of its own; no tensor of the others is touched.
-    from_folder: put together again what `unbundle` wrote.  part: members may be parts of checkpoints (a rank's share,
-    one shard of several). Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
+    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
     unknown member.
     """
     if not isinstance(members, Mapping | None):

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.commands import several
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
@@ -44,11 +43,9 @@ def cast(
 ) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
-    dtype: its name, or torch's or numpy's own.  only, exclude: patterns for keys. Optimizer state, integers, complex
-    and quantized tensors stay as they are.
-    dequantize: computes the weights that codes and scales stand for, in f32, and leaves the scales out.
-    block_size: `128x128`, the rows and columns that share a scale, where no configuration beside the file says it.
-    The report names the tensors that lost values, with the largest error; a dry run, which reads no values, does not.
+    dtype: torch's or numpy's own, too. Optimizer state, integers, complex and quantized tensors stay as they are;
+    `dequantize` computes in f32, and leaves the scales out. The report names the tensors that lost values, with the
+    largest error; a dry run, which reads no values, does not.
     """
     out, dtype = out_first(out, dtype)
     if dtype is None:

@@ -16,14 +16,14 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
-from ckptool.commands import OUT, Advice, command, several
+from ckptool.commands import OUT, Advice, command
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -112,20 +112,9 @@ def convert(
     To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
     restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
     Of a whole module that `at` names, and of TorchScript, the state dict.
-    at: one part.  only, exclude: patterns for keys.  ties: `record` stores tied tensors once, `copy` once per name.
-    weights_only: plain values in place of what `torch.load(weights_only=True)` refuses, each named.  shard_size: write
-    a folder of safetensors files of at most this many bytes of tensors (`5GB`, `500MiB`), and their index.  part: take
-    also what is only a part of a checkpoint.
-    like: a folder of the same model, whose configuration and tokenizer a folder of weights gets; else those beside the
-    input.
-    optimizer_as: the state of optimizers by `names` of the parameters, by `ids`, or `flat` (`state.NAME.KEY`).
-    against: the model whose parameters those are, as in `warm_start`, where the weights beside it do not say; without
-    `optimizer_as`, the names and shapes of the model in a folder of FSDP's flat parameters (LOCAL_STATE_DICT).
-    rules_file: a YAML file that says how the files of model-parallel ranks are joined, and layers unstacked.
-    ranks, shard_dim: write a dcp folder for so many ranks, each tensor divided by that dimension (the first) as FSDP2
-    does; any number of ranks can load it.
-    What is in memory is given back without an output, with the choice of `only`, `exclude`, `at`, `weights_only` and
-    `optimizer_as`.
+    A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
+    model that `warm_start` takes. What is in memory is given back without an output, with the choice of `only`,
+    `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
@@ -165,7 +154,7 @@ def convert(
             fix = "For example: -o checkpoint.pt; or --all"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizer_names import with_optimizers
-        from ckptool.verbs.spec import find_target
+        from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
@@ -214,7 +203,7 @@ def _opened(
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.rank_files.flat_parameters import rebuilt
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     path, place = split(file)
     target = find_target(against)

@@ -14,11 +14,10 @@ from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.checkpoint.tree import Path, walk
-from ckptool.commands import several
 from ckptool.errors import listed, printable
 from ckptool.formats import members
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.rename import strip
 from ckptool.verbs._options import Texts
 

@@ -9,6 +9,7 @@ from ckptool.analysis.doctor import Diagnosis, Values, of_checkpoint, of_error_t
 from ckptool.analysis.inspect import Listing, listing
 from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
@@ -53,7 +54,7 @@ def doctor(
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
-        raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
+        raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     target = target_of(against) if against is not None else None
     try:
         return of_opened(open_file(file), target)
@@ -72,7 +73,7 @@ def _devices(file: CheckpointLike) -> list[str] | None:
 
 def target_of(against: CheckpointLike) -> Target:
     """The model that a checkpoint is to be loaded into."""
-    from ckptool.verbs.spec import find_target
+    from ckptool.verbs._target import find_target
 
     return find_target(against).as_it_loads
 
@@ -94,7 +95,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
     if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.verbs.scan import scan
+        from ckptool.analysis.scan import scan
 
         return of_folder(problem, path, is_run(path), scan(path).latest)
     return of_problem(problem, path)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.commands import several
 from ckptool.errors import UsageError
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
 from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
@@ -46,9 +45,8 @@ def edit(
 ) -> Written | Any:
     """Drops entries, sets plain values, replaces the values of tensors.
 
-    drop: patterns for addresses, or for keys of model weights.  set: address -> plain value or tensor.
-    tensor: address -> array, tensor, entry or the path of a .npy file; shape and type must be the tensor's.
-    at: only there, and everything else is relative to it.
+    set: address -> plain value or tensor.  tensor: address -> array, tensor, entry or the path of a .npy file, of the
+    tensor's shape and type. Addresses are relative to `at`.
     """
     if not (drop or set or tensor):
         raise UsageError(

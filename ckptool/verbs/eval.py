@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from ckptool.analysis.train import Evaluated
-from ckptool.commands import several
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
+from ckptool.training.reports import Evaluated
 from ckptool.verbs._training import Folder, Set, check_harness
 
 

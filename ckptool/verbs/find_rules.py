@@ -29,7 +29,6 @@ def find_rules(
     overwrite: replace an existing `out`.  dry_run: write nothing.
     Raises `UsageError` listing the sets of weights where a checkpoint has several, `OutputExists`.
     """
-    from ckptool.render.find_rules import find_rules_file
     from ckptool.transforms.suggest.find import proved_rules
 
     if out is not None:
@@ -40,5 +39,5 @@ def find_rules(
     report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
-        replace_file(Plan({"": [InlineBytes(find_rules_file(report).encode())]}), report.output, overwrite=overwrite)
+        replace_file(Plan({"": [InlineBytes(report.rules_file().encode())]}), report.output, overwrite=overwrite)
     return report

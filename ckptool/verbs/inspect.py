@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.analysis.fixes import runnable
-from ckptool.analysis.inspect import Inspection, Listing, listing, matching_only
-from ckptool.checkpoint import Composite, Note
+from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
+from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
-from ckptool.commands import several
-from ckptool.errors import counted, form, listed
 from ckptool.formats.opening import open_file
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 def _of_run(file: str) -> Any:
     if not is_run(file):
         return None
-    from ckptool.verbs.inspect_run import inspect_run  # with the store of runs, which no file needs
+    from ckptool.training.inspect_run import inspect_run  # with the store of runs, which no file needs
 
     return inspect_run(file)
 
@@ -32,7 +29,7 @@ def _of_run(file: str) -> Any:
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
     instead=_of_run,
     exits=False,
-    also=("ckptool.analysis.train.RunReport",),
+    also=("ckptool.training.reports.RunReport",),
     apart=True,
 )
 def inspect(
@@ -50,7 +47,7 @@ def inspect(
             several=True,
         ),
     ] = (),
-) -> Inspection:
+) -> Listing:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
     only: just the tensors and entries that match one of these patterns.
@@ -63,12 +60,7 @@ def inspect(
     if stats:
         with unchanged(opened.checkpoint.source):
             numbers = _numbers(found)
-    return Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
-
-
-def inspection_notes(found: Listing, numbers: dict[str, Statistics], path: str) -> tuple[Note, ...]:
-    """The notes on a listing with statistics."""
-    return (*_non_finite(found, numbers), *runnable(found.notes, path))
+    return with_statistics(found, numbers, opened.path)
 
 
 def _numbers(found: Listing) -> dict[str, Statistics]:
@@ -86,16 +78,3 @@ def _numbers(found: Listing) -> dict[str, Statistics]:
             known[view] = statistics(entry)
         numbers[row.address] = known[view]
     return numbers
-
-
-def _non_finite(found: Listing, numbers: dict[str, Statistics]) -> list[Note]:
-    bad = [place for place, values in numbers.items() if values.nans or values.infs]
-    if not bad:
-        return []
-    return [
-        Note(
-            "non-finite",
-            f"{len(bad):,} of {counted(len(found.tensors), 'tensor')} {form(len(bad), 'holds', 'hold')} "
-            f"NaN or Inf: {listed(bad, 3)}",
-        )
-    ]

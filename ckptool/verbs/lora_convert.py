@@ -47,10 +47,6 @@ def lora_convert(
 ) -> Written | Any:
     """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
 
-    base: the models that it is for, which tell where kohya's underscores are dots.  component: the model that it is
-    for, where its names do not say: `unet`, `te`, `te1`, `te2`, `transformer`, ….  fold: multiply the scales into B,
-    for readers that know none.  config: its adapter_config.json, if that is not beside it: a file,
-    its content, or peft's `LoraConfig`.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `UsageError`
     where a base or a component has to be named.
     """

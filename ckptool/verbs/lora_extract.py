@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
-from ckptool.commands import several
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
@@ -43,8 +42,7 @@ def lora_extract(
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
 
     Each changed matrix as a product of rank `rank`, no further from it than 1.02 times the exact SVD is; changed norms,
-    embeddings and biases whole.  energy: the smallest rank that keeps this share of the squares of a difference.
-    dtype: of the factors.  only, exclude: patterns for keys.
+    embeddings and biases whole.
     Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """

@@ -47,11 +47,8 @@ def lora_merge(
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.
 
-    adapter: a folder of PEFT's, or a file with the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit.
-    config: its adapter_config.json, if that is not beside it: a file, its content, or peft's `LoraConfig`.
-    scale: a factor for all of its changes.  at: the part of the base.  part: take also a base that is only a part of
-    a checkpoint.  changed_base: says that `base` is the one that the adapter's initialization (PiSSA, OLoRA, LoftQ,
-    CorDA, LoRA-GA) made of the original.
+    An adapter's file may have the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit. `config` may be a file, its
+    content, or peft's `LoraConfig`.
     Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """

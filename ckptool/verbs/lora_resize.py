@@ -36,8 +36,7 @@ def lora_resize(
     """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.
 
     Smaller: the best approximation of each product; the report has the error of each. Larger: zeros are added, and the
-    product stays as it is, bit for bit. DoRA's magnitudes stay as they are.  config: its adapter_config.json, if that
-    is not beside it: a file, its content, or peft's `LoraConfig`.
+    product stays as it is, bit for bit. DoRA's magnitudes stay as they are.
     Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none.
     """
     change = change_of("lora resize", out, options, adapter)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.analysis.prove import CommandProof
-from ckptool.analysis.train import Proof
-from ckptool.commands import several
+from ckptool.commands import arg
 from ckptool.errors import UsageError
-from ckptool.options import Watched, argument, option, verb
+from ckptool.options import Watched, argument, option, several, verb
+from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 
@@ -67,7 +66,7 @@ def prove(
         if config is not None or set or exhaustive or processes is not None or steps != 300:
             raise UsageError(
                 "a command has no configuration and no length",
-                "Of the options, it takes --kills, --seed and --timeout.",
+                f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}.",
             )
         return _of_command(command, kills, seed, timeout, told)
     if config is None:
@@ -79,9 +78,9 @@ def prove(
 
 
 def _of_command(command: Sequence[str], kills: int, seed: int, timeout: float, say: Say) -> CommandProof:
+    from ckptool.analysis.scan import scan
     from ckptool.training.prove.command import prove_command
     from ckptool.verbs.diff import diff
-    from ckptool.verbs.scan import scan
 
     compare = partial(diff, ignore=("order",), stat=False)
     return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=say)

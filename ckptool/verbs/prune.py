@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
-from ckptool.analysis.train import Pruned
-from ckptool.commands import several
+from ckptool.errors import counted
+from ckptool.facts import Bytes, Report, Table, Told, bold, size
 from ckptool.formats.opening import refuse_address
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.verbs._training import RunFolder, Set, check_harness
+
+
+class Gone(NamedTuple):
+    """A checkpoint that was deleted, or would be."""
+
+    step: int
+    bytes: Bytes
+
+
+class Kept(NamedTuple):
+    """A checkpoint that stays. why: the rules that want it."""
+
+    step: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Report):
+    """The checkpoints of a run that were deleted, or would be, and those that stay."""
+
+    schema = "prune/2"
+
+    run: str
+    deleted: tuple[Gone, ...]
+    kept: tuple[Kept, ...]
+    dry_run: bool
+
+    def told(self) -> Told:
+        verb, gone = ("would delete", "would go") if self.dry_run else ("deleted", "deleted")
+        freed = size(sum(each.bytes for each in self.deleted))
+        yield bold(self.run), f": {verb} {counted(len(self.deleted), 'checkpoint')}, {freed}"
+        steps = [(each.step, gone) for each in self.deleted]
+        steps += [(each.step, f"kept: {', '.join(each.why)}") for each in self.kept]
+        yield Table([(f"step {step:,}", fate) for step, fate in sorted(steps)])
 
 
 @verb(("ckptool prune runs/basic -n", "what would be deleted"))
@@ -29,12 +64,12 @@ def prune(
 
     opened = reopen_to_prune(os.fspath(run), several(set), write=not dry_run)
     try:
-        kept, gone = opened.retention.divide(opened.store.all())
-        deleted = tuple((saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in gone)
+        reasons, unwanted = opened.retention.divide(opened.store.all())
+        deleted = tuple(Gone(saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in unwanted)
         if not dry_run:
-            for saved in gone:
+            for saved in unwanted:
                 opened.store.remove(saved)
-            opened.note("prune", steps=[step for step, _ in deleted])
+            opened.note("prune", steps=[each.step for each in deleted])
     finally:
         opened.close()
-    return Pruned(os.fspath(run), deleted, {step: tuple(why) for step, why in kept.items()}, dry_run)
+    return Pruned(os.fspath(run), deleted, tuple(Kept(step, tuple(why)) for step, why in reasons.items()), dry_run)

@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint import FileRange, Note, StorageRef
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
+from ckptool.commands import OUT, arg
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
-from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, open_file, open_source, refuse_address
+from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
+from ckptool.formats.opening import CheckpointLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.recover import LostTensor, Restored, restored
+from ckptool.transforms.recover import Restored, restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
@@ -153,26 +154,55 @@ def recover(
 
     Of a zip, every record comes back whose checksum proves it, wherever the file was cut or damaged; of a safetensors
     file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
-    fill_from: another checkpoint, whose tensors of the same key, dtype and shape take the place of lost ones; every
-    later inspect reports it.  keep_unknown: pass calls of unknown functions on.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
     refuse_address("recover", file)
     source, _ = open_source(file)
-    target = _target(source, out, overwrite)
-    damage = _damage(source)
+    if out is None:
+        why = "It writes a new file, and leaves the damaged one as it is."
+        raise UsageError("recover needs an output", why, f"For example: {arg(out='recovered.pt')}")
+    target = os.fspath(out)
+    if source.is_at(target):
+        why = "More may yet be recovered from it; it was left as it is."
+        raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
+    check_target(target, overwrite=overwrite)
+    damage: CkptoolError | None = None
+    try:
+        with counting_whole():
+            formats.read_source(source)
+    except (FileProblem, LimitExceeded, UsageError):
+        raise  # what is whole could not be read, either
+    except CkptoolError as error:
+        damage = error
     done = salvage(source, damage)
-    other = _other(fill_from)
+    opened = open_file(fill_from) if fill_from is not None else None
+    other = opened.checkpoint if opened is not None else None
+    if opened is not None and opened.at is not None:
+        other = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
     found = restored(done, other)
     container, plan = _plan(target, source, done, found, keep_unknown)
     there = other.source if other is not None else None
-    inputs = [source] if there is None else [source, there]
     notes: tuple[Note, ...] = ()
     if not dry_run:
+        inputs = [source] if there is None else [source, there]
         notes = replace_file(plan, target, overwrite=overwrite, inputs=inputs, progress=progress)
-    report = _report(damage.what if damage is not None else "", done, found, "" if there is None else there.path)
-    return replace(
-        report,
+    known = None if done.raw else sum(1 for _ in tensors(done.checkpoint.tree))
+    gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
+    return Recovery(
+        damage=damage.what if damage is not None else "",
+        how=done.how,
+        tensors=known,
+        back=known - gone if known is not None else 0,
+        records=done.records,
+        whole=done.whole,
+        lost=tuple(map(_lost, found.still_lost)),
+        dropped=tuple(found.dropped),
+        filled=tuple(FilledIn(*pair) for pair in found.filled),
+        filled_from="" if there is None else there.path,
+        refused=tuple(NotFilled(*pair) for pair in found.refused),
+        lost_records=done.lost_records,
+        proven=done.proven,
+        raw=done.raw,
         file=source.path,
         output=target,
         container=container,
@@ -196,67 +226,7 @@ def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unkn
         return container.name, container.write(found.checkpoint, keep_unknown=keep_unknown)
 
 
-def _report(damage: str, done: Salvaged, found: Restored, filled_from: str) -> Recovery:
-    known = None if done.raw else sum(1 for _ in tensors(done.checkpoint.tree))
-    gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
-    return Recovery(
-        damage=damage,
-        how=done.how,
-        tensors=known,
-        back=known - gone if known is not None else 0,
-        records=done.records,
-        whole=done.whole,
-        lost=tuple(_lost(item, done) for item in found.still_lost),
-        dropped=tuple(found.dropped),
-        filled=tuple(FilledIn(*pair) for pair in found.filled),
-        filled_from=filled_from,
-        refused=tuple(NotFilled(*pair) for pair in found.refused),
-        lost_records=done.lost_records,
-        proven=done.proven,
-        raw=done.raw,
-    )
-
-
-def _target(source: Input, out: PathLike | None, overwrite: bool) -> str:
-    if out is None:
-        raise UsageError(
-            "recover needs an output",
-            "It writes a new file, and leaves the damaged one as it is.",
-            "For example: -o recovered.pt",
-        )
-    if source.is_at(out):
-        raise Conflict(
-            f"{os.fspath(out)} is the damaged file itself",
-            "More may yet be recovered from it; it was left as it is.",
-            "Choose another name: -o OUT",
-        )
-    check_target(out, overwrite=overwrite)
-    return os.fspath(out)
-
-
-def _damage(source: Input) -> CkptoolError | None:
-    """The error that opening the file shows, if any; raised where what is whole could not be read, either."""
-    try:
-        with counting_whole():
-            formats.read_source(source)
-    except (FileProblem, LimitExceeded, UsageError):
-        raise
-    except CkptoolError as error:
-        return error
-    return None
-
-
-def _other(fill_from: CheckpointLike | None) -> Checkpoint | None:
-    """The checkpoint to fill from, or the part of it that was named."""
-    if fill_from is None:
-        return None
-    opened = open_file(fill_from)
-    there = opened.checkpoint
-    return there if opened.at is None else replace(there, tree=find(there.tree, opened.at)[1])
-
-
-def _lost(item: LostTensor, done: Salvaged) -> LostTensorRow:
-    record = done.lost_of(item.storage)
-    assert record is not None
+def _lost(item: LostTensor) -> LostTensorRow:
+    record = item.record
     nbytes = item.storage.nbytes if isinstance(item.node, StorageRef) else item.node.nbytes
     return LostTensorRow(item.address, record.name, record.offset, nbytes, record.why)

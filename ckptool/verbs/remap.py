@@ -36,8 +36,8 @@ def remap(
 ) -> Written | Any:
     """Tags every storage with the device `to`, as `torch.load(map_location=…)` would, or by `moves`, old to new.
 
-    Devices are names, or torch's own.  at: only those of this part. The result loads without `map_location` on a
-    machine that has the new device. Tensors in memory are moved there.
+    Devices are names, or torch's own. The result loads without `map_location` on a machine that has the new device.
+    Tensors in memory are moved there.
     Raises `UsageError` for a device that makes no sense, `NoMatch` where nothing is on a device of `moves`.
     """
     out, to = out_first(out, to)

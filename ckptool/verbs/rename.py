@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.commands import several
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
@@ -48,9 +47,8 @@ def rename(
 ) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 
-    rules: texts, or `{OLD: NEW}`.
-    rules_file: a YAML file of more rules, tried after `rules`. Raises `UsageError` for a rule that cannot work (with
-    its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
+    rules: texts, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot work
+    (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
     parsed = [parse_rule(rule) for rule in several(rules, " => ")]
     parsed += read_rules(rules_file) if rules_file is not None else []

@@ -11,10 +11,9 @@ from typing import Annotated
 from ckptool.analysis.diff import Diff
 from ckptool.analysis.doctor import Diagnosis
 from ckptool.analysis.health import Health, health
-from ckptool.analysis.inspect import Inspection, listing
+from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
-from ckptool.analysis.train import GOOD, RunReport
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
@@ -26,8 +25,9 @@ from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
+from ckptool.training.history import RunHistory, history_of
+from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import Out, Overwrite
-from ckptool.verbs.plot import RunHistory, plot
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -40,7 +40,7 @@ class FileReport:
     inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty.
     """
 
-    inspection: Inspection | None
+    inspection: Listing | None
     diagnosis: Diagnosis
     pictures: dict[str, TensorPicture]
     health: Health
@@ -123,8 +123,8 @@ def report(
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
+    from ckptool.training.inspect_run import inspect_run
     from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
-    from ckptool.verbs.inspect_run import inspect_run
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -143,7 +143,7 @@ def report(
             _changes(opened, (file, other)) if len(opened) == 2 else None,
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             about,
-            plot(about.path) if about is not None else None,
+            history_of(about.path) if about is not None else None,
             _norms(about) if about is not None else None,
         )
     if out is None:
@@ -201,7 +201,6 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     files: on the page; the pictures of all of them have to fit.
     """
     from ckptool.verbs.doctor import of_opened
-    from ckptool.verbs.inspect import inspection_notes
 
     found = listing(opened.checkpoint, opened.at or "")
     numbers: dict[str, Statistics] = {}
@@ -232,7 +231,7 @@ def _file_report(opened: Opened, files: int) -> FileReport:
             continue
         for place in places:
             numbers[place], pictures[place], dead[place] = seen
-    inspection = Inspection(found, numbers, inspection_notes(found, numbers, opened.path))
+    inspection = with_statistics(found, numbers, opened.path)
     return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, numbers, dead, skipped))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from ckptool.analysis.train import Outcome
-from ckptool.commands import several
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
+from ckptool.training.reports import Outcome
 from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
 
 

@@ -2,22 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ckptool.analysis.show import Shown
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.analysis import words
+from ckptool.analysis.words import Value, tensor_text, type_name, value_text
+from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
-from ckptool.checkpoint.numpy_arrays import array_entry
-from ckptool.checkpoint.strided import slice_view, to_numpy
-from ckptool.checkpoint.tree import address, find
-from ckptool.errors import UsageError
+from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.numpy_arrays import Array, array_entry
+from ckptool.checkpoint.strided import to_numpy
+from ckptool.checkpoint.tree import address, find, segment_text, walk
+from ckptool.errors import UsageError, counted
+from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
 from ckptool.options import option, verb
 from ckptool.verbs._options import At, File
 
 WHOLE = 1_000  # elements up to which all of a tensor is read
 EDGE = 3
+LINES = 1_000
+WIDEST = 10_000  # characters of one value below the one that is shown
+_TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
+_SPAN = re.compile(r" *([0-9]{0,18}) *: *([0-9]{0,18}) *")
+
+
+def _values_json(values: Any) -> Any:
+    """A numpy array as nested lists; complex numbers as [real, imaginary], bf16 and float8 as numbers."""
+    import numpy
+
+    from ckptool.render.json import finite
+
+    kind = values.dtype.kind
+    values = numpy.stack([values.real, values.imag], axis=-1) if kind == "c" else values
+    return finite((values.astype("f4") if kind == "V" else values).tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Shown(Report):
+    """One tensor with its values, or another value.
+
+    values: all of a tensor, as nested lists, complex numbers as [real, imaginary]; null where only corners were read.
+    corners: in their place the first and the last along every axis, and between them one that printing leaves out.
+    """
+
+    schema = "show/2"
+
+    file: str
+    address: str
+    entry: Annotated[Any, LIVE]
+    slice: str | None = None
+    values: Annotated[Any, Unit(json=_values_json, schema={})] = None
+    corners: Annotated[Any, LIVE] = None
+
+    @property
+    def truncated(self) -> bool:
+        """True where only corners were read."""
+        return self.corners is not None
+
+    @property
+    def tensor(self) -> Annotated[Tensor | None, Unit(json=words.tensor_json, schema=words.optional(_TENSOR))]:
+        return self.entry if isinstance(self.entry, (TensorEntry, Composite)) else None
+
+    @property
+    def type(self) -> str | None:
+        return type_name(self.entry) if self.tensor is None else None
+
+    @property
+    def value(self) -> Value:
+        return self.entry if self.tensor is None else None
+
+    def told(self, *, all: bool = False) -> Told:
+        if self.tensor is None:
+            yield from _lines_of(self.entry, None if all else LINES)
+            return
+        part = f"[{self.slice}]" if self.slice else ""
+        yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
+        if self.values is not None or self.truncated:
+            yield self._array
+        if self.truncated:
+            yield "… stands for values that were not read; --all reads them"
+
+    def _array(self, width: int | None) -> Told:
+        import numpy
+
+        values = self.corners if self.truncated else self.values
+        limit, edge = 0 if self.truncated else values.size + 1, EDGE if values.ndim <= 2 else 2
+        yield Verbatim(
+            numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
+        )
+
+
+def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
+    """A plain value, with everything below it; unless everything is wanted, as many lines, and only the size of a text
+    of many lines."""
+    from ckptool.pickles.plain.values import plain
+
+    value = plain(value)
+    if isinstance(value, str):
+        yield Verbatim(value)
+        return
+    if not isinstance(value, (dict, list, tuple, Set, Object)) or not value:
+        yield value_text(value, None)
+        if isinstance(value, Array) and (items := value.values(limit)) is not None:
+            left = value.size - len(items)
+            yield ", ".join(value_text(item, None) for item in items) + (f" and {left:,} more" if left else "")
+        return
+    flat: tuple[Any, ...] | None = None  # where what stands in one line is
+    for count, (path, node) in enumerate(walk(value)):
+        if limit is not None and count > limit:
+            yield "… and more (--all)"
+            return
+        if not path or (flat is not None and path[: len(flat)] == flat):
+            continue
+        flat = path if _is_flat(node) else None
+        label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
+        if isinstance(node, (dict, list, tuple)) and node and flat is None:
+            yield f"{label}:"
+        elif isinstance(node, str) and limit is not None and node.count("\n") > 3:
+            yield f"{label}: a text of {counted(node.count(chr(10)), 'line')}"
+        else:
+            yield f"{label}: {value_text(node, None if limit is None else WIDEST)}"
+
+
+def _is_flat(node: Any) -> bool:
+    """True for a short list of scalars, which is shown in one line."""
+    return (
+        isinstance(node, (list, tuple))
+        and len(node) <= 8
+        and all(each is None or isinstance(each, (str, int, float)) for each in node)
+    )
 
 
 @verb(
@@ -45,12 +161,12 @@ def show(
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
-        return Shown(opened.name, address(path), node, None, None, False)
-    view = slice_view(node, slice) if slice is not None else node
-    edges = not all and view.numel > WHOLE
+        return Shown(opened.name, address(path), node)
+    view = _part(node, slice) if slice is not None else node
     with unchanged(opened.checkpoint.source):
-        values = _corners(view) if edges else to_numpy(view)
-    return Shown(opened.name, address(path), node, slice, values, edges)
+        if not all and view.numel > WHOLE:
+            return Shown(opened.name, address(path), node, slice, corners=_corners(view))
+        return Shown(opened.name, address(path), node, slice, to_numpy(view))
 
 
 def _holder(checkpoint: Checkpoint, at: str) -> Any:
@@ -59,17 +175,31 @@ def _holder(checkpoint: Checkpoint, at: str) -> Any:
     return {name: checkpoint.extras[name]()} if name in checkpoint.extras else checkpoint.tree
 
 
+def _part(entry: TensorEntry, text: str) -> TensorEntry:
+    """The part of a tensor that `'0:4,:'` names; dimensions that are missing at the end are whole. Nothing is read."""
+    spans = [match for part in text.split(",") if (match := _SPAN.fullmatch(part))]
+    if len(spans) != text.count(",") + 1 or len(spans) > len(entry.shape):
+        raise UsageError(
+            f"the slice '{text}' does not fit the shape {list(entry.shape)}",
+            "A part is FIRST:END, of which either may be left out; numbers count from 0.",
+            "Write one part for each dimension, as in '0:4,:'.",
+        )
+    for axis, span in enumerate(spans):
+        length = entry.shape[axis]
+        first, end = int(span[1] or 0), min(int(span[2] or length), length)
+        entry = entry.narrow(axis, first, end - first) if first < end else entry.narrow(axis, 0, 0)
+    return entry
+
+
 def _corners(entry: TensorEntry) -> Any:
     """The first and last three along every axis, and between them one that printing leaves out."""
     import numpy
 
-    spans: list[Sequence[str]] = [
-        [":"] if size <= 2 * EDGE + 1 else [f":{EDGE + 1}", f"{size - EDGE}:"] for size in entry.shape
-    ]
+    def block(view: TensorEntry, axis: int) -> Any:
+        if axis == len(view.shape):
+            return to_numpy(view)
+        length = view.shape[axis]
+        spans = [(0, length)] if length <= 2 * EDGE + 1 else [(0, EDGE + 1), (length - EDGE, EDGE)]
+        return numpy.concatenate([block(view.narrow(axis, *span), axis + 1) for span in spans], axis=axis)
 
-    def block(chosen: tuple[str, ...], axis: int) -> Any:
-        if axis == len(spans):
-            return to_numpy(slice_view(entry, ",".join(chosen)))
-        return numpy.concatenate([block((*chosen, span), axis + 1) for span in spans[axis]], axis=axis)
-
-    return block((), 0)
+    return block(entry, 0)

@@ -26,8 +26,6 @@ def slim(
 ) -> Written | Any:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
 
-    dedup: tie storages of one set of weights whose bytes are equal.  keep_optimizer: only the waste goes.  at: only
-    there.
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place"):

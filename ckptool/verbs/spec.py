@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from ckptool.analysis.spec import Spec, is_spec, parse_spec
-from ckptool.analysis.targets import Target, names_code, of_checkpoint
-from ckptool.checkpoint import Checkpoint, InlineBytes
-from ckptool.checkpoint.files import Source, open_input
-from ckptool.checkpoint.paths import refused_place
+from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC_SCHEMA, SPEC_VERSION, Expected, Target, tie_groups
+from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import LimitExceeded, UsageError
-from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
+from ckptool.errors import Unsupported, counted
+from ckptool.facts import LIVE, Report, Told, bold, dim, short
+from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
+from ckptool.verbs._target import find_target
 
-MAX_SPEC = 64 << 20  # bytes
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Spec(Report):
+    """Names, dtypes and shapes of a model, as the file of a spec holds them."""
+
+    schema = SPEC_SCHEMA.removeprefix("ckptool.") + SPEC_VERSION  # of the file, which is read again
+
+    target: Annotated[Target, LIVE]
+    output: Annotated[str, LIVE] = ""
+    dry_run: Annotated[bool, LIVE] = False
+
+    @property
+    def kinds(self) -> Literal["stated", "by name"]:
+        return "stated" if self.target.kinds_known else "by name"
+
+    @property
+    def tensors(self) -> tuple[Expected, ...]:
+        return tuple(self.target.tensors.values())
+
+    @property
+    def ties(self) -> list[list[str]]:
+        return list(tie_groups(self.tensors).values())
+
+    def told(self) -> Told:
+        unique = self.target.unique
+        numbers = [(kind, sum(each.kind == kind for each in unique)) for kind in (PARAMETER, BUFFER)]
+        facts = [counted(len(self.tensors), "name"), *(counted(number, kind) for kind, number in numbers if number)]
+        facts += [counted(sum(each.numel for each in unique), "value", shown=short)]
+        facts += [counted(len(self.ties), "tied tensor")] if self.ties else []
+        yield bold(self.target.name), f": {', '.join(facts)}"
+        yield from (("  ", dim(remark)) for remark in self.target.remarks)
+        if self.output:
+            yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
 
 
 @verb(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
@@ -42,70 +72,19 @@ def spec(
     overwrite: replace an existing `out`.  dry_run: write nothing.
     Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
     """
-    from ckptool.render.spec import spec_file
+    from ckptool.render.json import dumps
 
     found = Spec(find_target(target, at, part=part), os.fspath(out) if out is not None else "", dry_run)
-    content = spec_file(found)
-    if out is not None:
-        if dry_run:
-            check_target(out, overwrite=overwrite)
-        else:
-            replace_file(Plan({"": [InlineBytes(content)]}), out, overwrite=overwrite)
+    for each in found.tensors:
+        if each.dtype is None or each.shape is None:
+            raise Unsupported(f"{each.name} has no dtype and shape to record", "Only torch knows this kind of tensor.")
+    facts = found.to_dict()
+    lines = [f'{{"schema": {dumps(facts["schema"])},', f' "kinds": {dumps(facts["kinds"])},']
+    for key, end in (("tensors", ","), ("ties", "}")):  # a line for each, so that two specs can be compared
+        rows = ",\n".join(f"  {dumps(row)}" for row in facts[key])
+        lines += [f' "{key}": [' + ("\n" if rows else "") + rows + f"]{end}"]
+    if out is not None and dry_run:
+        check_target(out, overwrite=overwrite)
+    elif out is not None:
+        replace_file(Plan({"": [InlineBytes(("\n".join(lines) + "\n").encode())]}), out, overwrite=overwrite)
     return found
-
-
-def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = False) -> Target:
-    """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
-    if not isinstance(target, (str, os.PathLike)):
-        return _of_objects(target, at, part)
-    name = os.fspath(target)
-    path, _ = split(name)
-    if elsewhere := refused_place(path):
-        raise elsewhere
-    if not os.path.lexists(path) and names_code(name):
-        return _of_code(name, at)
-    if not os.path.lexists(path) and "::" not in name and ":" in name:
-        raise UsageError(
-            f"{name} is neither a file nor a name of your own code",
-            "Your own code is file.py:factory or pkg.module:factory.",
-            "For example: --against model.py:build",
-        )
-    if path.endswith(".py") and os.path.isfile(path):
-        raise UsageError(
-            f"{path} is a Python file; name what in it builds the model",
-            "It is a function without arguments, a class, or a module.",
-            f"For example: {path}:build_model",
-        )
-    read = _spec_in(path) if os.path.isfile(path) else None
-    if read is not None:
-        return parse_spec(read, name)
-    opened = open_whole(target, at, part=part)
-    return of_checkpoint(opened.checkpoint, name, opened.at)
-
-
-def _of_objects(given: CheckpointLike, at: str | None, part: bool) -> Target:
-    """The target that is a module, a state dict in memory, an open checkpoint or file."""
-    if in_memory(given) and not isinstance(given, (Mapping, Checkpoint)):
-        from ckptool.verbs._live import target_of
-
-        return target_of(given, shown(given))
-    opened = open_whole(given, at, part=part)
-    return of_checkpoint(opened.checkpoint, opened.name, opened.at)
-
-
-def _spec_in(path: str) -> bytes | None:
-    """The bytes of a spec file; None for any other."""
-    source = open_input(path)
-    if not isinstance(source, Source) or not is_spec(source.read(0, min(4096, source.size))):
-        return None
-    if source.size > MAX_SPEC:
-        raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
-    return source.read(0, source.size)
-
-
-def _of_code(name: str, at: str | None) -> Target:
-    if at is not None:
-        raise UsageError("--at names a part of a checkpoint", f"{name} is code, and builds one model.")
-    from ckptool.verbs._live import target_of_code
-
-    return replace(target_of_code(name), name=name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.commands import several
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms.rename import strip
 from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts
@@ -27,7 +26,6 @@ def strip_module(
 ) -> Written | Any:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights.
 
-    at: only there.  prefix: take these off instead.  partial: also where only some keys have `module.`.
     A file without such prefixes is copied as it is. Raises `Conflict` where two keys would become one or only some
     carry the prefix, `NoMatch` where a named prefix is on no key.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from ckptool.analysis.train import Outcome, Page, Rehearsal
-from ckptool.commands import several
 from ckptool.errors import UsageError
-from ckptool.options import argument, option, verb
+from ckptool.facts import Page
+from ckptool.options import argument, option, several, verb
+from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
 
 

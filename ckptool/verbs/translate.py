@@ -10,13 +10,12 @@ from typing import Annotated, Any
 from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
-from ckptool.commands import several
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
 from ckptool.formats.sharded.writing import divided
-from ckptool.options import argument, option, verb
+from ckptool.options import argument, option, several, verb
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
@@ -99,10 +98,7 @@ def translate(
 ) -> Written | Any:
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
 
-    rules_file: a YAML file of more rules, or the name of a layout that ships; it may say how ranks are joined first.
-    set: numbers for variables, `heads=12`; else they are taken from config.json beside the file.  reverse: the way
-    back.  rest: `refuse`, `keep` or `drop` keys that no rule takes.  like: a folder of the other layout, whose
-    configuration a folder of weights gets.  shard_size: the most bytes of tensors in one file of that.
+    A file of rules may say how ranks are joined first.
     To safetensors goes one set of weights alone, and what is left behind is listed; to `.pt` the whole file.
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
@@ -142,7 +138,7 @@ def translate(
         if len(sides) > 1:
             what = f"the sets of weights are of several sides of {layout.name}"
             raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
-        translation, reverse = layout.rules_for(*sides), layout.sides[sides.pop()][1]
+        translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
     asked, whole = change.asked, change.original

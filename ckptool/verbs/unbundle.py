@@ -15,11 +15,11 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import FILE, OUT, Advice, command, several
+from ckptool.commands import FILE, OUT, Advice, command
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
-from ckptool.options import option, verb
+from ckptool.options import option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     check_names,
@@ -52,8 +52,7 @@ def unbundle(
 
     A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, texts, short lists) go into
     `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one member
-    shared with another are written for each. In memory, and without
-    a folder, the members are given back.  only: these members.  part: take also a file that is only a part.
+    shared with another are written for each. In memory, and without a folder, the members are given back.
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
     change = change_of("unbundle", folder, options, file)

@@ -71,7 +71,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _addresses(path: Path, pages: Path) -> list[str]:
-    return [row.address for row in ckptool.inspect(path).listing.tensors]
+    return [row.address for row in ckptool.inspect(path).tensors]
 
 
 def _matches(query: str, names: list[tuple[str, str]]) -> list[str]:
@@ -270,7 +270,7 @@ def test_hostile_names_are_text(browser: Browser, hostile: Path) -> None:
     shown = browser.names()
     assert shown == [
         name if len(name) <= 300 else f"…{name[-299:]}"
-        for row in ckptool.inspect(hostile.with_name("<b>.pt")).listing.tensors
+        for row in ckptool.inspect(hostile.with_name("<b>.pt")).tensors
         for name in [printable(row.address)]
     ]
     for number in range(len(shown)):

@@ -149,7 +149,7 @@ def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
     model = Net()
     file = module_file({"model": model}, tmp_path / "model.pt")
     found = inspect(file)
-    listed = [row.address for row in found.listing.tensors]
+    listed = [row.address for row in found.tensors]
     assert listed == [f"model/{key.replace('/', '~1')}" for key in model.state_dict()] + [
         "model/_buffers/passing",
         "model/plain",
@@ -161,7 +161,7 @@ def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
 def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
     model = nn.DataParallel(Net())
     file = module_file({"model": model}, tmp_path / "model.pt")
-    for row in inspect(file).listing.tensors:
+    for row in inspect(file).tensors:
         shown = ckptool.show(f"{file}#{row.address}")
         assert shown.address == row.address and shown.entry.storage.nbytes == row.tensor.storage.nbytes
     values = ckptool.show(f"{file}#model/module.kept").values

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
 from ckptool.checkpoint.dtypes import BY_TORCH, by_name
 from ckptool.checkpoint.files import Source
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported, UsageError
-from tests.support.looped import examples, looped
+from ckptool.errors import BadTensor, LimitExceeded, Unsupported
+from tests.support.looped import examples
 
 KINDS = ("literal", "file", "computed")
 
@@ -181,47 +181,4 @@ def test_numpy_of_a_bomb_is_refused() -> None:
     entry = TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (1 << 40, 1 << 20), (0, 0))
     with pytest.raises(LimitExceeded):
         entry.numpy()
-    assert strided.slice_view(entry, "0:2,5").numpy().tolist() == [0, 0]
-
-
-SLICES = [
-    "3",
-    "-1",
-    "0:4",
-    "1:3,:",
-    "::2",
-    "...,-1",
-    "1,...",
-    "...",
-    ":,2:,::3",
-    "5:2",
-    "-2:",
-    "0,0,0",
-    "9:, 1",
-    " 1 , : ",
-]
-
-
-@looped("text", SLICES)
-def test_slice_view_is_numpy_indexing(text: str, tmp_path: Path) -> None:
-    tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
-    entry = stored_entry(tensor, "file", tmp_path)
-    wanted = eval(f"array[{text}]", {"array": tensor.numpy()})
-    found = strided.slice_view(entry, text)
-    assert found.shape == numpy.shape(wanted)
-    assert found.numpy().tolist() == wanted.tolist()
-
-
-@looped("text", ["", "a", "6", "-7", "::-1", "::0", "1:2:3:4", "0,0,0,0", "...,...", "1,,2", "1.5", "\x1b[0m"])
-def test_bad_slice_names_the_shape(text: str) -> None:
-    entry = TensorEntry(Storage(InlineBytes(bytes(6 * 7 * 8))), by_name("u8"), (6, 7, 8), (56, 8, 1))
-    with pytest.raises(UsageError, match=r"\[6, 7, 8\]") as caught:
-        strided.slice_view(entry, text)
-    assert "\x1b" not in str(caught.value)
-
-
-def test_slice_of_a_scalar() -> None:
-    entry = TensorEntry(Storage(InlineBytes(bytes(4))), by_name("f32"), (), ())
-    assert strided.slice_view(entry, "...").shape == ()
-    with pytest.raises(UsageError):
-        strided.slice_view(entry, "0")
+    assert entry.narrow(0, 0, 2).narrow(1, 5, 1).numpy().tolist() == [[0], [0]]

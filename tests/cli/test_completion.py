@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
-from ckptool.cli.completion import VALUES, candidates
+from ckptool.cli.completion import VALUES, addresses, candidates, quoted_on, words_of
 from ckptool.cli.help import FLAGS
 from ckptool.cli.parser import parse
 from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import ALIASES, VERBS
 from ckptool.errors import CkptoolError
-from ckptool.verbs._complete import addresses, quoted_on, words_of
 from tests.support.cli import Run, done
 from tests.support.looped import examples, looped
 from tests.support.processes import HANG, soon

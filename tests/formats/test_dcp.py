@@ -340,11 +340,11 @@ def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
 def test_the_table_stands_for_its_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_objects(ckptool.load(folder / ".metadata"), ckptool.load(folder))
     monkeypatch.chdir(folder)
-    assert ckptool.inspect(".metadata").listing.container == "dcp"
+    assert ckptool.inspect(".metadata").container == "dcp"
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copy(folder / ".metadata", alone)
-    assert ckptool.inspect(alone / ".metadata").listing.container == "pickle"
+    assert ckptool.inspect(alone / ".metadata").container == "pickle"
 
 
 def test_what_nothing_uses_is_noted(folder: Path) -> None:

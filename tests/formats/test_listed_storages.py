@@ -72,4 +72,4 @@ def test_every_tensor_is_read_as_torch_makes_it(protocol: int, tmp_path: Path) -
 def test_what_is_no_list_of_numbers_stays_a_call(values: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "a.pkl"
     file.write_bytes(pickle.dumps({"w": Tensor(Storage("Byte", values), 0, (1,), (1,))}, 2))
-    assert not ckptool.inspect(file).listing.tensors
+    assert not ckptool.inspect(file).tensors

@@ -23,7 +23,7 @@ def test_arrays_are_weights_where_there_are_no_others(tmp_path: Path) -> None:
     given = {"model": weight_arrays(), "__author__": "me", "matching_heuristics": True}
     file = pickle_to(given, tmp_path / "a.pkl")
     found = ckptool.inspect(file)
-    assert found.listing.tensors == ()
+    assert found.tensors == ()
     (note,) = found.notes
     assert note.code == "numpy-weights" and "7 numpy arrays at model" in note.message
     assert note.fix == ("ckptool", "convert", str(file), "-o", str(tmp_path / "a.fixed.safetensors"))

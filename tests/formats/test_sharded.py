@@ -42,7 +42,7 @@ def test_the_index_or_its_folder_is_enough(tmp_path: Path) -> None:
         assert_values(found, sharded_state())
         assert list(found.tree) == sorted(sharded_state())  # the order of the index
         assert found.source is not None and found.source.size == sum(p.stat().st_size for p in folder.iterdir())
-    listing = ckptool.inspect(folder).listing
+    listing = ckptool.inspect(folder)
     assert len(listing.tensors) == 13 and listing.container == "sharded"
 
 

@@ -70,7 +70,7 @@ def test_every_legacy_producer(name: str, tmp_path: Path) -> None:
 def test_verbs_take_legacy_files(tmp_path: Path) -> None:
     model = {"module.weight": torch.arange(6.0).reshape(2, 3), "module.bias": torch.ones(2)}
     file = written(torch_bytes({"state_dict": model, "epoch": 3}, **LEGACY), tmp_path / "legacy.pth")
-    listing = ckptool.inspect(file).listing
+    listing = ckptool.inspect(file)
     assert (listing.container, len(listing.tensors)) == ("torch-legacy", 2)
     ckptool.strip_module(file, tmp_path / "stripped.pt")
     stripped = load(tmp_path / "stripped.pt")

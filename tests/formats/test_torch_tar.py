@@ -95,7 +95,7 @@ def test_views_are_on_the_storage_that_they_are_of(tmp_path: Path) -> None:
 
 def test_verbs_take_tars(tmp_path: Path) -> None:
     file = save_tar({"module.w": torch.arange(4.0), "module.b": torch.ones(2)}, tmp_path / "old.pth.tar")
-    listing = ckptool.inspect(file).listing
+    listing = ckptool.inspect(file)
     assert (listing.container, len(listing.tensors)) == ("torch-tar", 2)
     ckptool.strip_module(file, tmp_path / "new.pt")
     assert list(load(tmp_path / "new.pt")) == ["w", "b"]

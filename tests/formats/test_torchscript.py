@@ -204,7 +204,7 @@ def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
 def test_a_frozen_module_has_only_constants(tmp_path: Path) -> None:
     file, _ = script_file("frozen", tmp_path / "model.jit")
     found = ckptool.inspect(file)
-    assert not found.listing.tensors and "no-state-dict" in {note.code for note in found.notes}
+    assert not found.tensors and "no-state-dict" in {note.code for note in found.notes}
     (note,) = [note for note in found.notes if note.code == "no-state-dict"]
     shown = ckptool.show(note.fix[-1])
     graph = torch.jit.load(str(file)).inlined_graph

@@ -16,8 +16,7 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.analysis.diff import diff
-from ckptool.analysis.inspect import Inspection, listing
-from ckptool.analysis.show import Shown
+from ckptool.analysis.inspect import listing
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry, tree
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors, walk
@@ -27,9 +26,9 @@ from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of
 from ckptool.pickles.plain import text as plain_text
 from ckptool.pickles.plain.text import summary
-from ckptool.render.inspect import inspect_html
 from ckptool.render.json import dumps
 from ckptool.render.style import PLAIN
+from ckptool.verbs.show import Shown
 
 SECONDS = 2.0  # for a dozen reports
 MEGABYTES = 300
@@ -83,10 +82,9 @@ def _all(checkpoint: Checkpoint, path: str) -> None:
 
 def _inspected(checkpoint: Checkpoint, path: str) -> None:
     found = listing(checkpoint)
-    report = Inspection(found, {}, found.notes)
-    _rendered(report, all=True, depth=None)
-    _rendered(report, all=False, depth=None)
-    inspect_html(report)
+    _rendered(found, all=True, depth=None)
+    _rendered(found, all=False, depth=None)
+    found._repr_html_()
 
 
 def _walked(checkpoint: Checkpoint, path: str) -> None:
@@ -109,7 +107,7 @@ def _values(checkpoint: Checkpoint, path: str) -> None:
 def _shown(checkpoint: Checkpoint, path: str) -> None:
     for node in [checkpoint.tree, *(node for _, node in islice(walk(checkpoint.tree), 3))]:
         if not isinstance(node, TensorEntry):
-            _rendered(Shown(path, "", node, None, None, False))
+            _rendered(Shown(path, "", node))
 
 
 def _compared(checkpoint: Checkpoint, path: str) -> None:

@@ -172,10 +172,9 @@ def few_changes(facts: Facts) -> Iterator[Words]:
         convert {file} --all --ties copy -o allcopied.safetensors --json
         convert {file} -o c.pt --json
         convert {file} --weights-only -o plain.pt --json
-        convert {file} --materialize -o m.safetensors --json
         convert {file} -o c.npz --json
         convert all.safetensors --all -o back.pt --json
-        slim {file} --dedup -o dedup.pt --json
+        slim {file} -o dedup.pt --json
         strip-module {file} -o strip.pt --json
         add-module {file} -o add.pt --json
         remap {file} --to cpu -o cpu.pt --json
@@ -287,7 +286,7 @@ def combined(facts: Facts) -> Iterator[Words]:
         average {file} bf16.pt -o mixed.safetensors --json
         average {facts.at} {facts.at} -o meanat.pt --json
         bundle a={facts.at} b={facts.at} -o tied.pt --json
-        bundle a={file} b={file} --dedup -o deduped.pt --json
+        bundle a={file} b={file} -o deduped.pt --json
         bundle a={facts.at} n:=[1,2] -o one.npz --json
         bundle bundle.pt --add c=ref.pt -o added.pt --json
         bundle bundle.pt --drop b --rename a=first -o less.pt --json

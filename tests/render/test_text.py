@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from ckptool.analysis.diff import diff
-from ckptool.analysis.inspect import Inspection, like_others, listing, parts
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.facts import bar, short, size
 from ckptool.render.diff import diff_text
 from ckptool.render.error import error_text
-from ckptool.render.inspect import inspect_text
-from ckptool.render.outline import outline
+from ckptool.render.lines import text as report_text
 from ckptool.render.style import PLAIN, Style, columns
 
 F32 = by_name("f32")
@@ -37,8 +37,7 @@ def checkpoint(tree: Any) -> Checkpoint:
 
 
 def text_of(tree: Any, **options: Any) -> str:
-    found = listing(checkpoint(tree))
-    return inspect_text(Inspection(found, {}, found.notes), **options)
+    return report_text(listing(checkpoint(tree)), **options)
 
 
 def labels(tree: Mapping[str, Any], **options: Any) -> list[str]:
@@ -118,7 +117,7 @@ def test_tied_tensors_count_once_and_say_so() -> None:
         "head.weight": tensor(4, 4, storage=shared),
         "view.weight": tensor(4, storage=shared),
     }
-    (part,) = parts(listing(checkpoint(tree)))
+    (part,) = listing(checkpoint(tree)).parts
     assert (part.bytes, part.elements, part.tied) == (64 + 16, 20, {1: 0})
     assert "tied to embed.weight" in text_of(tree)
 
@@ -127,7 +126,7 @@ def test_parts_that_look_alike_are_shown_once() -> None:
     model = {"fc.weight": tensor(3, 3), "fc.bias": tensor(3)}
     ema = {f"module.{key}": tensor(*entry.shape) for key, entry in model.items()}
     tree = {"model": model, "ema": ema, "teacher_model": {"fc.weight": tensor(9, 9)}}
-    divided = parts(listing(checkpoint(tree)))
+    divided = listing(checkpoint(tree)).parts
     assert like_others(divided) == {divided[1]: divided[0]}
     assert text_of(tree).count("names but for a prefix and shapes as in model") == 1
     for same in (dict(model), {"n_averaged": tensor(), **model}):
@@ -150,7 +149,7 @@ def test_many_parts_that_look_alike_share_a_line() -> None:
 
 
 def test_outline_depth_is_exact() -> None:
-    (part,) = parts(listing(checkpoint({"a.b.weight": tensor(1), "a.c.weight": tensor(2), "d.bias": tensor(3)})))
+    (part,) = listing(checkpoint({"a.b.weight": tensor(1), "a.c.weight": tensor(2), "d.bias": tensor(3)})).parts
     top = outline(part, 40, 1)
     assert [child.label for child in top.expanded] == ["a", "d.bias"] and not top.expanded[0].expanded
 

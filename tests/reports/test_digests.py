@@ -14,11 +14,11 @@ import torch
 from ckptool.analysis.digests import (
     Digests,
     TensorDigest,
-    compare_digests,
+    compared,
     digests_file,
     read_digests,
-    root_digest,
     root_digests,
+    table,
     tensor_digest,
 )
 from ckptool.checkpoint import Composite, InlineBytes, Storage, TensorEntry
@@ -60,9 +60,9 @@ def test_a_root_is_digested_as_defined(tmp_path: Path) -> None:
         f'[0,"f32",[1],"{sha(numpy.array([1], "<f4").tobytes())}"]',
     ]
     found = root_digests(checkpoint.tree)
-    assert [tensor.line for tensor in found.tensors] == lines
-    assert found.root == sha("".join(f"{line}\n" for line in lines).encode()) == root_digest(checkpoint.tree)
-    assert root_digest({}) == sha(b"")
+    assert [tensor.line() for tensor in found.tensors] == lines
+    assert found.root == sha("".join(f"{line}\n" for line in lines).encode())
+    assert root_digests({}).root == sha(b"")
 
 
 def test_keys_that_are_no_text_are_not_taken_for_text(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_order_device_strides_ties_and_gradients_make_no_difference(tmp_path: Pa
     base = torch.arange(20.0)
     odd = {"c": torch.nn.Parameter(x), "a": x, "b": x.t()}
     moved = {"a": base[:6].reshape(2, 3), "b": x.t(), "c": x.t().contiguous().t()}
-    digests = {root_digest(opened(tree, tmp_path).tree) for tree in (plain, odd, moved)}
+    digests = {root_digests(opened(tree, tmp_path).tree).root for tree in (plain, odd, moved)}
     assert len(digests) == 1
     others = [plain | {"a": -x}, plain | {"a": x.double()}, plain | {"a": x.reshape(3, 2)}, {"z": x, **plain}]
-    assert len({root_digest(opened(tree, tmp_path).tree) for tree in others} | digests) == 5
+    assert len({root_digests(opened(tree, tmp_path).tree).root for tree in others} | digests) == 5
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -195,16 +195,23 @@ def test_a_pt_and_its_safetensors_agree(tmp_path: Path) -> None:
 
 
 def digests() -> Digests:
-    return Digests((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest([0, "b"], "f16", None, "1" * 64)))
+    return table((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest([0, "b"], "f16", None, "1" * 64)))
 
 
 def test_a_file_of_digests(tmp_path: Path) -> None:
     content = digests_file(digests())
-    assert read_digests(content, "d.json") == digests()
+    kept = written(content, tmp_path / "d.json")
+    assert read_digests(kept) == digests()
     assert json.loads(content)["schema"] == "ckptool.digests/1" and json.loads(content)["root"] == digests().root
-    assert content.count(b"\n") == 7 and content == digests_file(read_digests(content, "d.json"))
-    assert read_digests(digests_file(Digests(())), "d.json") == Digests(())
-    written(content, tmp_path / "d.json")
+    assert content.count(b"\n") == 7 and content == digests_file(read_digests(kept))
+    assert read_digests(written(digests_file(table(())), kept)) == table(())
+
+
+def test_the_file_is_that_of_version_0_1_0(tmp_path: Path) -> None:
+    kept = b'{"schema": "ckptool.digests/1",\n "root": "%s",\n "tensors": [\n' % sha(
+        b'["a","f32",[2],"%b"]\n[[0,"b"],"f16",null,"%b"]\n' % (b"0" * 64, b"1" * 64)
+    ).encode() + b'  ["a","f32",[2],"%b"],\n  [[0,"b"],"f16",null,"%b"]\n ]\n}\n' % (b"0" * 64, b"1" * 64)
+    assert digests_file(digests()) == kept and read_digests(written(kept, tmp_path / "d.json")) == digests()
 
 
 DAMAGED = {
@@ -215,8 +222,8 @@ DAMAGED = {
     "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "digests of version 2"),
     "a changed digest": (digests_file(digests()).replace(b'"1111', b'"2111'), Corrupt, "its own root digest"),
     "a line gone": (
-        digests_file(Digests(digests().tensors[:1])).replace(
-            Digests(digests().tensors[:1]).root.encode(), digests().root.encode()
+        digests_file(table(digests().tensors[:1])).replace(
+            table(digests().tensors[:1]).root.encode(), digests().root.encode()
         ),
         Corrupt,
         "its own root digest",
@@ -227,18 +234,18 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_damaged_file_of_digests(what: str) -> None:
+def test_a_damaged_file_of_digests(what: str, tmp_path: Path) -> None:
     content, error, words = DAMAGED[what]
     with pytest.raises(error, match=words) as caught:
-        read_digests(content, "d.json")
+        read_digests(written(content, tmp_path / "d.json"))
     assert "d.json" in caught.value.what and caught.value.what
 
 
 def test_compared() -> None:
-    old = Digests((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest("b", "f32", (2,), "0" * 64)))
-    new = Digests((TensorDigest("a", "f16", (3,), "0" * 64), TensorDigest("c", "f32", (2,), "0" * 64)))
-    found = compare_digests(old, new)
+    old = table((TensorDigest("a", "f32", (2,), "0" * 64), TensorDigest("b", "f32", (2,), "0" * 64)))
+    new = table((TensorDigest("a", "f16", (3,), "0" * 64), TensorDigest("c", "f32", (2,), "0" * 64)))
+    found = compared("d.json", old, new)
     assert (found.differing, found.missing, found.new) == ((("a", "type f32 → f16, shape [2] → [3]"),), ("b",), ("c",))
-    assert not found.same and compare_digests(old, old).same
-    changed = Digests((TensorDigest("a", "f32", (2,), "1" * 64),))
-    assert compare_digests(old, changed).differing == (("a", "values"),)
+    assert not found.same and compared("d.json", old, old).same
+    changed = table((TensorDigest("a", "f32", (2,), "1" * 64),))
+    assert compared("d.json", old, changed).differing == (("a", "values"),)

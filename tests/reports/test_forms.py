@@ -14,14 +14,15 @@ import torch
 import ckptool
 from ckptool.analysis.curves import Curve
 from ckptool.analysis.explain import explain
-from ckptool.analysis.git_setup import GitSetup
-from ckptool.analysis.prove import CommandProof
-from ckptool.analysis.train import Evaluated, Outcome, Page, Proof, Pruned, Rehearsal, RunReport
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
+from ckptool.facts import Page
+from ckptool.training.history import RunHistory
+from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
 from ckptool.verbs._git_check import git_check
+from ckptool.verbs._git_setup import GitSetup
 from ckptool.verbs._schema import schema
-from ckptool.verbs.plot import RunHistory
+from ckptool.verbs.prune import Gone, Kept, Pruned
 
 NASTY = "<script>alert('x')</script>\x1b[31m"
 REPORTS: dict[str, Callable[[], Any]] = {
@@ -42,7 +43,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "warm_start": lambda: ckptool.warm_start("a.pt", "b.pt", "w.pt", dry_run=True),
     "outcome": lambda: Outcome("done", 3, 0, "runs/x"),
     "page": lambda: Page("text\n"),
-    "pruned": lambda: Pruned("runs/x", ((1, 10),), {2: ("newest",)}, False),
+    "pruned": lambda: Pruned("runs/x", (Gone(1, 10),), (Kept(2, ("newest",)),), False),
     "run": lambda: RunReport("runs/x", "id", "loss", "min", "done", 3, 3, ()),
     "plot": lambda: RunHistory("runs/x", {NASTY: Curve((1, 2, 3), (1.0, float("nan"), 2.0), 3, 1)}, (2,), kills=(2,)),
     "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.analysis.inspect import Listing, listing, parts
+from ckptool.analysis.inspect import Listing, listing
 from ckptool.checkpoint import Composite, Note
 from ckptool.errors import UsageError
 from ckptool.formats import read
@@ -204,5 +204,5 @@ def test_listing_reads_no_tensor_data(tmp_path: Path) -> None:
 def test_a_conjugate_view_is_no_more_memory(tmp_path: Path) -> None:
     values = torch.randn(6, dtype=torch.complex64)
     torch.save({"x": values, "y": values.conj()}, tmp_path / "a.pt")
-    (part,) = parts(listing(read(tmp_path / "a.pt")))
+    (part,) = listing(read(tmp_path / "a.pt")).parts
     assert (len(part.rows), part.elements, part.bytes, part.tied) == (2, 6, 48, {1: 0})

@@ -12,7 +12,6 @@ from torch import nn
 import ckptool
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.memory import MemoryNeeds, memory_needs
-from ckptool.render.memory_line import memory_text
 from tests.support.files import opened
 
 
@@ -52,7 +51,7 @@ def test_numbers_are_those_of_torch(name: str, dtype: torch.dtype, form: str, tm
     gradients = [p.grad for p in model.parameters()]
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert found.parameters == sum(p.numel() for p in model.parameters())
-    assert found.to_load == sum(n for _, n in found.dtypes) == nbytes(held)
+    assert found.to_load == sum(found.dtypes.values()) == nbytes(held)
     assert found.to_train == nbytes([*held, *gradients, *moments])
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     both = needs(saved, tmp_path)
@@ -74,19 +73,19 @@ def test_frozen_parameters_of_a_module_need_no_gradients(tmp_path: Path) -> None
 def test_averages_and_several_sets_are_told_apart(tmp_path: Path) -> None:
     state = nn.Linear(4, 4).state_dict()
     ema = {key: value.clone() for key, value in state.items()}
-    assert memory_text(needs({"model": state, "ema": ema}, tmp_path)).startswith("20 parameters: 80 B f32; EMA 80 B; ")
+    assert str(needs({"model": state, "ema": ema}, tmp_path)).startswith("20 parameters: 80 B f32; EMA 80 B; ")
     gan = {"generator": state, "discriminator": nn.Linear(2, 2).state_dict()}
-    assert memory_text(needs(gan, tmp_path)).startswith("26 parameters in 2 sets of weights: 104 B f32; 104 B to load")
+    assert str(needs(gan, tmp_path)).startswith("26 parameters in 2 sets of weights: 104 B f32; 104 B to load")
     assert needs({"generator": state, "discriminator": state}, tmp_path).parameters == 20  # one memory
 
 
 def test_nothing_is_said_that_is_not_known(tmp_path: Path) -> None:
     none = needs({"epoch": 3, "lr": 0.1}, tmp_path)
-    assert (none.parameters, none.to_load, none.to_train, memory_text(none)) == (None, None, None, "")
+    assert (none.parameters, none.to_load, none.to_train, str(none)) == (None, None, None, "")
     layer = {f"{name}.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn) for name in "ab"}
     scaled = needs(layer | {f"{name}.weight_scale": torch.ones(1) for name in "ab"}, tmp_path)
     assert (scaled.parameters, scaled.to_train, scaled.to_load) == (None, None, 40)
-    assert memory_text(scaled) == "weights: 32 B f8_e4m3fn + 8 B f32; 40 B to load"
+    assert str(scaled) == "weights: 32 B f8_e4m3fn + 8 B f32; 40 B to load"
     sparse = needs({"a.weight": torch.eye(4).to_sparse_csr(), "a.bias": torch.ones(4)}, tmp_path)
     assert sparse.parameters is None and sparse.to_train is None and sparse.to_load
     adapter = {
@@ -94,17 +93,17 @@ def test_nothing_is_said_that_is_not_known(tmp_path: Path) -> None:
         "base_model.model.q.lora_B.weight": torch.ones(4, 2),
     }
     assert needs(adapter, tmp_path).to_train is None  # its model is elsewhere
-    assert "train" not in memory_text(needs(adapter, tmp_path))
+    assert "train" not in str(needs(adapter, tmp_path))
 
 
 def test_bytes_behind_views_take_memory_when_loaded(tmp_path: Path) -> None:
     found = needs({"a.weight": torch.zeros(100, 4)[:2]}, tmp_path)
-    assert found.to_load == 1600 and found.dtypes == (("f32", 32),)
+    assert found.to_load == 1600 and found.dtypes == {"f32": 32}
 
 
 def test_json_has_the_same_numbers(tmp_path: Path) -> None:
     torch.save({"model": conv().state_dict()}, tmp_path / "m.pt")
     facts = ckptool.inspect(tmp_path / "m.pt")
-    memory, said = facts.to_dict()["memory"], memory_text(memory_needs(facts.listing))
+    memory, said = facts.to_dict()["memory"], str(facts.memory)
     assert memory["to_load"] == sum(memory["dtypes"].values()) and memory["trained"] == ["f32"]
     assert said in str(facts) and "without activations" in said

@@ -105,10 +105,11 @@ def _stop(server: subprocess.Popen[str]) -> None:
 def _serve() -> None:
     import ckptool.cli  # imported once, before the forks
     from ckptool.formats import FORMATS
-    from ckptool.render import inspect as rendering
+    from ckptool.render import json as as_json
+    from ckptool.render import lines
     from ckptool.verbs import inspect
 
-    assert ckptool.cli and FORMATS and rendering and inspect and "torch" not in sys.modules
+    assert ckptool.cli and FORMATS and as_json and lines and inspect and "torch" not in sys.modules
     _look(__file__)
     for line in sys.stdin:
         print(json.dumps(asdict(_measured(json.loads(line)))), flush=True)
@@ -160,15 +161,14 @@ def _run(words: list[str]) -> tuple[str, str]:
 def _look(path: str) -> tuple[str, str]:
     from ckptool.errors import CkptoolError
     from ckptool.render.error import error_text
-    from ckptool.render.inspect import inspect_json, inspect_text
     from ckptool.render.json import dumps
     from ckptool.render.style import PLAIN
     from ckptool.verbs.inspect import inspect
 
     try:
         found = inspect(path)
-        text = inspect_text(found)
-        json.loads(dumps(inspect_json(found)))
+        text = str(found) + "\n"
+        json.loads(dumps(found.to_dict()))
     except CkptoolError as error:
         return error.code, error_text(error, PLAIN)
     except BaseException as error:  # noqa: BLE001 (it is told, and fails the test)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ckptool.analysis.train import Outcome
 from ckptool.training import configfile
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
+from ckptool.training.reports import Outcome
 from ckptool.training.start import first_difference, start
 from ckptool.training.store import Lines
 from ckptool.training.trainer import Trainer, build, gathered, restored

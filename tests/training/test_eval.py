@@ -93,5 +93,5 @@ def test_on_the_command_line(run_of: Any, run: Any) -> None:
     assert ran.out.splitlines()[0] == f"{folder}: step {best.step} (the best val_loss) on validation data"
     assert [line.split()[0] for line in ran.out.splitlines()[1:]] == ["val_loss", "val_acc"]
     told = json.loads(run("eval", folder, "--checkpoint", "newest", "--json").out)
-    assert (told["schema"], told["step"], told["chosen"]) == ("ckptool.eval/1", 20, "newest")
+    assert (told["schema"], told["step"], told["chosen"]) == ("ckptool.eval/2", 20, "newest")
     assert run("eval", folder, "--on", "test").code == 2

@@ -13,11 +13,11 @@ import pytest
 
 import ckptool
 from ckptool import cli
-from ckptool.analysis.prove import CommandProof
 from ckptool.errors import RunFailed, UsageError
 from ckptool.training.prove import command as module
 from ckptool.training.prove import watch
 from ckptool.training.prove.trace import NOT_RESTORED, Trace, TracedStep, divergence, place_of
+from ckptool.training.reports import CommandProof
 
 # A loop by hand with one fault, or none. 8 steps an epoch, saved every 5.
 TORCH = """
@@ -262,7 +262,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     words = [sys.executable, str(tmp_path / "train.py"), "{run}", "stops, slow"]
     assert cli.main(["prove", "--kills", "1", "--json", "--", *words]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["proved"]) == ("ckptool.prove_command/1", False)
+    assert (found["schema"], found["proved"]) == ("ckptool.prove_command/2", False)
     shutil.rmtree(found["kept"])
 
 

@@ -63,7 +63,7 @@ def test_stock_safetensors_reads_the_other_layout(gan_files: Path) -> None:
 def test_members_are_seen_and_addressed(gan_files: Path, layout: str) -> None:
     ckptool.bundle(GAN, layout, values={"epoch": 3})
     found = ckptool.inspect(layout)
-    assert [(root.address, root.detail or root.kind) for root in found.listing.roots] == [
+    assert [(root.address, root.detail or root.kind) for root in found.roots] == [
         ("generator", "model weights"),
         ("discriminator", "model weights"),
         ("optimizerA", "Adam state for 6 parameters"),
@@ -232,7 +232,7 @@ def memory(folder: Path, nbytes: int) -> int:
     for name in ("a", "b"):
         make_sparse(folder / f"{name}.pt", nbytes)
     peak = peak_of(PROGRAM, folder)
-    assert ckptool.inspect(folder / "again.tar").listing.bytes == (folder / "out.tar").stat().st_size
+    assert ckptool.inspect(folder / "again.tar").bytes == (folder / "out.tar").stat().st_size
     for path in folder.rglob("*.*"):
         path.unlink()
     return peak

@@ -11,7 +11,6 @@ import numpy
 import pytest
 
 import ckptool
-from ckptool.render.find_rules import find_rules_text
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, counting
 from tests.support.looped import looped
@@ -177,7 +176,7 @@ def test_values_that_differ_are_marked_and_what_is_not_made_is_listed(tmp_path: 
     rule = next(rule for rule in found.rules if "fc1" in rule.text)
     assert rule.text == "blocks.{n}.mlp.fc1.* => vit.layer.{n}.intermediate.dense.*"
     assert (rule.tensors, rule.by_value) == (6, 5)
-    text = find_rules_text(found)
+    text = str(found)
     assert f"{found.by_value} of {found.total} by value, 1 by name and shape, 1 not made" in text
     assert "5 of 6 tensors by value; 1 by name and shape only: the values differ" in text
     assert "not made: extra.weight" in text and found.to_dict()["missing"] == ["extra.weight"]

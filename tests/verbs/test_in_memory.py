@@ -269,7 +269,7 @@ def test_looking_at_objects(tmp_path: Path) -> None:
     model = wrapped()
     state = model.state_dict()
     file = saved(state, tmp_path / "a.pt")
-    assert {row.address for row in ckptool.inspect(model, stats=True).listing.tensors} == set(state)
+    assert {row.address for row in ckptool.inspect(model, stats=True).tensors} == set(state)
     assert ckptool.show(model, at="module.0.weight").values is not None
     assert ckptool.diff(model, file).same and ckptool.diff(file, state).same
     found = ckptool.verify(model, digest=True)

@@ -19,16 +19,16 @@ from tests.support.looped import looped
 def test_a_listing(tmp_path: Path) -> None:
     file = make("training.pt", tmp_path)
     found = ckptool.inspect(file)
-    assert (found.listing.file, found.listing.container, found.listing.bytes) == (
+    assert (found.file, found.container, found.bytes) == (
         str(file),
         "torch-zip",
         file.stat().st_size,
     )
-    assert found.statistics == {} and found.notes == found.listing.notes
-    part = ckptool.inspect(f"{file}#model_state_dict").listing
+    assert found.statistics == {} and found.notes == ()
+    part = ckptool.inspect(f"{file}#model_state_dict")
     assert len(part.tensors) == 9 and part.at == "model_state_dict"
     assert [row.address for row in part.tensors] == [
-        row.address for row in ckptool.inspect(file, at="model_state_dict").listing.tensors
+        row.address for row in ckptool.inspect(file, at="model_state_dict").tensors
     ]
 
 
@@ -59,7 +59,7 @@ def test_a_note_on_what_is_not_finite(tmp_path: Path) -> None:
 @looped("name", TRAPS)
 def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path) -> None:
     found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)
-    for row in found.listing.tensors:
+    for row in found.tensors:
         values = found.statistics.get(row.address)
         assert values is None or values.count == row.tensor.numel  # type: ignore[union-attr]
 

@@ -14,7 +14,6 @@ import pytest
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
-from ckptool.render.train import inspect_run_text
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
@@ -52,7 +51,7 @@ def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> No
         cut_short(path)
     found = ckptool.inspect_run(run_folder)
     assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
-    assert "none of them is whole" in inspect_run_text(found)
+    assert "none of them is whole" in str(found)
 
 
 def test_a_change_of_retention_is_seen(run_folder: Path) -> None:
@@ -73,7 +72,7 @@ WEIRD: list[dict[str, Any]] = [
 def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
     path = (run_folder / "checkpoints" / name_of(20)).with_suffix(".json")
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
-    text = inspect_run_text(ckptool.inspect_run(run_folder))
+    text = str(ckptool.inspect_run(run_folder))
     assert "\x1b" not in text
     json.dumps(ckptool.inspect_run(run_folder).to_dict(), allow_nan=False)
 
@@ -95,7 +94,7 @@ def test_a_configuration_of_other_types(run_folder: Path, text: str) -> None:
     number = (run_folder / "run.yaml").read_text().partition("\n")[0]
     (run_folder / "run.yaml").write_text(f"{number}\n{text}")
     (run_folder / "history.jsonl").write_text('{"event": 3, "step": "x"}\nnull\n{"event": ["changed"], "config": 3}\n')
-    assert "20" in inspect_run_text(ckptool.inspect_run(run_folder))
+    assert "20" in str(ckptool.inspect_run(run_folder))
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
         assert out.splitlines()[-1].split()[0] == "20"
         assert "newest, last" in out.splitlines()[-1]
     found = json.loads(typed("inspect", "runs/x", "--json")[1])
-    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/1", 20, "val_acc")
+    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/2", 20, "val_acc")
     (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
     assert set(newest["metrics"]) == {"val_loss", "val_acc"}
     assert newest["bytes"] == os.path.getsize(newest["path"])
@@ -200,5 +199,5 @@ def test_the_time_of_training(tmp_path: Path, value: str, words: str) -> None:
     start(config(run=tmp_path / "run"))
     lines = (tmp_path / "run/history.jsonl").read_text()
     (tmp_path / "run/history.jsonl").write_text(re.sub('"total_seconds": [0-9.]+', f'"total_seconds": {value}', lines))
-    head = inspect_run_text(ckptool.inspect_run(tmp_path / "run")).splitlines()[0]
+    head = str(ckptool.inspect_run(tmp_path / "run")).splitlines()[0]
     assert re.fullmatch(f".*: a run, 3 checkpoints, [0-9.]+ kB{words}", head)

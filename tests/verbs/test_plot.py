@@ -25,8 +25,8 @@ from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
 from ckptool.render.lines import text as text_of
 from ckptool.render.style import Style
+from ckptool.training.history import RunHistory
 from ckptool.training.start import start
-from ckptool.verbs.plot import RunHistory
 from tests.support.cli import Ran, done
 from tests.support.looped import examples
 from tests.support.small_runs import config

@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from ckptool import cli
-from ckptool.analysis.train import Kill, Proof
 from ckptool.errors import RunFailed, UsageError
-from ckptool.render.train import prove_text
 from ckptool.training.prove.fork_server import ForkServer, _end_of
 from ckptool.training.prove.proof import ProofRun, configured, processes_of, resumes
+from ckptool.training.reports import Kill, Proof
 from ckptool.training.store import Lines
 from ckptool.verbs._schema import schema
 from tests.support.schemas import judge
@@ -58,7 +57,7 @@ def test_a_run_is_proved(tmp_path: Path, server: ForkServer) -> None:
     assert all((kill.resumed or 0) <= kill.at for kill in proof.kills)
     assert proof.kills[2].resumed == proof.kills[2].at  # stopped by TERM, it had saved
     assert proof.without == {"optimizer": True, "scheduler": True, "scaler": True, "ema": True}
-    lines = prove_text(proof).splitlines()
+    lines = str(proof).splitlines()
     assert lines[0] == f"reference             30 steps  sha256 {proof.reference[:8]}…"
     assert lines[3].endswith("identical file")
     assert lines[-1] == "proved: a run killed anywhere ends with the same bytes."
@@ -70,7 +69,7 @@ def test_a_part_that_a_run_has_not_is_not_left_out(tmp_path: Path, server: ForkS
     proof = proved(tmp_path, server, steps=8, kills=1, optim={"main": {"name": "sgd", "lr": 0.01}})
     assert proof.proved
     assert proof.without == dict.fromkeys(("optimizer", "scheduler", "scaler", "ema"))
-    assert "without" not in prove_text(proof)
+    assert "without" not in str(proof)
 
 
 @pytest.mark.long("the command, which starts a server of its own")
@@ -82,7 +81,7 @@ def test_a_run_with_chance_in_it_is_disproved(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["prove", str(path), "--steps", "12", "--kills", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not list(judge(schema("prove").document, found))
-    assert (found["schema"], found["proved"], found["reference"] != found["result"]) == ("ckptool.prove/1", False, True)
+    assert (found["schema"], found["proved"], found["reference"] != found["result"]) == ("ckptool.prove/2", False, True)
     assert "the first step that differs is 1;" in found["differs"]
     assert "the first tensor, at the end, is model_state_dict/1.weight" in found["differs"]
     kept = Path(found["kept"])
@@ -115,7 +114,7 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
 
 def test_what_is_said_of_a_lost_checkpoint_and_of_a_part_without_effect() -> None:
     proof = Proof(9, 1, "a" * 64, [Kill(4, "KILL", None)], "a" * 64, None, True, {"scaler": False}, "", "/tmp/kept")
-    text = prove_text(proof)
+    text = str(proof)
     assert "resumed from          the beginning" in text
     assert "resumed from a step before its newest checkpoint" in text
     assert "without scaler        ends the same" in text
@@ -143,7 +142,7 @@ def test_a_run_of_several_processes_is_proved(tmp_path: Path, strategy: str) -> 
     assert proof.without["optimizer"] is True
     worlds = [fact["world"] for fact in Lines(str(tmp_path / "runs/killed/history.jsonl")).read() if "world" in fact]
     assert worlds == [2] * 4
-    assert prove_text(proof).splitlines()[0] == "processes             2, which train together"
+    assert str(proof).splitlines()[0] == "processes             2, which train together"
 
 
 def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,7 +419,7 @@ def test_the_command_that_errors_and_verify_print_works(tmp_path: Path, said: Sa
     import shlex
 
     assert code == 1 and said(*shlex.split(line)[1:])[0] == 1
-    assert ckptool.inspect(tmp_path / "cut name.fixed.pt").listing.tensors
+    assert ckptool.inspect(tmp_path / "cut name.fixed.pt").tensors
 
 
 def test_every_verb_says_that_a_file_was_recovered(tmp_path: Path, run: Run) -> None:

@@ -237,7 +237,7 @@ def test_a_run_is_shown_with_its_newest_checkpoint(a_run: Path) -> None:
     assert found.run is not None and found.history is not None and found.norms is not None
     newest = found.run.checkpoints[-1]
     assert found.run.resumes == newest.step == found.norms.steps[-1] and found.norms.unread == {}
-    assert found.files[0].inspection is not None and found.files[0].inspection.listing.file == newest.path
+    assert found.files[0].inspection is not None and found.files[0].inspection.file == newest.path
     assert found.to_dict()["run"] == ckptool.inspect_run(a_run).to_dict()
     assert found.to_dict()["history"] == ckptool.plot(a_run).to_dict()
     assert ckptool.report(newest.path, run=a_run).to_dict() == found.to_dict()
@@ -300,7 +300,7 @@ def test_every_file_of_others_gives_a_report(path: Path) -> None:
     if one.inspection is None:
         assert one.diagnosis.findings and not found.files[0].pictures
     else:
-        rows = {row.address for row in one.inspection.listing.tensors}
+        rows = {row.address for row in one.inspection.tensors}
         assert one.pictures.keys() == (one.inspection.statistics or {}).keys()
         assert one.pictures.keys() | one.health.skipped.keys() == rows and one.health.tensors >= one.health.read
     json.dumps(found.to_dict(), allow_nan=False)

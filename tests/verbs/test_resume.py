@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.analysis.train import Outcome
 from ckptool.errors import Conflict, NoneValid, UsageError
 from ckptool.training.models import MLP
+from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.analysis.scan import progress_of
 from ckptool.cli import main
 from ckptool.errors import CkptoolError
 
@@ -70,7 +69,7 @@ def test_a_folder_is_listed_with_states_steps_and_sizes(run_folder: Path) -> Non
         "old/b.pt": ("good", 50),
     }
     assert rows["a.pt"].bytes == (run_folder / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
-    assert (found.findings, found.others, found.by) == (2, 2, "step")
+    assert (found.findings, found.other_files, found.latest_by) == (2, 2, "step")
     assert found.latest is not None and found.latest.path == str(run_folder / "d.pt")
 
 
@@ -78,7 +77,7 @@ def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
     for number, name in enumerate(("late.pt", "early.pt")):
         os.utime(checkpoint(tmp_path / name), (1_000_000 - number, 1_000_000 - number))
     found = ckptool.scan(tmp_path)
-    assert found.by == "time" and found.latest is not None and found.latest.path.endswith("late.pt")
+    assert found.latest_by == "time" and found.latest is not None and found.latest.path.endswith("late.pt")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,10 @@ def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
         ("model.pt", {"step": True, "epoch": -1}, (None, None)),
     ],
 )  # fmt: skip
-def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any) -> None:
-    assert progress_of(tree, name) == expected
+def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), **(tree or {})}, tmp_path / name)
+    (file,) = ckptool.scan(tmp_path).files
+    assert (file.step, file.epoch) == expected
 
 
 def test_latest_good_for_scripts(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +119,10 @@ def test_an_empty_folder_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFix
 def test_json_of_a_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", str(run_folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "ckptool.scan/1" and found["findings"] == 2
+    assert found["schema"] == "ckptool.scan/2" and found["findings"] == 2
     assert found["latest_good"] == str(run_folder / "d.pt")
     assert [file["state"] for file in found["files"]].count("good") == 3
+    assert all(file["modified"].endswith("+00:00") for file in found["files"]) and "latest" not in found
 
 
 # What would run ------------------------------------------------------------------------------------------------------
@@ -191,19 +193,17 @@ def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_damaged_file_says_why_and_not_its_own_name_again(tmp_path: Path) -> None:
-    from ckptool.render.scan import scan_text
+    from ckptool.render.lines import text
     from ckptool.render.style import Style
 
     torch.save({"a": torch.ones(100)}, tmp_path / "good.pt")
     (tmp_path / "bad.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:300])
     (tmp_path / "empty.pt").touch()
     for width in (None, 80):
-        rows = [
-            line for line in scan_text(ckptool.scan(tmp_path), style=Style(False, width)).split("\n") if "s  " in line
-        ]
+        rows = [line for line in text(ckptool.scan(tmp_path), style=Style(False, width)).split("\n") if "s  " in line]
         for row in rows:
             assert str(tmp_path) not in row
-    told = scan_text(ckptool.scan(tmp_path))
+    told = str(ckptool.scan(tmp_path))
     assert "is empty" in told or "empty" in told
 
 

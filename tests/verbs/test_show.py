@@ -13,6 +13,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.errors import UsageError
 from fixtures.traps import TRAPS
 from tests.support.files import saved
+from tests.support.looped import looped
 
 
 @pytest.fixture
@@ -31,43 +32,38 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_tensor(file: Path) -> None:
     for found in (ckptool.show(f"{file}#model/a.w"), ckptool.show(file, at="model/a.w")):
-        assert isinstance(found.entry, TensorEntry) and found.address == "model/a.w" and not found.edges
+        assert isinstance(found.entry, TensorEntry) and found.address == "model/a.w" and not found.truncated
         assert numpy.array_equal(found.values, numpy.arange(24.0).reshape(4, 6))
     scalar = ckptool.show(f"{file}#model/n").values
     assert scalar is not None and scalar.shape == () and scalar == 7
 
 
-@pytest.mark.parametrize(
-    ("text", "index"),
-    [
-        ("0", 0),
-        ("-1", -1),
-        ("1:3,:", (slice(1, 3), slice(None))),
-        ("::2,1", (slice(None, None, 2), 1)),
-        ("0,0", (0, 0)),
-        (":,-2:", (slice(None), slice(-2, None))),
-    ],
-)
-def test_a_slice(file: Path, text: str, index: object) -> None:
-    found = ckptool.show(f"{file}#model/a.w", slice=text)
-    assert found.slice == text and numpy.array_equal(found.values, numpy.arange(24.0).reshape(4, 6)[index])
+@looped("text", ["0:4", "1:3,:", ":,2:,3:5", ":", "5:2", "4:99", "9:,:1", " 1 : , : ", "0:0", ":,:,:"])
+def test_a_slice_is_that_of_numpy(text: str, tmp_path: Path) -> None:
+    tensor = torch.arange(6 * 7 * 8).reshape(7, 6, 8).transpose(0, 1)
+    found = ckptool.show(saved({"w": tensor}, tmp_path / "w.pt"), at="w", slice=text)
+    wanted = eval(f"array[{text}]", {"array": tensor.numpy()})
+    assert found.slice == text and found.values.shape == wanted.shape and found.values.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("text", ["4", "x", "0,0,0", "1:2:0", ""])
-def test_a_slice_that_does_not_fit(file: Path, text: str) -> None:
-    with pytest.raises(UsageError):
+@looped("text", ["", "3", "-1:", ":-2", "::2", "...", "x", "1.5:", "0:1,0:1,0:1", "1:2:0", "0:1,", "\x1b[0m"])
+def test_a_slice_that_does_not_fit_names_the_shape(text: str, file: Path) -> None:
+    with pytest.raises(UsageError, match=r"\[4, 6\]") as caught:
         ckptool.show(f"{file}#model/a.w", slice=text)
+    assert "\x1b" not in str(caught.value)
+    with pytest.raises(UsageError):
+        ckptool.show(f"{file}#model/n", slice=":")  # of no dimension
 
 
 def test_of_a_big_tensor_only_the_corners(file: Path) -> None:
     found = ckptool.show(f"{file}#model/big")
     whole = numpy.arange(10_000).reshape(100, 100)
-    assert found.edges and found.values is not None and found.values.shape == (7, 7)
+    assert found.truncated and found.values is None and found.corners.shape == (7, 7)
     kept = [0, 1, 2, 97, 98, 99]
     places = [0, 1, 2, 4, 5, 6]
-    assert numpy.array_equal(found.values[numpy.ix_(places, places)], whole[numpy.ix_(kept, kept)])
+    assert numpy.array_equal(found.corners[numpy.ix_(places, places)], whole[numpy.ix_(kept, kept)])
     everything = ckptool.show(f"{file}#model/big", all=True)
-    assert not everything.edges and numpy.array_equal(everything.values, whole)
+    assert not everything.truncated and numpy.array_equal(everything.values, whole)
 
 
 def test_other_entries(file: Path) -> None:
@@ -76,6 +72,6 @@ def test_other_entries(file: Path) -> None:
     assert ckptool.show(f"{file}#w").entry.kind == "sparse coo"
     for place, says in (("epoch", "of type int"), ("w", "a composite tensor"), ("model", "of type dict")):
         with pytest.raises(UsageError, match=f"cannot be sliced: it is {says}"):
-            ckptool.show(f"{file}#{place}", slice="0")
+            ckptool.show(f"{file}#{place}", slice="0:1")
     with pytest.raises(UsageError, match="there is no x in model"):
         ckptool.show(f"{file}#model/x")

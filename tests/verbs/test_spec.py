@@ -13,7 +13,7 @@ from torch import nn
 import ckptool
 from ckptool.analysis.targets import Target
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint, OutputExists, Unsupported
-from ckptool.verbs.spec import find_target
+from ckptool.verbs._target import find_target
 from fixtures.make import TiedLanguageModel, make, mlp
 from tests.support.errors import three_parts
 from tests.support.files import saved

@@ -34,7 +34,7 @@ def test_train_and_resume(typed: Typed) -> None:
     assert [line.split()[1] for line in err.splitlines()] == ["5", "10", "15", "20"]
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=22") == (0, "done: 22 steps → runs/x\n", "")
     code, out, _ = typed("resume", "runs/x", "-q", "--json")
-    told = {"schema": "ckptool.train/1", "status": "done", "step": 22, "exit_code": 0, "path": "runs/x", "why": ""}
+    told = {"schema": "ckptool.train/2", "status": "done", "step": 22, "exit_code": 0, "path": "runs/x", "why": ""}
     told["profile"] = ""
     assert json.loads(out) == told
 
@@ -78,7 +78,7 @@ def test_a_rehearsal_leaves_nothing(typed: Typed, tmp_path: Path) -> None:
     assert code == 0
     assert out.startswith("it runs: one step, saved, loaded again, the same to the last bit")
     assert os.listdir(tmp_path) == ["run.yaml"]
-    assert json.loads(typed("train", "run.yaml", "-n", "--json")[1])["schema"] == "ckptool.dry_run/1"
+    assert json.loads(typed("train", "run.yaml", "-n", "--json")[1])["schema"] == "ckptool.dry_run/2"
 
 
 def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:

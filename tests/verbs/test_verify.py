@@ -28,7 +28,6 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.render.verify import verify_text
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -255,7 +254,7 @@ def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
     tree = {"model": weights("a.w", "b.w", "c.w"), "epoch": 3}
     path, kept = saved(tree, tmp_path / "a.pt"), tmp_path / "digests.json"
     first = verify(path, digest=True, write_digest=kept)
-    assert first.fine and first.root == "model" and first.digests is not None and len(first.digests.tensors) == 3
+    assert first.fine and first.digest is not None and first.digest.at == "model" and len(first.digest.tensors) == 3
     again = kept.read_bytes()
     with pytest.raises(OutputExists):
         verify(path, write_digest=kept)
@@ -264,7 +263,7 @@ def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
     ckptool.convert(path, tmp_path / "a.safetensors")
     for other in (path, tmp_path / "a.safetensors"):
         found = verify(other, against=kept)
-        assert found.fine and found.compared is not None and found.compared.same
+        assert found.fine and found.against is not None and found.against.same
         assert "same as" in str(found)
     verify(tmp_path / "a.safetensors", write_digest=tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == again
@@ -276,8 +275,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     changed = {"a.w": weights("a.w")["a.w"], "b.w": torch.zeros(2, 3), "d.w": torch.ones(1)}
     path = saved(changed, tmp_path / "b.pt")
     found = verify(path, against=kept)
-    assert found.compared is not None and not found.fine and not found.problems
-    assert (found.compared.differing, found.compared.missing, found.compared.new) == (
+    assert found.against is not None and not found.fine and not found.problems
+    assert (found.against.differing, found.against.missing, found.against.new) == (
         (("b.w", "values"),),
         ("c.w",),
         ("d.w",),
@@ -291,8 +290,9 @@ def test_which_root(tmp_path: Path) -> None:
     both = {"model": weights("a.w"), "model_ema": {"a.w": torch.zeros(1)}}
     path = saved(both, tmp_path / "a.pt")
     found = verify(path, digest=True)
-    assert found.root == "model" and "took model, the model" in found.remark and "took model" in str(found)
-    assert verify(f"{path}#model_ema", digest=True).digests == verify(path, at="model_ema", digest=True).digests
+    assert found.digest is not None and found.digest.at == "model"
+    assert "took model, the model" in found.digest.remark and "took model" in str(found)
+    assert verify(f"{path}#model_ema", digest=True).digest == verify(path, at="model_ema", digest=True).digest
     two = saved({"G": weights("a.w"), "D": weights("a.w")}, tmp_path / "b.pt")
     with pytest.raises(UsageError, match="2 sets of model weights"):
         verify(two, digest=True)
@@ -303,7 +303,7 @@ def test_no_digests_of_damaged_values(tmp_path: Path) -> None:
     kept = tmp_path / "digests.json"
     path = damaged(saved(weights("a.w", "b.w"), tmp_path / "a.pt"), "archive/data/0")
     found = verify(path, digest=True, write_digest=kept)
-    assert not found.fine and found.digests is None and not kept.exists()
+    assert not found.fine and found.digest is None and not kept.exists()
 
 
 DIGESTS: dict[str, tuple[bytes, type[Exception], str]] = {
@@ -319,7 +319,7 @@ def test_digests_that_cannot_be_used(what: str, tmp_path: Path, monkeypatch: pyt
     path, kept = saved(weights("a.w"), tmp_path / "a.pt"), written(content, tmp_path / "d.json")
     with pytest.raises(error, match=words):
         verify(path, against=kept)
-    monkeypatch.setattr("ckptool.verbs.verify.MAX_FILE", 1)
+    monkeypatch.setattr("ckptool.analysis.digests.MAX_FILE", 1)
     with pytest.raises(LimitExceeded):
         verify(path, against=kept)
 
@@ -344,13 +344,14 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
     code, text = said("verify", str(path), str(other))
     assert code == 0 and text.count("fine") == 2
     code, text = said("verify", str(path), "--digest")
-    digests = verify(path, digest=True).digests
+    digests = verify(path, digest=True).digest
     assert code == 0 and digests is not None and digests.root in text
     assert all(tensor.sha256 in text for tensor in digests.tensors)
     code, text = said("verify", str(path), "--digest", "--finite", "--json")
     fact: dict[str, Any] = json.loads(text)
-    assert code == 0 and fact["schema"] == "ckptool.verification/1" and fact["fine"] is True
-    assert fact["digest"]["root"] == digests.root and fact["non_finite"] == []
+    assert code == 0 and fact["schema"] == "ckptool.verification/2" and fact["fine"] is True
+    assert fact["digest"]["root"] == digests.root and fact["non_finite"] == [] and fact["against"] is None
+    assert [each["key"] for each in fact["digest"]["tensors"]] == ["a.w", "b.w"]
     damaged(path, "archive/data/1")
     code, text = said("verify", str(path), str(other), "--json")
     first, second = json.loads(text)["results"]
@@ -361,7 +362,7 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
 
 def test_names_from_the_file_are_escaped(tmp_path: Path) -> None:
     path = damaged(saved({"\x1b[31mred.w": torch.ones(2), "b.w": torch.ones(2)}, tmp_path / "a.pt"), "archive/data/0")
-    text = verify_text(verify(path))
+    text = str(verify(path))
     assert "\x1b" not in text and "\\x1b[31mred.w" in text
 
 

@@ -24,6 +24,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
 from ckptool.checkpoint.strided import resolved, row_major
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded
 from ckptool.formats import marks, sidecar
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
@@ -151,7 +152,7 @@ class Packed:
         if content.length > sidecar.MAX_SIDECAR:
             what = f"{sidecar.NAME} would have {content.length:,} bytes"
             raise LimitExceeded(
-                what, f"At most {sidecar.MAX_SIDECAR:,} are read.", "Write a torch file: --to torch-zip"
+                what, f"At most {sidecar.MAX_SIDECAR:,} are read.", f"Write a torch file: {arg(container='torch-zip')}"
             )
         return content
 

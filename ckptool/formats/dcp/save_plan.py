@@ -26,6 +26,7 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
+from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError, listed
 from ckptool.formats import sidecar, torch_zip
 from ckptool.formats.checksums import checksummed
@@ -51,9 +52,9 @@ class RankDivision:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             what = f"{self.ranks:,} is not a number of ranks"
-            raise UsageError(what, f"From 1 to {MAX_RANKS:,}.", "For example: --ranks 8")
+            raise UsageError(what, f"From 1 to {MAX_RANKS:,}.", f"For example: {arg(ranks=8)}")
         if self.dim < 0:
-            raise UsageError(f"{self.dim} is not a dimension", "They count from 0.", "For example: --shard-dim 0")
+            raise UsageError(f"{self.dim} is not a dimension", "They count from 0.", f"For example: {arg(shard_dim=0)}")
 
     def blocks(self, entry: TensorEntry) -> Iterator[tuple[int, TensorEntry]]:
         """Where each rank's block begins in the dimension, and the block; the last one may be empty.
@@ -99,7 +100,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
     if len(table) > MAX_METADATA:
         what = f"the table would have {len(table):,} bytes"
-        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", "Write it for fewer ranks: --ranks")
+        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
     notes: tuple[Note, ...] = ()
     if record is not None:
         places = [saving.place_of(item) for item in saving.raws]

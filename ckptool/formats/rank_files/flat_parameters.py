@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder
+from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.boxes import Chunk, Joiner
 from ckptool.formats.placements import distributed
@@ -38,7 +39,9 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
     flat = [key for key in (trees[0] if trees and isinstance(trees[0], dict) else ()) if is_flat_parameter(key)]
     if not flat or not all(isinstance(tree, dict) and set(flat) <= tree.keys() for tree in trees):
         what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
-        raise Unsupported(what, "Nothing in it has to be taken apart by the shapes of a model.", "Leave out --against.")
+        raise Unsupported(
+            what, "Nothing in it has to be taken apart by the shapes of a model.", f"Leave out {arg('against')}."
+        )
     if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
         what = f"the files have tensors that the description has not: {listed(more, 3)}"
         raise _conflict(folder, what, "The description is of another model.")
@@ -79,7 +82,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
 
 def _conflict(folder: Folder, what: str, why: str) -> Conflict:
     return Conflict(
-        f"{folder}: {what}", why, "Give --against a .pt file or its spec, of the very model that was saved."
+        f"{folder}: {what}", why, f"Give {arg('against')} a .pt file or its spec, of the very model that was saved."
     )
 
 

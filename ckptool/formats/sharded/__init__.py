@@ -17,7 +17,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice, command
+from ckptool.commands import Advice as Advice
+from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -129,7 +130,7 @@ def _no_index(folder: Folder) -> OnlyAPart:
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(folder):
         what += ", which torch consolidated and did not finish"
-        return OnlyAPart(what, why, Advice("Read what they were to be made of: ", command("inspect", pieces)))
+        return OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
     return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -221,7 +222,7 @@ def _shard(index: _Index, file: str) -> Checkpoint:
         raise Corrupt(f"{index} names an index as a shard: {file}", "Shards hold tensors, not further shards.")
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
-        what = f"{source} holds a whole tree, as convert --all writes it, and is a shard of {index}"
+        what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
         raise Unsupported(what, "The two cannot be combined.")
     if not isinstance(shard.tree, dict):
         raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")

@@ -12,6 +12,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
+from ckptool.commands import arg
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import marks, safetensors, sidecar, tree_record
 from ckptool.formats.parts import NUMBERED
@@ -115,9 +116,11 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `Unsupported` naming everything that cannot be kept.
     """
     if tree_record.KEY in checkpoint.metadata:
-        what = "a whole tree (convert --all) is one safetensors file, and is not divided into shards"
+        what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, and is not divided into shards"
         why = "The record that leads back to it is in that file."
-        raise Unsupported(what, why, "Write it as one: --to safetensors; or only its weights: without --all")
+        raise Unsupported(
+            what, why, f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
+        )
     origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
     if origin is not None:

@@ -81,9 +81,8 @@ const ROW = 30, DETAILS = 300;
 const short = (i) => { const at = table.parts[columns.part[i]].at; return at && columns.name[i].startsWith(at) ? columns.name[i].slice(at.length + 1) || columns.name[i] : columns.name[i]; };
 const isFloat = (i) => /^(f|bf|c)\d/.test(columns.dtype[i]);
 const share = (i) => { const change = columns.change[i]; return !change ? -2 : change.length > 2 ? change[1] / change[2] : change[0].startsWith("same") ? -1 : 2; };
-const letter = (k) => k < 26 ? String.fromCharCode(65 + k) : String(k + 1);
 const named = (i) => table.parts.length > table.files.length && !$("part").value.startsWith("part:") ? columns.name[i] : short(i);  // two parts may have the same names
-const partName = (p) => `${table.files.length > 1 ? letter(p.file) + " · " : ""}${printable(p.at) || p.is}`;
+const partName = (p) => `${table.files.length > 1 ? "AB"[p.file] + " · " : ""}${printable(p.at) || p.is}`;
 const changeText = (i) => { const c = columns.change[i]; return !c ? "" : c.length > 2 ? `${c[0]}: ${commas(c[1])} of ${commas(c[2])}` : c[0]; };
 const shapeText = (i) => columns.shape[i] ? `[${columns.shape[i].join(", ")}]` : "";
 // Name, title, width, text of a row, key to sort by, whether narrow screens leave it out.
@@ -341,7 +340,7 @@ let start = "all";
   table = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
   columns = table.columns;
   const choices = [["all", "All parts"]];
-  table.files.forEach((name, k) => { if (table.files.length > 1) choices.push([`file:${k}`, `${letter(k)} · ${printable(name)}`.slice(0, 60)]); });
+  table.files.forEach((name, k) => { if (table.files.length > 1) choices.push([`file:${k}`, `${"AB"[k]} · ${printable(name)}`.slice(0, 60)]); });
   if (table.parts.length > table.files.length) table.parts.forEach((p, k) => choices.push([`part:${k}`, partName(p).slice(0, 60)]));
   $("part").replaceChildren(...choices.map(([value, text]) => make("option", { value, textContent: text })));
   $("part").hidden = choices.length < 2;

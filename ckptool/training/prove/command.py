@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptool.analysis.diff import Diff
-from ckptool.analysis.prove import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 from ckptool.analysis.scan import GOOD, MEMBER, PART, Scan, ScannedFile
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Trace, TracedStep, divergence, place_of
 from ckptool.training.prove.watch import APPEARED, GONE, GREW, Polled, sizes, watcher
+from ckptool.training.reports import ANY, POLLING, PRELOAD, CommandKill, CommandProof
 
 RUN = "{run}"
 # Kinds of events in the order in which kills come at them.
@@ -157,7 +158,7 @@ class CommandRuns:
         if life.code != 0:
             if life.late:
                 what = f"the command took more than {self.limit:.0f} s before anything was killed"
-                raise RunFailed(what, self.tail(), "Give it longer: --timeout 3600")
+                raise RunFailed(what, self.tail(), f"Give it longer: {arg(timeout=3600)}")
             raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
         if name == "reference":
             self.reference, self.seconds = life.steps, life.seconds
@@ -179,7 +180,7 @@ class CommandRuns:
         names = {_pattern(name) for name in proof.compared}
         ours = (steps for path, steps in self.seen.items() if any(path == n or path.startswith(f"{n}/") for n in names))
         self.saved = min(ours, default=0)
-        if others := self.look(self.run).others:
+        if others := self.look(self.run).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.reference:
             proof.remarks.append("no optimizer step of torch was seen: kills come by time, and no cause is named")

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ckptool.analysis.train import Kill, Proof
+from ckptool.commands import arg, command
 from ckptool.errors import FileProblem, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
 from ckptool.training.prove.fork_server import ForkServer
+from ckptool.training.reports import Kill, Proof
 from ckptool.training.store import Lines, Store, digest_of_files, name_of
 
 ABLATIONS = ("optimizer", "scheduler", "scaler", "ema")  # parts of the state, by the beginning of their keys
@@ -72,14 +73,14 @@ def processes_of(config: Config, wanted: int | None) -> int:
         raise UsageError(
             "prove was started in several processes by torchrun",
             "prove starts its training processes itself.",
-            f"Without torchrun: ckptool prove run.yaml --processes {os.environ['WORLD_SIZE']}",
+            f"Without torchrun: {command('prove', 'run.yaml', processes=int(os.environ['WORLD_SIZE']))}",
         )
     if config.strategy not in ("ddp", "fsdp"):
         if wanted not in (None, 1):
             raise UsageError(
                 f"{wanted} processes cannot train together, since strategy is {config.strategy}",
                 "",
-                "Set it: --set strategy=ddp",
+                f"Set it: {arg(set='strategy=ddp')}",
             )
         return 1
     if wanted is not None:

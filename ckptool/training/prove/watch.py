@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from ckptool.analysis.prove import POLLING, PRELOAD
+from ckptool.training.reports import POLLING, PRELOAD
 
 KINDS = ("open", "write", "half of a write", "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
 HALF = KINDS.index("half of a write")

@@ -34,6 +34,7 @@ from ckptool.checkpoint.adapter_keys import (
     method_of,
 )
 from ckptool.checkpoint.numeric import has_numbers
+from ckptool.commands import arg
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
 from ckptool.transforms.blockwise import TensorValues
 
@@ -262,7 +263,7 @@ class _Reader:
             return None, 1.0
         if config is None:
             what = f"{self.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
-            raise UsageError(what, "Without it the scale is unknown.", "Name it: --config adapter_config.json")
+            raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
         given = config.get("lora_alpha" if method == LORA else "alpha", 8)
         alpha = _number(_by_pattern(config, "alpha_pattern", of.module, given), f"{where}: alpha")
         own = _number(_by_pattern(config, "rank_pattern", of.module, config.get("r", rank)), f"{where}: r")

@@ -18,7 +18,7 @@ from ckptool.checkpoint.adapter_keys import PEFT
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
@@ -71,7 +71,7 @@ class _Extraction:
             raise Unsupported(
                 f"{key} is quantized: its numbers are codes, whose scales stand elsewhere",
                 "The difference of codes is no difference of weights. Nothing was written.",
-                Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
+                f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}",
             )
         is_depthwise = len(shape) > 2 and shape[1] == 1
         if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
@@ -111,7 +111,7 @@ class _Extraction:
             raise Unsupported(
                 f"{key} changed, and is no tensor that an adapter of PEFT can hold",
                 "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
-                f"Leave it out: --exclude {key!r}",
+                f"Leave it out: {arg(exclude=key)}",
             )
         for each in below:
             self._add_whole(each, each)
@@ -185,14 +185,14 @@ def extract(
     """
     if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
         what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}" if 0 < energy <= 1 else f"energy {energy:g} is none"
-        raise UsageError(what, "An energy is above 0 and at most 1.", "For example: --rank 32 --energy 0.99")
+        raise UsageError(what, "An energy is above 0 and at most 1.", f"For example: {arg(rank=32, energy=0.99)}")
     keys = {key for node in (tuned, base) for key in node if type(key) is str}
     chosen = selected(sorted(keys), only, exclude)
     if problems := list(_differences(tuned, base, chosen, names)):
         raise Conflict(
             f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}",
             "An adapter changes the values of tensors that both have. Nothing was written.",
-            "Leave tensors out on purpose: --exclude PATTERN",
+            f"Leave tensors out on purpose: {arg(exclude=PATTERN)}",
         )
     tied = {name: source for name, source in (ties or {}).items() if name not in keys}
     tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
@@ -202,7 +202,7 @@ def extract(
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
     if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
-        raise Unsupported(what, "What PEFT calls the head is not known here.", "Leave it out: --exclude PATTERN")
+        raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
     known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
     found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd, ties=known)
     found.add(changed)
@@ -215,7 +215,7 @@ def extract(
         largest = max(each.rank for each in found.deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
         raise UsageError(
-            what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: --rank {largest}"
+            what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: {arg(rank=largest)}"
         )
     unchanged = len(chosen) - len(changed) - len(aliases)
     return found.stored(names[1], unchanged)

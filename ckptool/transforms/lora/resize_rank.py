@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, WHOLE
+from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation
@@ -29,7 +30,7 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
     Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none.
     """
     if not 1 <= rank <= MAX_RANK:
-        raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", "For example: --rank 16")
+        raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", f"For example: {arg(rank=16)}")
     refuse_others(adapter)
     tree: dict[str, TensorEntry] = dict(adapter.tree)
     truncations: list[Truncation] = []

@@ -21,7 +21,7 @@ from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, 
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import OUT, Advice, command
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
@@ -164,7 +164,7 @@ def convert(
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
-        advice = Advice("Drop the keys of the others first: ", command("edit", name, drop="PATTERN", out=OUT))
+        advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
     modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
     deltas = []
@@ -202,7 +202,7 @@ def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
     name, old = adapter.name, adapter.scheme
     if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
         what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
-        fix = "Extract it without them: lora extract --exclude PATTERN"
+        fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
         raise Unsupported(what, f"{scheme} would lose them.", fix)
     for delta in adapter.deltas:
         is_bias, dora = delta.method == BIAS, delta.magnitude is not None
@@ -222,7 +222,7 @@ def _component(old: str, components: set[str], scheme: str, chosen: str | None, 
     if chosen is not None:
         if chosen not in COMPONENTS or len(components) > 1:
             raise UsageError(
-                f"--component {chosen} does not say which model {name} is for",
+                f"{arg(component=chosen)} does not say which model {name} is for",
                 f"It is for {counted(len(components), 'model')}. Known are {listed(list(COMPONENTS), 20)}.",
             )
         return COMPONENTS[chosen][side]
@@ -231,7 +231,7 @@ def _component(old: str, components: set[str], scheme: str, chosen: str | None, 
         raise UsageError(
             f"{name} does not say which model it is for",
             f"In {scheme}'s names every key begins with that.",
-            "For example: --component unet",
+            f"For example: {arg(component='unet')}",
         )
     several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
     return rows[-1 if several else 0][side]
@@ -254,7 +254,7 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dic
         raise NoMatch(
             f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
             "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
-            "Name the models that it is for: --base FILE (repeatable)",
+            f"Name the models that it is for: {arg(base=FILE)} (repeatable)",
         )
     return found
 

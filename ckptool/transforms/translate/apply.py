@@ -11,6 +11,7 @@ from typing import Any
 from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.strided import resolved
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.key_names import Groups
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, refuse_idle
@@ -199,7 +200,11 @@ def carry_out(
     """
     if plan.rest and rest == REFUSE:
         what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed(plan.rest, 6)}"
-        raise NoMatch(what, "Nothing was written.", "Keep them as they are: --rest keep; leave them out: --rest drop")
+        raise NoMatch(
+            what,
+            "Nothing was written.",
+            f"Keep them as they are: {arg(rest='keep')}; leave them out: {arg(rest='drop')}",
+        )
     made: dict[Any, dict[Any, TensorEntry]] = {}
     owners: dict[str, str] = {}
     produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step

@@ -24,13 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import FILE, OUT, Advice, command
-from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, listed
+from ckptool.commands import FILE, OUT, arg, command
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
+from ckptool.facts import LIVE, Report, Told, bold, dim
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
 from ckptool.transforms.key_names import KeyName, parse_name
 from ckptool.transforms.rules import MAX_RULES, scalar_text, yaml_node
@@ -41,19 +41,25 @@ FOLDER = "layouts"
 _HEADER = ("title", "source", "old", "new", "notes", "models", "same_config")
 
 
+class Refused(NamedTuple):
+    """A pattern of keys, or an equation, that the rules have no place for."""
+
+    what: str
+    why: str
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutSide:
     """One side of a layout. has: names of which each matches a key, and equations.  lacks: those that do not hold.
 
-    refuse: patterns of keys, and equations, that the rules have no place for, and why.  base: a prefix that the names
-    may all be without: those of a model without its head, or in a file of its own.
+    base: a prefix that the names may all be without: those of a model without its head, or in a file of its own.
     needs: fields of the configuration, and the values that each may have, as texts.
     """
 
     name: str
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    refuse: tuple[tuple[str, str], ...] = ()
+    refuse: tuple[Refused, ...] = ()
     base: str = ""
     needs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -81,13 +87,11 @@ class LayoutSide:
                 fix = "If that configuration belongs to another model, translate the weights without it."
                 raise Conflict(what, why, fix)
 
-    @property
     def bare(self) -> LayoutSide:
         """The side with its names without the base."""
         has, lacks = (tuple(map(self._without_base, each)) for each in (self.has, self.lacks))
-        return replace(
-            self, has=has, lacks=lacks, refuse=tuple((self._without_base(each), y) for each, y in self.refuse)
-        )
+        refuse = tuple(Refused(self._without_base(each), why) for each, why in self.refuse)
+        return replace(self, has=has, lacks=lacks, refuse=refuse)
 
     def _without_base(self, text: str) -> str:
         return text.replace(f"'{self.base}", "'") if _EQUATION.fullmatch(text) else text.removeprefix(self.base)
@@ -154,7 +158,7 @@ class LayoutRules:
     old: LayoutSide
     new: LayoutSide
     notes: tuple[str, ...]
-    translation: Translation
+    translation: Annotated[Translation, LIVE]
     file: str
     models: tuple[str, ...] = ()
     same_config: bool = False
@@ -168,39 +172,47 @@ class LayoutRules:
         """
         if not self.old.has and not self.new.has:
             return int(back)
-        sides = enumerate(self.sides)
+        sides = enumerate(self.sides())
         found = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
         if not found:
-            raise self._not_of(node, self.sides[back][0])
+            raise self._not_of(node, self.sides()[back][0])
         model = config.get("model_type")
         if self.models and isinstance(model, str) and model not in self.models:
             what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
-            raise Conflict(what, why, "If they do not, take the weights without that config.json, and --set numbers")
+            raise Conflict(
+                what, why, f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
+            )
         found[0][1].check(node, config)
         return found[0][0]
 
     def rules_for(self, side: int) -> Translation:
         """The rules for weights of a side, by its place in `sides`."""
-        turned = self.sides[side][1]
+        turned = self.sides()[side][1]
         rules = self.translation.reversed() if turned else self.translation
         return without_base(rules, (self.new if turned else self.old).base) if side > 1 else rules
 
     @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables of the rules: of the configuration, or `--set`."""
+        return tuple(self.translation.variables)
+
     def sides(self) -> list[tuple[LayoutSide, bool]]:
         """The old side, the new one, and those that have a base without it; True for those of the new."""
         both = [(self.old, False), (self.new, True)]
-        return both + [(side.bare, turned) for side, turned in both if side.base]
+        return both + [(side.bare(), turned) for side, turned in both if side.base]
 
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
-        if any(each.is_of(node) for each, _ in self.sides):  # of the first side, and it is not to be that
+        if any(each.is_of(node) for each, _ in self.sides()):  # of the first side, and it is not to be that
             what = f"the weights are already those of {self.old.name}"
-            return NoMatch(what, f"--reverse is the way from {self.new.name}.", "Leave out --reverse.")
+            return NoMatch(
+                what, f"{arg(reverse=True)} is the way from {self.new.name}.", f"Leave out {arg(reverse=True)}."
+            )
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
-        if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides):
+        if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides()):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
-            return Conflict(what, why, Advice("Remove it first: ", command("strip-module", FILE, out=OUT)))
+            return Conflict(what, why, f"Remove it first: {command('strip-module', FILE, out=OUT)}")
         lacking = next((each for each in side.has if not _holds(each, node)), "")
         without = f": there is no {lacking}" if lacking else ""
         what = f"the weights are not of the layout {self.name}{without}"
@@ -245,16 +257,15 @@ def read_layout(path: str) -> LayoutRules:
 def _side(node: Any, path: str) -> LayoutSide:
     try:
         parts = {scalar_text(key): value for key, value in node.value}
-        refuse = (
-            [(scalar_text(key), scalar_text(why)) for key, why in parts["refuse"].value] if "refuse" in parts else []
-        )
+        refuse = parts["refuse"].value if "refuse" in parts else []
+        refused = tuple(Refused(scalar_text(key), scalar_text(why)) for key, why in refuse)
         has, lacks = (
             tuple(scalar_text(each) for each in parts[name].value) if name in parts else () for name in ("has", "lacks")
         )
         base = scalar_text(parts["base"]) if "base" in parts else ""
         needs = parts["needs"].value if "needs" in parts else []
         needed = tuple((scalar_text(key), tuple(scalar_text(each) for each in values.value)) for key, values in needs)
-        return LayoutSide(scalar_text(parts["name"]), has, lacks, tuple(refuse), base, needed)
+        return LayoutSide(scalar_text(parts["name"]), has, lacks, refused, base, needed)
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{path}, line {node.start_mark.line + 1}"
         raise UsageError(f"{where}: a side has name, has, lacks, refuse, needs and base", "", LOOK) from None
@@ -264,7 +275,28 @@ def _side(node: Any, path: str) -> LayoutSide:
 class LayoutList(Report):
     """The layouts that ship, by name."""
 
+    schema = "layouts/2"
+
     layouts: tuple[LayoutRules, ...]
+
+    def told(self) -> Told:
+        """A line for each layout; of one alone, what identifies its sides, and what the rules refuse or need."""
+        if len(self.layouts) != 1:
+            width = max((len(each.name) for each in self.layouts), default=0)
+            yield from ((bold(each.name.ljust(width)), f"  {each.title}") for each in self.layouts)
+            hint = "what one needs and refuses: ckptool translate --list --rules NAME"
+            yield (dim(f"{counted(len(self.layouts), 'layout')}: translate FILE --rules NAME -o OUT; {hint}"),)
+            return
+        (layout,) = self.layouts
+        yield bold(layout.name), f": {layout.title}"
+        for side in (layout.old, layout.new):
+            without = f", without {', '.join(side.lacks)}" if side.lacks else ""
+            yield f"  {side.name}: {', '.join(side.has)}{without}"
+            yield from dict.fromkeys(f"    refused: {why}" for _, why in side.refuse)
+        if layout.variables:
+            yield f"  of the configuration, or --set: {', '.join(layout.variables)}"
+        yield from (f"  {note}" for note in layout.notes)
+        yield (dim(f"  facts: {layout.source}"),)
 
 
 @cache
@@ -289,7 +321,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(read_layout, shipped().values())
-    return [(each, turned) for each in layouts for side, turned in each.sides if side.is_of(node)]
+    return [(each, turned) for each in layouts for side, turned in each.sides() if side.is_of(node)]
 
 
 def layout_between(node: Mapping[Any, Any], model: Mapping[Any, Any]) -> tuple[LayoutRules, bool] | None:
@@ -298,6 +330,6 @@ def layout_between(node: Mapping[Any, Any], model: Mapping[Any, Any]) -> tuple[L
     model: its names, of whatever has a shape.
     """
     for layout, turned in layouts_of(node):
-        if any(side.is_of(model) for side, other in layout.sides if turned != other):
+        if any(side.is_of(model) for side, other in layout.sides() if turned != other):
             return layout, turned
     return None

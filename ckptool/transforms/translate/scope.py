@@ -8,6 +8,7 @@ from math import isqrt
 from typing import Any
 
 from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.commands import arg
 from ckptool.errors import UsageError, listed
 from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
 from ckptool.transforms.key_names import Groups, parse_name
@@ -99,5 +100,5 @@ class Scope:
     def refuse_unused(self, known: Collection[str]) -> None:
         """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
         if idle := [name for name in self.given if name not in known]:
-            what = f"--set {idle[0]}: no rule has a variable of that name"
+            what = f"{arg(set=idle[0])}: no rule has a variable of that name"
             raise UsageError(what, f"The rules have {listed(sorted(known)) or 'none'}.")

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
+from ckptool.commands import arg
 from ckptool.errors import CkptoolError, UsageError, counted, listed, printable
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.join_rules import JOIN_SECTIONS, JoinRules, join_sections
@@ -363,5 +364,5 @@ def parse_setting(text: str) -> tuple[str, int]:
     """The name and number of `--set heads=12`. Raises `UsageError`."""
     name, _, number = text.partition("=")
     if not re.fullmatch(r"[A-Za-z_]\w*", name.strip()) or not re.fullmatch(r"\s*-?[0-9]{1,15}\s*", number):
-        raise UsageError(f"{text!r} is not of the form NAME=NUMBER", "", "For example: --set heads=12")
+        raise UsageError(f"{text!r} is not of the form NAME=NUMBER", "", f"For example: {arg(set='heads=12')}")
     return name.strip(), int(number)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ckptool.analysis.train import GOOD, RunCheckpoint, RunReport
 from ckptool.checkpoint.files import read_small_text
 from ckptool.commands import Advice, command
 from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
 from ckptool.training import CONFIG, HISTORY, is_run
+from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
 from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config, size_of
 
 MAX_CONFIG = 1 << 20

@@ -10,11 +10,11 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from ckptool.analysis.inspect import PartSummary, listing, parts
+from ckptool.analysis.inspect import PartSummary, listing
+from ckptool.analysis.outline import Branch, outline
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Flags, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.tree import address
-from ckptool.render.outline import Branch, outline
 from tests.support.looped import examples
 
 Fact = tuple[object, ...]
@@ -81,7 +81,7 @@ def whole(branch: Branch) -> list[Branch]:
 def check(tree: Any) -> list[Branch]:
     """Unfolds all parts of a tree; the branches of their outlines."""
     seen: list[Branch] = []
-    for part in parts(listing(Checkpoint(tree, "torch-zip"))):
+    for part in listing(Checkpoint(tree, "torch-zip")).parts:
         if not part.rows:
             continue
         top = outline(part, 10**9, None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.render.key_groups import DEEP, NAMES, grouped
+from ckptool.analysis.fold import DEEP, NAMES, grouped
 from tests.support.expanded_keys import expand
 from tests.support.looped import looped
 from tests.support.processes import quickest

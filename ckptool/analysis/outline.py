@@ -1,0 +1,286 @@
+"""The parts of a checkpoint in forty lines: modules with sizes, repeated layers folded, as deep as there is room.
+
+Nothing is split or added up that is not shown: a file may have a million tensors, and a person reads forty lines.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptool.analysis.words import tensor_text, value_text
+from ckptool.checkpoint import Tensor
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.state_dicts import COUNTER, PLAIN, without_wrappers
+from ckptool.checkpoint.tree import Path, address
+from ckptool.errors import counted, listed
+from ckptool.facts import WHOLE, short
+
+if TYPE_CHECKING:
+    from ckptool.analysis.inspect import PartSummary
+
+LINES = 40  # of a file, unless more is asked for
+ROOTS = 200  # parts with a line of their own
+MANY = 4  # repeated parts, from which on they share a line
+SHOWN = 12  # of more siblings than there is room for
+DEEPEST = 100  # pieces of a name, before its rest is one
+FOLDED = 3  # siblings that are shown as one, at least
+_ASPECTS = ("dtype", "shape", "stride", "location", "flags", "kind", "nbytes")
+_NUMBERED = re.compile(r"(.*?)[0-9]{1,9}", re.DOTALL)
+
+Item = tuple[Sequence[str], int, str]
+"""The pieces of a tensor's name, which lie between its slashes and dots, the index of its row in the part, the name."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """Tensors whose names begin alike.
+
+    depth: how many pieces they share.  times: how often this structure is repeated, here and further out; `run`: here.
+    size: bytes, repetitions included.
+    hidden: children that are left out.  start: the piece with which the labels of children begin.
+    """
+
+    part: PartSummary
+    items: Sequence[Item]
+    depth: int
+    label: str
+    times: int
+    size: int
+    start: int
+    run: int = 1
+    expanded: list[Branch] = field(default_factory=list)
+    hidden: int = 0
+
+    @property
+    def leaf(self) -> int | None:
+        """The index of the tensor's row, where the branch is one."""
+        pieces, row, _ = self.items[0]
+        return row if len(self.items) == 1 and len(pieces) == self.depth else None
+
+    @property
+    def is_tied(self) -> bool:
+        """True for a tensor that is the memory of another, which counts its bytes."""
+        return self.times == 1 and self.leaf in self.part.tied
+
+    @property
+    def detail(self) -> str:
+        """How many tensors it has; what the one tensor is, and to what it is tied."""
+        leaf = self.leaf
+        if leaf is None:
+            return counted(len(self.items) * self.times, "tensor")
+        text, target = tensor_text(self.part.rows[leaf].tensor, self.part), self.part.tied.get(leaf)
+        if self.times > 1:
+            return f"{self.times:,} × {text}{'' if target is None else ', tied to others'}"
+        return text if target is None else f"{text}, tied to {self.part.rows[target].address}"
+
+    @cached_property
+    def children(self) -> list[Branch]:
+        if self.leaf is not None:
+            return []
+        depth, sizes = self.depth, self.part.sizes
+        groups = defaultdict[str | tuple[str, int], list[Item]](list)
+        for item in self.items:
+            name = item[0][depth]  # `a` may stand beside `a.b`, or another `a`
+            groups[name if len(item[0]) > depth + 1 else (name, item[1])].append(item)
+        branches = []
+        for key, items in groups.items():
+            label, size = key if isinstance(key, str) else key[0], sum([sizes[item[1]] for item in items])
+            branches.append(Branch(self.part, items, depth + 1, label, self.times, size * self.times, depth + 1))
+        return _folded(branches)
+
+    @cached_property
+    def structure(self) -> list[tuple[object, ...]]:
+        """Everything by which two repeated layers can differ, whatever the last piece is that they share.
+
+        A tie within the layer is to a place in it, any other to one row of the part.
+        """
+        pieces, tied = self.items[0][0][: self.depth], self.part.tied
+        begin = sum([len(piece) + 1 for piece in pieces[:-1]])
+        end = begin + len(pieces[-1])
+        place = {row: number for number, (_, row, _) in enumerate(self.items)} if tied else {}
+        facts: list[tuple[object, ...]] = []
+        for _, row, name in self.items:
+            tensor, target = self.part.rows[row].tensor, tied.get(row)
+            tie = ("inside", place[target]) if target in place else target
+            aspects = [getattr(tensor, aspect, None) for aspect in _ASPECTS]
+            facts.append((name[:begin], name[end:], tie, *aspects))
+        return facts
+
+
+def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
+    """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
+    base = len(part.root.path)
+    names = [_name(row.path, base) for row in part.rows]
+    items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(names)]
+    top = Branch(part, items, 0, "", 1, part.bytes, 0)
+    while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
+        top = top.children[0]  # what all names have in common stands before each of them
+    top.start = 0
+    if not items:
+        return top
+    # Level by level, the largest first, as long as there is room.
+    queue, count = [(0, 0, 0, top)], 0
+    while queue:
+        level, _, _, branch = heapq.heappop(queue)
+        if depth is not None and level == depth:
+            break
+        below = [_compressed(child, branch.start) for child in branch.children]
+        if depth is None and len(below) > lines:
+            if branch is not top:
+                continue
+            branch.hidden = max(len(below) - SHOWN, 0)
+            below = below[:SHOWN]
+        branch.expanded = below
+        lines -= len(below)
+        for child in below:
+            if child.leaf is None:
+                count += 1
+                heapq.heappush(queue, (level + 1, -child.size, count, child))
+    return top
+
+
+def _name(path: Path, base: int) -> str:
+    first = path[base] if len(path) == base + 1 else None
+    is_plain = isinstance(first, str) and "/" not in first and "~" not in first
+    return str(first) if is_plain else address(path[base:])
+
+
+def _compressed(branch: Branch, start: int) -> Branch:
+    """A branch that goes on without forking, under one name: `conv1.weight` instead of `conv1` and a line below it."""
+    while branch.leaf is None and len(branch.children) == 1 and "{" not in branch.label:
+        branch = branch.children[0]
+    pieces, _, name = branch.items[0]
+    begin = sum(len(piece) + 1 for piece in pieces[:start])
+    end = begin + sum(len(piece) + 1 for piece in pieces[start : branch.depth - 1])
+    branch.label = name[begin:end] + branch.label
+    return branch
+
+
+def _folded(branches: list[Branch]) -> list[Branch]:
+    """Runs of numbered siblings that are the same in everything but their number, as one: `{0..11}`, `layer{1..4}`.
+
+    Numbers go up by one, with the leading zeros of the first. Where something is folded, neighbours of one prefix come
+    in the order of their numbers, as sorted names do not (`layers.10` before `layers.2`).
+    """
+    folded: list[Branch] = []
+    for prefix, group in groupby(branches, lambda each: (match := _NUMBERED.fullmatch(each.label)) and match[1]):
+        siblings = list(group)
+        if prefix is None or len(siblings) < FOLDED:
+            folded += siblings
+            continue
+        at, runs = len(prefix), list[list[Branch]]()
+        for each in sorted(siblings, key=lambda each: int(each.label[at:])):
+            if runs and _is_next(runs[-1], each, at):
+                runs[-1].append(each)
+            else:
+                runs.append([each])
+        if all(len(run) < FOLDED for run in runs):
+            folded += siblings
+            continue
+        for run in runs:
+            first = run[0]
+            if len(run) < FOLDED:
+                folded += run
+                continue
+            label = f"{prefix}{{{first.label[at:]}..{run[-1].label[at:]}}}"
+            times, size = first.times * len(run), sum(each.size for each in run)
+            folded.append(Branch(first.part, first.items, first.depth, label, times, size, first.depth, len(run)))
+    return folded
+
+
+def _is_next(run: list[Branch], other: Branch, at: int) -> bool:
+    first, number = run[0], str(int(run[-1].label[at:]) + 1)
+    return (
+        other.label[at:] == number.zfill(len(first.label) - at)
+        and (first.size, len(first.items)) == (other.size, len(other.items))
+        and first.structure == other.structure
+    )
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+class OverviewRow(NamedTuple):
+    """A part, or several that look alike, with the outline of what is in it. bytes: None where there are no tensors."""
+
+    part: PartSummary
+    name: str
+    bytes: int | None
+    detail: str
+    outline: Branch | None
+
+
+def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[list[OverviewRow], int]:
+    """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
+    alike = {} if depth is not None else like_others(divided)
+    runs: list[list[PartSummary]] = []
+    for twin, together in groupby(divided, key=alike.get):
+        run = list(together)  # a hundred clients' weights, one after the other
+        is_one = twin is not None and len(run) >= MANY and len({(part.bytes, part.locations) for part in run}) == 1
+        runs += [run] if is_one else [[part] for part in run]
+    shown = runs if depth is not None else runs[:ROOTS]
+    room = max(LINES - len(shown), SHOWN)
+    outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
+    if depth is None:
+        outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
+    with_outline, rows = set(outlined), []
+    for run in shown:
+        first = run[0]
+        name = " … ".join([part.root.address or WHOLE for part in (first, *run[1:][-1:])])
+        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(first)
+        if first in alike:
+            twins = zip(_weights(first), _weights(alike[first]), strict=True)
+            same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
+            detail += f"; {same} and shapes as in {alike[first].root.address or WHOLE}"
+        below = outline(first, room // len(outlined), depth) if first in with_outline else None
+        rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
+    return rows, sum(len(run) for run in runs[len(shown) :])
+
+
+def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:
+    """Sets of weights with the names, types and shapes of an earlier one (wrappers aside), as an EMA has: to that."""
+    models = [part for part in divided if part.root.is_model]
+    alike: dict[PartSummary, PartSummary] = {}
+    first: dict[tuple[object, ...], PartSummary] = {}
+    for part in models if len(models) > 1 else ():
+        shapes = tuple(
+            (without_wrappers(path[0]) if isinstance(path[0], str) else path[0], tensor.dtype, tensor.shape)
+            for path, tensor in _weights(part)
+        )
+        if (found := first.setdefault(shapes, part)) is not part:
+            alike[part] = found
+    return alike
+
+
+def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a set of weights by their paths in it, without the counter of an average."""
+    base = len(part.root.path)
+    return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
+
+
+def _has_outline(part: PartSummary, depth: int | None) -> bool:
+    """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
+    several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
+    return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN)
+
+
+def root_detail(part: PartSummary) -> str:
+    root = part.root
+    if root.kind == PLAIN and not (part.rows and isinstance(root.node, (dict, list, tuple, Object))):
+        return value_text(root.node, 100)
+    kind = root.node.name if isinstance(root.node, Object) else type(root.node).__name__
+    what = root.detail or (root.kind if root.kind != PLAIN else "dictionary" if isinstance(root.node, dict) else kind)
+    facts = [
+        counted(len(part.rows), "tensor"),
+        counted(part.elements, "element", shown=short),
+        " + ".join(part.dtypes[:3]),
+    ]
+    facts += [listed(part.locations, 3)] if part.locations and part.locations != ("cpu",) else []
+    return f"{what}: {', '.join(facts)}" if part.rows else what

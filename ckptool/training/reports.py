@@ -1,0 +1,384 @@
+"""What can be said of runs: how one ended, what a rehearsal and a proof showed, and the checkpoints in its folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ckptool.commands import command
+from ckptool.errors import counted
+from ckptool.facts import Bytes, Report, Seconds, Table, Told, age, bold, cyan, green, red, short, size, yellow
+
+GOOD = "good"
+# What is seen of the file system: all calls, by a preloaded library, or that files appear, grow and go.
+PRELOAD, POLLING = "preload", "polling"
+ANY = "any moment"  # the place of a kill that waits for no event
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Outcome(Report):
+    """How a run ended. status: `done`, `stopped`, or by `stop.patience` `stopped-early`, which `why` explains.
+
+    exit_code: 0, or 128 plus the signal that stopped it.  profile: the profiler's table, where one was written.
+    """
+
+    schema = "train/2"
+    verdict = "status"
+
+    status: str
+    step: int
+    exit_code: int
+    path: str
+    why: str = ""
+    profile: str = ""
+
+    def exit(self) -> int:
+        return self.exit_code
+
+    def told(self) -> Told:
+        steps = counted(self.step, "step")
+        if self.status == "done":
+            yield green("done"), f": {steps} → {self.path}"
+        elif self.why:
+            longer = command("resume", self.path, set="stop.patience=null")
+            yield green("stopped early"), f": {steps} → {self.path}"
+            yield f"  {self.why}; go on all the same: ", cyan(str(longer))
+        else:
+            yield (
+                yellow("stopped"),
+                f" after {steps}, saved → {self.path}" if self.step else f" before the first step: {self.path}",
+            )
+            yield "  ", cyan(str(command("resume", self.path)))
+        if self.profile:
+            yield f"  profile: {self.profile}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluated(Report):
+    """The metrics of a checkpoint of a run.
+
+    chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.
+
+    ema: of the average of its weights.
+    """
+
+    schema = "eval/2"
+
+    run: str
+    step: int
+    chosen: str
+    on: str
+    ema: bool
+    metrics: dict[str, float]
+
+    def told(self) -> Told:
+        which = f" ({self.chosen})" if self.chosen else ""
+        data = "test data" if self.on == "test" else "validation data"
+        average = ", the average of its weights" if self.ema else ""
+        yield bold(self.run), f": step {self.step:,}{which} on {data}{average}"
+        yield Table([(name, f"{value:.5g}") for name, value in self.metrics.items()])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Rehearsal(Report):
+    """What a rehearsal of a run showed; bytes and seconds.
+
+    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
+    it is off.
+    """
+
+    schema = "dry_run/2"
+
+    parameters: dict[str, int]
+    train_samples: int
+    val_samples: int
+    steps: int
+    loss: float
+    step_seconds: float
+    save_seconds: float
+    checkpoint_bytes: int
+    activations: Bytes
+    without: Bytes | None
+    device: str
+
+    def told(self) -> Told:
+        models = (f"{name} {counted(count, 'parameter', shown=short)}" for name, count in self.parameters.items())
+        samples, steps = counted(self.train_samples, "sample"), counted(self.steps, "step")
+        kept = size(self.activations)
+        if self.without:
+            saved = 1 - self.activations / self.without
+            kept += f", {size(self.without)} without activation checkpointing ({saved:.0%} saved)"
+        yield green("it runs"), ": one step, saved, loaded again, the same to the last bit; nothing was left behind"
+        yield f"  models        {', '.join(models)}, on {self.device}"
+        yield f"  data          {samples} to train on, {self.val_samples:,} held out; {steps}"
+        yield f"  step          {self.step_seconds:.3f} s (the first, with all set-up), loss {self.loss:.5g}"
+        yield f"  checkpoint    {size(self.checkpoint_bytes)} in {self.save_seconds:.3f} s"
+        yield f"  activations   {kept}"
+
+
+# The folder of a run --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """A checkpoint of a run.
+
+    state: `good`, or the code of what is wrong with it, with its sentence in `problem`.  metrics: of the evaluation at
+    its step.
+    kept: the rules of retention that want it; `damaged` ones stay, and are for a person to look at.
+    """
+
+    step: int
+    path: str
+    state: str
+    problem: str
+    epoch: int | None
+    loss: float | None
+    metrics: dict[str, float]
+    bytes: Bytes
+    kept: tuple[str, ...]
+
+    def cells(self, metric: str) -> tuple[str, ...]:
+        """Its line in the table of a run; red where it is damaged."""
+        cells = (
+            f"{self.step:,}",
+            "" if self.epoch is None else f"{self.epoch:,}",
+            "" if self.loss is None else f"{self.loss:.5g}",
+            f"{self.metrics[metric]:.5g}" if metric in self.metrics else "",
+            size(self.bytes),
+            self.problem or ", ".join(self.kept) or "not: prune would delete it",
+        )
+        return tuple(map(red, cells)) if self.problem else cells
+
+
+_EVENTS = {
+    "stop": "stopped",
+    "early-stop": "stopped early",
+    "start": "started",
+    "save": "saved",
+    "resume": "resumed",
+    "prune": "pruned",
+    "skip-damaged": "skipped",
+    "": "nothing has happened yet",
+}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunReport(Report):
+    """The folder of a run, and its checkpoints.
+
+    metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
+
+    event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
+    seconds: that it was trained for, in all its starts.  damaged: the number of its checkpoints that are not whole.
+    """
+
+    schema = "run/2"
+
+    path: str
+    id: str
+    metric: str
+    mode: str
+    event: str
+    step: int | None
+    resumes: int | None
+    checkpoints: tuple[RunCheckpoint, ...]
+    epochs: int | None = None
+    seconds: Seconds | None = None
+
+    @property
+    def damaged(self) -> int:
+        return sum(1 for one in self.checkpoints if one.state != GOOD)
+
+    def exit(self) -> int:
+        """1 where one is damaged."""
+        return int(bool(self.damaged))
+
+    def told(self, *, quiet: bool = False) -> Told:
+        """The state of a run, where it resumes, and one line for each checkpoint. quiet: only the paths of these."""
+        if quiet:
+            yield from (one.path for one in self.checkpoints)
+            return
+        total = size(sum(one.bytes for one in self.checkpoints))
+        yield (
+            bold(self.path),
+            f": a run, {counted(len(self.checkpoints), 'checkpoint')}, {total}",
+            *((", ", red(f"{self.damaged:,} damaged")) if self.damaged else ()),
+            f", {age(self.seconds)} of training" if self.seconds else "",
+        )
+        when = f" at step {self.step:,}" if self.step is not None else ""
+        yield f"  {_EVENTS.get(self.event, self.event)}{when}{self._way_on() if self.checkpoints else ''}"
+        yield ""
+        heads = ("step", "epoch", "loss", self.metric, "size", "kept")
+        yield Table([one.cells(self.metric) for one in self.checkpoints], heads=heads, right=range(5))
+
+    def _way_on(self) -> str:
+        if self.event == "done" and self.resumes == self.step and self.step:
+            longer = f"train.epochs={2 * self.epochs}" if self.epochs else f"train.steps={2 * self.step}"
+            return f"; make it longer: {command('resume', self.path, set=longer)}"
+        if self.event == "early-stop":
+            return f"; go on all the same: {command('resume', self.path, set='stop.patience=null')}"
+        where = "none of them is whole" if self.resumes is None else f"resumes from step {self.resumes:,}"
+        return f"; {where}: {command('resume', self.path)}"
+
+
+# Proofs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill: the last step before it, the signal and its place, and the step resumed from (None: the beginning)."""
+
+    at: int
+    signal: str
+    resumed: int | None
+
+
+@dataclass(slots=True, repr=False)
+class Proof(Report):
+    """Digests, kills and ablations of a run that was to be proved.
+
+    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
+    run has none).
+    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on
+    from before a checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.
+    kept: where the runs are then.
+    """
+
+    schema = "prove/2"
+    verdict = "proved"
+
+    steps: int
+    processes: int = 1
+    reference: str = ""
+    kills: list[Kill] = field(default_factory=list)
+    result: str = ""
+    events: int | None = None
+    lost: bool = False
+    without: dict[str, bool | None] = field(default_factory=dict)
+    differs: str = ""
+    kept: str = ""
+
+    @property
+    def proved(self) -> bool:
+        return self.result == self.reference and not self.lost and False not in self.without.values()
+
+    def told(self) -> Told:
+        """The reference, the kills, what was resumed from, the result, and what each part of the state is for."""
+        steps = counted(self.steps, "step")
+        same = "identical" if self.result == self.reference else "another"
+        kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in self.kills)
+        resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in self.kills)
+        facts = [
+            ("processes", f"{self.processes}, which train together" if self.processes > 1 else ""),
+            ("reference", f"{steps}  sha256 {self.reference[:8]}…"),
+            ("killed at", kills or "it ended before it could be killed"),
+            ("resumed from", resumed or "nothing"),
+            ("result", f"{steps}  sha256 {self.result[:8]}…   {same} file"),
+        ]
+        if self.events is not None:
+            facts.append(("every event", f"{counted(self.events, 'kill')}, each ended with the same bytes"))
+        words = {True: "differs (so it is needed)", False: "ends the same: it is saved, but has no effect", None: ""}
+        facts += [(f"without {part}", words[differs]) for part, differs in self.without.items()]
+        yield from (f"{name:<22}{fact}" for name, fact in facts if fact)
+        if self.lost:
+            yield "a run resumed from a step before its newest checkpoint: it deletes old ones before new ones are safe"
+        if self.proved:
+            yield green("proved: a run killed anywhere ends with the same bytes.")
+        else:
+            yield red("disproved"), f": {self.differs}" if self.differs else ""
+            yield f"  its runs are kept in {self.kept}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandKill:
+    """A kill. step: how many optimizer steps were done (None: not known).  place: `ANY`, or a kind of event.
+
+    resumed: the step that the restart went on from; None where that is not known.
+    """
+
+    step: int | None
+    place: str
+    resumed: int | None
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f"after step {self.step}, "
+        resumed = "" if self.resumed is None else f"; resumed from {self.resumed}"
+        return f"{step}{'at any moment' if self.place == ANY else f'at: {self.place}'}{resumed}"
+
+
+_WAYS = {
+    PRELOAD: "calls, by a preloaded library; each kill comes before one, or half way through a write",
+    POLLING: "files that appear, grow and go (calls cannot be seen here); each kill comes just after",
+}
+_USUAL = "an unseeded generator, PYTHONHASHSEED and the order of sets, the clock, the number of threads"
+
+
+@dataclass(slots=True, repr=False)
+class CommandProof(Report):
+    """Kills, events, findings and causes of a script that was to be proved.
+
+    watched: `preload`, all calls, or `polling`.  steps: of the unbroken run; 0 where no optimizer was seen.
+
+    events: kind of event -> how many the unbroken run had.  compared: the checkpoints that its folder held at the end.
+    unstable: what differed between two unbroken runs; then nothing was killed.  findings: what is wrong.  differs: the
+    first step and tensor.  causes: what is probably not saved, with the evidence.  remarks: what was not judged.
+    kept: where the runs are, if it was not proved.
+    """
+
+    schema = "prove_command/2"
+    verdict = "proved"
+
+    command: tuple[str, ...]
+    watched: str
+    steps: int = 0
+    seconds: Seconds = 0.0
+    events: dict[str, int] = field(default_factory=dict)
+    compared: tuple[str, ...] = ()
+    kills: list[CommandKill] = field(default_factory=list)
+    unstable: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    differs: str = ""
+    causes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    kept: str = ""
+
+    @property
+    def proved(self) -> bool:
+        return bool(self.kills) and not (self.unstable or self.findings or self.differs)
+
+    def exit(self) -> int:
+        """0: proved.  1: disproved.  2: it could not be tried."""
+        return 0 if self.proved else 1 if self.findings or self.differs else 2
+
+    def told(self) -> Told:
+        """The unbroken runs, the kills and what they covered, what is wrong and why; then the verdict."""
+        length = counted(self.steps, "optimizer step") if self.steps else f"{self.seconds:.1f} s"
+        facts = [("unbroken", f"{length}, {counted(len(self.compared), 'checkpoint')} at the end")]
+        if not self.unstable:
+            at = Counter(kill.place for kill in self.kills)
+            kinds = ", ".join(f"{kind} {at[kind]} of {count:,}" for kind, count in self.events.items())
+            facts.append(("watched", _WAYS[self.watched]))
+            facts += [("killed", str(kill)) for kill in self.kills] or [
+                ("killed", "never: it ended before a kill came")
+            ]
+            facts.append(("kinds of events", kinds or "none was seen"))
+        facts += [("note", remark) for remark in self.remarks]
+        facts += [("found", each) for each in self.findings]
+        if self.differs:
+            facts += [("differs", self.differs), *(("probably not saved", cause) for cause in self.causes)]
+        yield from (f"{name:<20}{fact}" for name, fact in facts)
+        if self.proved:
+            count = counted(len(self.kills), "kill")
+            yield green(f"proved for {count}: the checkpoints at the end are those of a run never killed.")
+            yield "  Other moments, other machines and power failures were not tried."
+        elif self.unstable:
+            yield yellow("not tried: two unbroken runs end differently, so nothing can be compared with them.")
+            yield from (f"  {each}" for each in self.unstable)
+            yield f"  Such differences usually come from {_USUAL}."
+        elif self.exit() == 1:
+            yield red("disproved: killed and started again, it does not end as a run that was never killed.")
+        else:
+            yield yellow("not tried: it ended before it could be killed.")
+        if self.kept:
+            yield f"  its runs are kept in {self.kept}"
