@@ -153,6 +153,7 @@ def with_verb(words: Sequence[str]) -> list[str]:
 
 FILE = Slot("FILE")
 OUT = Slot("OUT")
+OUT_NPZ = Slot("OUT.npz")
 OUT_PT = Slot("OUT.pt")
 OUT_SAFETENSORS = Slot("OUT.safetensors")
 MODEL = Slot("MODEL")
@@ -184,12 +185,13 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
 def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, energy=0.99)`."""
     if name:
-        return Command((_flag(name),), name)
+        return Command((flag(name),), name)
     words = (word for each, value in options.items() for word in _typed(each, value))
     return Command(words, ", ".join(_keywords(options)))
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option of a parameter; empty for a word without one."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
@@ -197,9 +199,9 @@ def _typed(name: str, value: Value) -> Iterator[str]:
     """The words of an option: `{"epoch": 3}` is `epoch:=3`, and `{"a": "b"}` `a=b`."""
     if isinstance(value, Mapping):
         value = [f"{key}={each}" if isinstance(each, str) else f"{key}:={each}" for key, each in value.items()]
-    flag = [_flag(name)] if _flag(name) else []
+    option = [flag(name)] if flag(name) else []
     for each in [value] if isinstance(value, (str, bool, float, int)) else value:
-        yield from flag if each is True else [*flag, each if isinstance(each, str) else str(each)]
+        yield from option if each is True else [*option, each if isinstance(each, str) else str(each)]
 
 
 def _keywords(options: Mapping[str, Value]) -> Iterator[str]:

@@ -57,18 +57,17 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
+    meaning = ""  # why, where a raise does not say more
     what: str
     why: str
     fix: str
 
-    def __init_subclass__(cls, code: str = "", exit_code: int = 0, **more: Any) -> None:
+    def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
-        cls.exit_code = exit_code or cls.exit_code
-        if code:
-            cls.code = code
+        cls.code, cls.exit_code, cls.meaning = code or cls.code, exit_code or cls.exit_code, why or cls.meaning
 
     def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
-        self.what, self.why, self.fix = map(escaped, (what, why, fix))
+        self.what, self.why, self.fix = map(escaped, (what, why or self.meaning, fix))
         # An OSError would take them for its number and file.
         Exception.__init__(self, self.what, self.why, self.fix)
 
@@ -176,17 +175,14 @@ class Unsupported(CkptoolError, code="unsupported"):
     """The thing is known by name, but cannot be read or written here."""
 
 
-class Truncated(CkptoolError, EOFError, code="truncated"):
+class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off."):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     cut_archive: Any = None
 
 
-class Corrupt(CkptoolError, code="corrupt"):
+class Corrupt(CkptoolError, code="corrupt", why="It was damaged after it was written."):
     """The bytes contradict themselves."""
-
-    def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
-        super().__init__(what, why or "It was damaged after it was written.", fix)
 
 
 class BadTensor(Corrupt, code="bad-tensor"):
@@ -209,7 +205,7 @@ class Conflict(CkptoolError, code="conflict"):
     """Carrying on would lose data or mix two things."""
 
 
-class OutputExists(Conflict, FileExistsError, code="output-exists"):
+class OutputExists(Conflict, FileExistsError, code="output-exists", why="It was left as it is."):
     """The target is there already and was not to be overwritten. A `FileExistsError`, too."""
 
     errno = EEXIST

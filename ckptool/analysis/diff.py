@@ -21,6 +21,7 @@ from ckptool.checkpoint.selection import Chosen, topmost
 from ckptool.checkpoint.state_dicts import bare, without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
+from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
 from ckptool.formats import named
 from ckptool.pickles.encode import in_python_3
@@ -127,7 +128,7 @@ def diff(
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
         raise UsageError(
-            f"unknown kind of difference {unknown[0]!r} in --ignore", f"Available: {', '.join(IGNORABLE)}."
+            f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}", f"Available: {', '.join(IGNORABLE)}."
         )
     pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
@@ -278,7 +279,7 @@ class _Comparer:
                 raise Conflict(
                     f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
                     "Which of the two to compare is not known.",
-                    "Compare them under their own names: without --ignore prefix",
+                    f"Compare them under their own names: without {arg('ignore')} prefix",
                 )
             parts[key] = part
             if key is not segment:

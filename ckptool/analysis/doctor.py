@@ -18,7 +18,7 @@ from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.registry import Report
 from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, command
+from ckptool.commands import FILE, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, arg, command
 from ckptool.errors import CkptoolError, Text, listed, printable
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART
@@ -436,7 +436,7 @@ def _tied(note: Note, way: Way | None) -> Finding:
 def _partly_wrapped(note: Note, says: str, fixes: tuple[Command, ...]) -> Finding:
     """Some keys begin with `module.`: a submodule, or wrapped keys among others; the model decides."""
     advice = Advice(
-        "A submodule may be called module; with --against MODEL the model decides. If it is a wrapper: ", *fixes
+        f"A submodule may be called module; with {arg(against=MODEL)} the model decides. If it is a wrapper: ", *fixes
     )
     return Finding(note.code, note.message, says, False, advice=advice, stage=Stage.WRAPPERS)
 

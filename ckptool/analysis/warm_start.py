@@ -10,6 +10,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.registry import Report
+from ckptool.commands import arg
 from ckptool.errors import PlanRefused, UsageError, counted, escaped, listed, printable
 
 Shape = tuple[int, ...] | None
@@ -196,7 +197,9 @@ def checked_share(min_loaded: float | None) -> float | None:
     """The share that was asked for; raises `UsageError` unless it is one."""
     if min_loaded is not None and not 0 <= min_loaded <= 1:
         raise UsageError(
-            f"{min_loaded} is not a share of the values", "It is between 0 and 1.", "For example: --min-loaded 0.95"
+            f"{min_loaded} is not a share of the values",
+            "It is between 0 and 1.",
+            f"For example: {arg(min_loaded=0.95)}",
         )
     return min_loaded
 
@@ -236,8 +239,8 @@ def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
         return []
     share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"
     what = f"{share}{', and the rules suggested would load more' if better else ''}"
-    least = f"{int(report.share * 10_000) / 10_000:g}"
-    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: --min-loaded {least}")]
+    least = int(report.share * 10_000) / 10_000 or 0
+    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: {arg(min_loaded=least)}")]
 
 
 def not_loaded(report: LoadReport) -> list[str]:

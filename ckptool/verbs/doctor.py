@@ -9,6 +9,7 @@ from ckptool.analysis.doctor import Diagnosis, Values, of_checkpoint, of_error_t
 from ckptool.analysis.inspect import Listing, listing
 from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
 from ckptool.formats import named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
@@ -53,7 +54,7 @@ def doctor(
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
-        raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
+        raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     target = target_of(against) if against is not None else None
     try:
         return of_opened(open_file(file), target)

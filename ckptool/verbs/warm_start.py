@@ -16,6 +16,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
@@ -120,8 +121,10 @@ def warm_start(
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:
-        fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
-        raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
+        fix = f"First translate both: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
+        raise UsageError(
+            f"{arg(optimizer=True)} does not go with rules that change tensors", "Nothing was changed.", fix
+        )
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
@@ -174,7 +177,7 @@ def _write(
     moved: Any,
     change: Change,
 ) -> LoadReport:
-    change.refuse_in_place("The checkpoint stays what it was.", "A new file: -o OUT")
+    change.refuse_in_place("The checkpoint stays what it was.", f"A new file: {arg(out=OUT)}")
     from ckptool.transforms.optimizer_state import as_state_dict
     from ckptool.transforms.warm_start import filled
 
@@ -204,7 +207,7 @@ def _refuse_target(target: Target, change: Change) -> None:
         raise UsageError(
             f"{change.path or ''} is the target itself",
             "It was left as it is.",
-            "Replace it: -f, or name another file.",
+            f"Replace it: {arg(overwrite=True)}, or name another file.",
         )
 
 
@@ -214,7 +217,7 @@ def _refuse_tensors_only(change: Change, kind: str) -> None:
         raise UsageError(
             f"{container.name} holds tensors under names, and no optimizer state",
             "The groups and their settings are no tensors. Nothing was written.",
-            "Write a torch file: -o OUT.pt",
+            f"Write a torch file: {arg(out=OUT_PT)}",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.commands import Advice, other_program
+from ckptool.commands import other_program
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -116,7 +116,7 @@ class Tables:
         if _class(decoded.root) != "Metadata":
             what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
             why = "Another program wrote it."
-            raise NotACheckpoint(what, why, Advice("Name the file: ", other_program("ls", self.folder.path)))
+            raise NotACheckpoint(what, why, f"Name the file: {other_program('ls', self.folder.path)}")
         self.discarded += decoded.aside()
         fields: dict[Any, Any] = decoded.root.attributes
         return fields

@@ -17,7 +17,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice, arg, command
+from ckptool.commands import Advice as Advice
+from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -129,7 +130,7 @@ def _no_index(folder: Folder) -> OnlyAPart:
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(folder):
         what += ", which torch consolidated and did not finish"
-        return OnlyAPart(what, why, Advice("Read what they were to be made of: ", command("inspect", pieces)))
+        return OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
     return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
