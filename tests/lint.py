@@ -25,6 +25,7 @@ from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import VERBS
+from ckptool.options import signature_of
 from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 
@@ -216,8 +217,11 @@ def built(call: ast.Call) -> None:
     verb, *arguments = call.args
     assert isinstance(verb, ast.Constant) and verb.value in VERBS, "there is no such verb"
     words = ["ckptool", verb.value, *("x.pt" for _ in arguments)]
+    known = signature_of(function_of(verb.value)).parameters
     flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
     for keyword in call.keywords:
+        is_call = VERBS[verb.value].in_python and (verb.value, keyword.arg) not in commands.SHELL_ONLY
+        assert not is_call or keyword.arg in known, f"the function has no {keyword.arg}"
         flag = commands.flag(str(keyword.arg))
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
