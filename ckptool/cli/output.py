@@ -200,32 +200,23 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    bar = _Bar(label)
-    try:
-        yield bar.update
-    finally:
-        bar.wipe()
+    start = time.monotonic()
+    at, drawn = start + AFTER, False
 
-
-class _Bar:
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.start = time.monotonic()
-        self.next = self.start + AFTER
-        self.drawn = False
-
-    def update(self, done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
+        nonlocal at, drawn
         now = time.monotonic()
-        if now < self.next or not total:
+        if now < at or not total:
             return
-        self.next = now + EVERY
-        self.drawn = True
-        speed = done / (now - self.start)
-        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {size(int(speed))}/s"
-        tell(f"\r\x1b[K{self.label} {facts}")
+        at, drawn = now + EVERY, True
+        speed = int(done / (now - start))
+        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {size(speed)}/s"
+        tell(f"\r\x1b[K{label} {facts}")
 
-    def wipe(self) -> None:
-        if self.drawn:
+    try:
+        yield update
+    finally:
+        if drawn:
             tell("\r\x1b[K")
 
 
