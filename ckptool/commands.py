@@ -127,10 +127,12 @@ FLAGS = {
     "rules_file": "--rules",
     "from_folder": "--from",
     "latest_only": "--latest-good",
+    "file": "",
     "members": "",
     "values": "",
 }
-_SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
+# Options of verbs that are functions, but not of these: what is printed, and answers of another kind.
+SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
 
 
 def function_name(verb: str) -> str:
@@ -176,7 +178,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     given = {name: value for name, value in options.items() if value is not False and value != ""}
     words = (word for name, value in given.items() for word in _typed(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
-    if not VERBS[verb].in_python or any((verb, name) in _SHELL_ONLY for name in given):
+    if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in given):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)
     return Command(line, f"ckptool.{function_name(verb)}({', '.join([*positional, *_keywords(given)])})")

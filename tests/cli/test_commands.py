@@ -97,7 +97,7 @@ def test_inspect_statistics(files: Path, run: Run) -> None:
 def test_several_files(files: Path, run: Run) -> None:
     assert done(run("inspect", "dp.pt", "ties.pt")).count("torch-zip") == 2
     found = json.loads(done(run("inspect", "dp.pt", "ties.pt", "--json")))
-    assert found["schema"] == "ckptool.results/1"
+    assert found["schema"] == "ckptool.results/2"
     assert [result["file"] for result in found["results"]] == ["dp.pt", "ties.pt"]
 
 
