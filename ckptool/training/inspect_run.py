@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
 from ckptool.training import CONFIG, HISTORY, is_run
@@ -57,7 +57,7 @@ def folder_of(run: PathLike) -> str:
         raise UsageError(
             f"{name} is not a run: it lacks run.yaml or checkpoints",
             "",
-            Advice("Look: ", command("scan", name)),
+            f"Look: {command('scan', name)}",
         )
     return name
 

@@ -100,7 +100,7 @@ def explain(
     name = pasted[1] if pasted else code.strip("[]: ").lower()
     if name not in codes:
         meant = nearest(name, codes)
-        see = Advice("See all: ", Command(("ckptool", "explain")))
+        see = f"See all: {Command(('ckptool', 'explain'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
     return Explanation((codes[name],))
 
