@@ -20,11 +20,12 @@ from typing import Any
 
 from ckptool import commands
 from ckptool import errors as _errors
-from ckptool.analysis.error_texts import KNOWN
-from ckptool.analysis.explain import all_codes
+from ckptool.analysis.error_texts import known_errors
+from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, Advice, Command
+from ckptool.commands import VERBS
+from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +162,7 @@ def named_constants(module: Module) -> dict[str, set[str]]:
 
 def codes_of(module: Module) -> Iterator[str]:
     """The codes that a module names: of a class of errors, or in making a note, finding or problem."""
-    makers = {"Note": 0, "Finding": 0, "Problem": 0, "_known": 1, "_container": 0}
+    makers = {"Note": 0, "Finding": 0, "Problem": 0}
     names = named_constants(module)
     for call in calls(module, *makers):
         for value in call.args[makers[call.func.id] :][:1]:  # type: ignore[attr-defined]
@@ -179,7 +180,8 @@ def codes_of(module: Module) -> Iterator[str]:
 def codes(house: House) -> Iterator[str]:
     """Each is explained, and no other is."""
     modules, explained = house.modules.values(), set(all_codes())
-    made = {code for module in modules for code in codes_of(module)}
+    made = {code for module in modules for code in codes_of(module)} | {known.code for known in known_errors()}
+    made |= {name.partition(",")[0] for name in table("findings")["findings"]}
     words = {node.value for module in modules for node in module.nodes if isinstance(node, ast.Constant)}
     if len(made) <= 110:
         yield f"only {len(made)} codes were found"
@@ -246,10 +248,13 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
             constant = (call for call in calls(module, "command") if not isinstance(call.args[0], ast.Name))
             yield from ((place(module, call), call, "") for call in constant)
         yield from ((at, line, "") for at, line in written_out(module))
-    for known in KNOWN:
-        advised = known.advice.commands if isinstance(known.advice, Advice) else ()
-        for fix in (*known.fixes, *advised):
-            yield "the table of errors", str(fix), "" if isinstance(fix, Command) else "not built"
+    for known in known_errors():
+        yield from (("the table of errors", str(fix), "") for fix in known.fixes)
+        if advised := re.search(r": (ckptool .*)", known.advice):
+            yield "the table of errors", advised[1], ""
+    for row in table("findings")["findings"].values():
+        for line in (*row.get("fixes", ()), *row.get("advised", ())):
+            yield "the table of findings", re.sub(r"\{\w+\}", "x", line), ""
 
 
 def taken(house: House) -> Iterator[str]:

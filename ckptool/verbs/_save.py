@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
@@ -40,6 +40,7 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
+from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, InPlace, KeepUnknown, Overwrite, Verify
 from ckptool.verbs._written import Written
 
@@ -154,6 +155,9 @@ class Change:
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
+            if container.tensors_only and not changed.tensors_only and tree_record.KEY not in changed.metadata:
+                entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
+                notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
         if container.writes_folder and container.tensors_only:
             beside = beside or model_folder(original, changed.tree)

@@ -91,7 +91,10 @@ def average(
         refuse_quantized(each.checkpoint, [root.node], "Averaged")
     # What belongs to the training between the weights, an optimizer of torchtitan, stays behind.
     training = [{key for key, value in root.node.items() if is_beside(key, value)} for root, _ in roots]
-    nodes = [_without(root.node, keys) for (root, _), keys in zip(roots, training, strict=True)]
+    nodes = [
+        same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
+        for (root, _), keys in zip(roots, training, strict=True)
+    ]
     by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), count, how)
     found = means.average(nodes, names, shares, how, by_key)
     last = opened[-1].checkpoint
@@ -130,8 +133,3 @@ def average(
         base=printable(names[0]) if how.has_base else None,
         averaged=found.averaged,
     )
-
-
-def _without(node: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
-    items = {key: value for key, value in node.items() if key not in keys}
-    return same_kind(node, items) if keys else node

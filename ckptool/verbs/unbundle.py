@@ -89,7 +89,9 @@ def unbundle(
         ]
         ordered = isinstance(checkpoint.tree, OrderedDict)
         record = bundle_json.BundleRecord(container_of(checkpoint), tuple(entries), ties, ordered)
-        parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
+        alone = replace(checkpoint, origin=None, tensors_only=False, notes=())
+        marked = {name: marks.recovered_in_part(checkpoint.metadata, (name,)) for name in files}
+        parts = {files[name]: replace(alone, tree=tree[name], metadata=marked[name]) for name in files}
         plan = _plan(parts, bundle_json.text(record), container, bool(change.asked["keep_unknown"]))
         if change.asked["verify"] and not change.asked["dry_run"]:
             refuse_damaged(checkpoint)
@@ -122,12 +124,6 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
             Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
         )
     return {name: f"{name}{container.suffixes[0]}" for name in names}
-
-
-def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:
-    """A member as a checkpoint of its own; of the mark of a recovered file, what is about it."""
-    metadata = marks.recovered_in_part(checkpoint.metadata, (name,))
-    return replace(checkpoint, tree=tree, origin=None, metadata=metadata, tensors_only=False, notes=())
 
 
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:

@@ -13,12 +13,12 @@ import torch
 
 import ckptool
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.explain import explain
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
 from ckptool.facts import Page
 from ckptool.training.history import RunHistory
 from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
+from ckptool.verbs._explain import explain
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._git_setup import GitSetup
 from ckptool.verbs._schema import schema
