@@ -10,7 +10,7 @@ from math import inf
 from typing import Annotated, Any, TypeVar
 
 from ckptool.analysis.compare import ValueDifference
-from ckptool.analysis.differences import Comparer, Difference, Only, Places, Tie, is_tensor, ties
+from ckptool.analysis.differences import Comparer, Difference, Places, Tie, Unpaired, is_tensor, ties
 from ckptool.analysis.fold import grouped
 from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -61,8 +61,8 @@ class Diff(Report):
     tensors: int
     equal: int
     changed: tuple[Difference, ...]
-    only_left: tuple[Only, ...]
-    only_right: tuple[Only, ...]
+    only_left: tuple[Unpaired, ...]
+    only_right: tuple[Unpaired, ...]
     ties: tuple[Tie, ...]
     order_differs: tuple[str, ...]
     metadata_differs: tuple[str, ...]
@@ -121,7 +121,7 @@ class Diff(Report):
         equal = f"; {counted(self.equal, 'tensor')} the same, {evidence}" if self.equal else ""
         return f"{', '.join(facts)}{equal}"
 
-    def _only(self) -> list[tuple[str, tuple[Only, ...]]]:
+    def _only(self) -> list[tuple[str, tuple[Unpaired, ...]]]:
         return [(self.left, self.only_left), (self.right, self.only_right)]
 
     def differs_by_prefix(self) -> bool:
@@ -184,7 +184,7 @@ class Diff(Report):
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def only_rows(entries: Iterable[Only]) -> list[tuple[str, str]]:
+def only_rows(entries: Iterable[Unpaired]) -> list[tuple[str, str]]:
     """What is in one file only: its address, and what it is."""
     return [(entry.address, _entry(entry.node)) for entry in entries]
 

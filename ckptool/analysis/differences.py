@@ -60,7 +60,7 @@ class Difference:
         return address(self.path)
 
 
-class Only(NamedTuple):
+class Unpaired(NamedTuple):
     """Something in one file only. type: `tensor`, or of what kind another entry is."""
 
     path: PathFact
@@ -121,8 +121,8 @@ class Comparer:
     elements: int = 0
     equal: int = 0
     changed: list[Difference] = field(default_factory=list)
-    only_left: list[Only] = field(default_factory=list)
-    only_right: list[Only] = field(default_factory=list)
+    only_left: list[Unpaired] = field(default_factory=list)
+    only_right: list[Unpaired] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)
     compared: dict[tuple[int, int], tuple[Aspects, ValueDifference | None, Tensor, Tensor]] = field(
@@ -134,8 +134,8 @@ class Comparer:
 
     def chosen(self, left: Chosen, right: Chosen) -> list[tuple[Path, Any, Any]]:
         """The nodes that were chosen in both; notes those of one only."""
-        self.only_left += [Only(*one) for key, one in left.items() if key not in right]
-        self.only_right += [Only(*one) for key, one in right.items() if key not in left]
+        self.only_left += [Unpaired(*one) for key, one in left.items() if key not in right]
+        self.only_right += [Unpaired(*one) for key, one in right.items() if key not in left]
         return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
 
     def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> bool:
@@ -187,7 +187,7 @@ class Comparer:
             (left, ours, right, self.only_left),
             (right, theirs, left, self.only_right),
         ):
-            only += [Only((*path, segments.get(key, key)), part) for key, part in parts.items() if key not in other]
+            only += [Unpaired((*path, segments.get(key, key)), part) for key, part in parts.items() if key not in other]
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
             self.order.append(address(path))

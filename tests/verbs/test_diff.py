@@ -191,7 +191,7 @@ def test_the_json_says_what_is_in_one_file_only(tmp_path: Path) -> None:
     found = ckptool.diff(left, right).to_dict()
     rows = [(each["path"], each["type"], each["dtype"], each["shape"], each["nbytes"]) for each in found["only_left"]]
     assert rows[:2] == [(["n"], "int", None, None, None), ([0], "tensor", "f32", [3], 12)]
-    assert rows[2][1] == "sparse" and found["only_right"] == [] and "bases" not in found
+    assert rows[2][1] == "sparse coo" and found["only_right"] == [] and "bases" not in found
     assert found["ties"] == [{"side": "left", "names": ["model/a.w", "model/b.w"]}]
     (change,) = found["changed"]
     assert (change["path"], change["aspects"], change["values"]["changed"]) == (["model", "b.w"], {"values": None}, 2)
