@@ -91,10 +91,10 @@ def schema_json(found: Schema) -> Json:
 )
 def schema(
     verb: Annotated[
-        str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/1. Without it: list all.")
+        str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/2. Without it: list all.")
     ] = "",
 ) -> Schema | Schemas:
-    """The schema of what `VERB --json` prints, or of one kind of output: `error`, `ckptool.diff/1`.
+    """The schema of what `VERB --json` prints, or of one kind of output: `error`, `ckptool.diff/2`.
 
     Raises `NoMatch` where there is no such verb.
     """
