@@ -10,7 +10,7 @@ from math import inf
 from typing import Annotated, Any, TypeVar
 
 from ckptool.analysis.compare import ValueDifference
-from ckptool.analysis.differences import Comparer, Difference, Places, Tie, Unpaired, is_tensor, ties
+from ckptool.analysis.differences import Comparer, Difference, Tie, Unpaired, is_tensor, ties
 from ckptool.analysis.fold import grouped
 from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -334,8 +334,7 @@ def diff(
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     lenient = not strict and "metadata" not in skipped
     comparer = Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
-    comparer.places = Places() if identity else None
-    comparer.notes_metadata = lenient
+    comparer.identity, comparer.notes_metadata = identity, lenient
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))

@@ -104,8 +104,8 @@ class Comparer:
     """The comparison of two trees, as far as it has come.
 
     skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors; mixed: one stood for
-    the other, where a container cannot.  places: finds what is shared in only one of them.  notes_metadata: it does not
-    count, but is looked at.  close: bytes that differ were called the same.
+    the other, where a container cannot.  identity: what is shared in only one of them counts, too.  notes_metadata: it
+    does not count, but is looked at.  close: bytes that differ were called the same.
     """
 
     skipped: set[str]
@@ -113,7 +113,7 @@ class Comparer:
     atol: float
     rtol: float
     statistics: bool
-    places: Places | None = None
+    identity: bool = False
     notes_metadata: bool = False
     mixed: bool = False
     close: bool = False
@@ -129,6 +129,8 @@ class Comparer:
         default_factory=dict
     )
     seen: set[tuple[int, int]] = field(default_factory=set)
+    rights: dict[int, int] = field(default_factory=dict)  # what stands for each object of the left tree, by id
+    lefts: dict[int, int] = field(default_factory=dict)
     # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
     bare: dict[int, Any] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ class Comparer:
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
         aspects: Aspects = {}
-        if self.places is not None and not self.places.alike(a, b):
+        if self.identity and not self._stand_for_each_other(a, b):
             self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
         if arrays := _arrays(a, b):
             one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
@@ -178,6 +180,11 @@ class Comparer:
         """True for an optimizer's names of one parameter where prefixes do not count."""
         names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
         return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
+
+    def _stand_for_each_other(self, a: Any, b: Any) -> bool:
+        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
+            return True
+        return self.rights.setdefault(id(a), id(b)) == id(b) and self.lefts.setdefault(id(b), id(a)) == id(a)
 
     # Containers -------------------------------------------------------------------------------------------------------
 
@@ -320,19 +327,6 @@ def _shape_of(node: Any) -> Any:
     if isinstance(node, Object):
         return "object", canonical(_in_python_3(node.fn)) or node.name, node.how
     return None
-
-
-class Places:
-    """Pairs of objects of the two trees that stand for each other, to find what is shared in only one of them."""
-
-    def __init__(self) -> None:
-        self.left: dict[int, int] = {}
-        self.right: dict[int, int] = {}
-
-    def alike(self, a: Any, b: Any) -> bool:
-        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
-            return True
-        return self.left.setdefault(id(a), id(b)) == id(b) and self.right.setdefault(id(b), id(a)) == id(a)
 
 
 class _Node:
