@@ -114,6 +114,14 @@ def test_the_pictures_of_two_files_are_as_many_as_those_of_one(folder: Path) -> 
     assert one.files[0].inspection.statistics == two.files[1].inspection.statistics
 
 
+@pytest.mark.parametrize("value", [3, [], {"n": 1}, [torch.ones(3)], {"o": [torch.ones(3)]}], ids=repr)
+def test_a_page_of_what_is_no_model(value: Any, folder: Path) -> None:
+    saved(value, folder / "odd.pt")
+    saved([torch.zeros(3)], folder / "other.pt")
+    for files in (["odd.pt"], ["odd.pt", "other.pt"]):
+        assert ckptool.report(*files).html().count("</html>") == 1
+
+
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(FileProblem):
         ckptool.report("none.pt", out="page.html")
