@@ -114,12 +114,15 @@ def test_the_pictures_of_two_files_are_as_many_as_those_of_one(folder: Path) -> 
     assert one.files[0].inspection.statistics == two.files[1].inspection.statistics
 
 
-@pytest.mark.parametrize("value", [3, [], {"n": 1}, [torch.ones(3)], {"o": [torch.ones(3)]}], ids=repr)
-def test_a_page_of_what_is_no_model(value: Any, folder: Path) -> None:
-    saved(value, folder / "odd.pt")
-    saved([torch.zeros(3)], folder / "other.pt")
-    for files in (["odd.pt"], ["odd.pt", "other.pt"]):
-        assert ckptool.report(*files).html().count("</html>") == 1
+ODD = {"number": int, "list": lambda n: [n], "tensors": lambda n: [torch.ones(3) * n], "empty": lambda n: []}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_page_of_what_is_no_model(kind: str, inside: bool, folder: Path) -> None:
+    for number in (1, 2):
+        saved({"o": ODD[kind](number)} if inside else ODD[kind](number), folder / f"{number}.pt")
+    assert ckptool.report("1.pt").html().count("</html>") == ckptool.report("1.pt", "2.pt").html().count("</html>") == 1
 
 
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
