@@ -132,5 +132,5 @@ def part_json(part: PartOf | None) -> Json | None:
 
 
 def results_json(results: Sequence[Json]) -> Json:
-    """One result as it is; several as `ckptool.results/1`."""
-    return results[0] if len(results) == 1 else {"schema": "ckptool.results/1", "results": list(results)}
+    """One result as it is; several as `ckptool.results/2`."""
+    return results[0] if len(results) == 1 else {"schema": "ckptool.results/2", "results": list(results)}

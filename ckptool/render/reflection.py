@@ -19,7 +19,7 @@ Json = dict[str, Any]
 NUMBER: Json = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
 # Types whose facts are made by hand: what `schemas.yaml` calls them.
-BY_HAND = {"Note": "note", "PartOf": "part", "Finding": "finding", "Diff": "diff"}
+BY_HAND = {"Note": "note", "PartOf": "part", "Diff": "diff"}
 
 
 def document(kind: Any, used: Json) -> Json:

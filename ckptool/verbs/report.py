@@ -9,7 +9,7 @@ from heapq import nlargest
 from typing import Annotated
 
 from ckptool.analysis.diff import Diff
-from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
@@ -17,7 +17,7 @@ from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, 
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
@@ -124,7 +124,7 @@ def report(
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
     from ckptool.training.inspect_run import inspect_run
-    from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened, target_of  # what only the work needs, and not the help
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -187,7 +187,7 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
     except UsageError:
         raise
     except CkptoolError as problem:
-        from ckptool.verbs.doctor import of_unopened
+        from ckptool.verbs._diagnosis import of_unopened
 
         path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
@@ -200,7 +200,7 @@ def _file_report(opened: Opened, files: int) -> FileReport:
 
     files: on the page; the pictures of all of them have to fit.
     """
-    from ckptool.verbs.doctor import of_opened
+    from ckptool.verbs._diagnosis import of_opened
 
     found = listing(opened.checkpoint, opened.at or "")
     values: dict[str, Values] = {}
@@ -257,7 +257,7 @@ def _newest(about: RunReport) -> str:
         if one.step == about.resumes:
             return one.path
     what = f"{about.path} has no checkpoint that is whole"
-    raise UsageError(what, "A run is shown with its newest one.", Advice("Look: ", command("inspect", about.path)))
+    raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
 
 
 def _norms(about: RunReport) -> NormsOverTime:
