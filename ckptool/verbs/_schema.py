@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from ckptool import render
 from ckptool.checkpoint.registry import provides
-from ckptool.commands import VERBS, Advice, Command, function_name, module_of
+from ckptool.commands import VERBS, Command, function_name, module_of
 from ckptool.errors import NoMatch
 from ckptool.facts import Report, Told, bold
 from ckptool.options import argument, nearest, signature_of, verb
@@ -105,7 +105,7 @@ def schema(
     printed = [name for name, each in names.items() if word in each.verbs] if word in VERBS else []
     if not printed and word not in names:
         meant = nearest(word, {*VERBS, *names})
-        advice = Advice("See all: ", Command(("ckptool", "schema")))
+        advice = f"See all: {Command(('ckptool', 'schema'))}"
         raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {meant}?" if meant else "", advice)
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
     used: dict[str, Json] = {}

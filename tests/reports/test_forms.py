@@ -51,6 +51,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
     "explanation": lambda: explain("non-finite"),
     "schema": lambda: schema("inspect"),
+    "schemas": lambda: schema(),
     "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
     "git check": lambda: git_check("cut.pt"),
     "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),
