@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import Advice, Command
+from ckptool.commands import Command
 from ckptool.errors import NoMatch, UsageError
 from ckptool.facts import LIVE, Report, Told, bold, cyan
 from ckptool.options import argument, nearest, verb
@@ -121,5 +121,5 @@ def explain_text(text: str) -> Explanation | Diagnosis:
     if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
         return Explanation(tuple(known))
     if recognised(text) is None:
-        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", Advice(*LOOK))
+        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", LOOK)
     return of_error_text(text)
