@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
-from ckptool.analysis.outline import outline, overview
-from ckptool.analysis.statistics import Statistics, TensorPicture
-from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
-from ckptool.checkpoint.tree import address
-from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, number, size
-from ckptool.render.diff import (
+from ckptool.analysis.diff import (
     EVIDENCE,
     aspect_rows,
     entry_rows,
@@ -35,9 +27,18 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.outline import outline, overview
+from ckptool.analysis.statistics import Statistics, TensorPicture
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
+from ckptool.checkpoint.tree import address
+from ckptool.errors import counted, printable, quoted
+from ckptool.facts import WHOLE, number, size
 
 if TYPE_CHECKING:
-    from ckptool.analysis.diff import Diff, Difference
+    from ckptool.analysis.diff import Diff
+    from ckptool.analysis.differences import Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
