@@ -39,8 +39,8 @@ _CONTAINERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """Values of a checkpoint that `weights_only` refuses, in words.
+class RefusedValues:
+    """RefusedValues of a checkpoint that `weights_only` refuses, in words.
 
     lossy: plain values would lose some of it; plain_parts: the addresses of the sets of weights without such values.
     dropped: the addresses of what `convert --weights-only` leaves out, as it has no plain form.
@@ -80,7 +80,7 @@ def of_checkpoint(
     checkpoint: Checkpoint,
     found: Listing,
     file: str,
-    values: Values,
+    values: RefusedValues,
     against: Target | None = None,
     translation: TranslationTo = lambda weights, model: None,
 ) -> Diagnosis:
@@ -135,7 +135,7 @@ def _is_rewritten(found: Listing) -> bool:
     return found.container in _CONTAINERS and finding(_CONTAINERS[found.container]).inert
 
 
-def _of_container(found: Listing, file: str, values: Values, taken: StateDict | None) -> Iterator[Finding]:
+def _of_container(found: Listing, file: str, values: RefusedValues, taken: StateDict | None) -> Iterator[Finding]:
     suffix, container = os.path.splitext(file)[1].lower(), named(found.container)
     facts = {"container": found.container, "suffix": suffix}
     if suffix in TORCH_SUFFIXES and container.tensors_only and container.keeps_tree:
@@ -165,7 +165,7 @@ def _of_container(found: Listing, file: str, values: Values, taken: StateDict | 
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> StateDict | None:
+def _taken_alone(found: Listing, chosen: StateDict | None, values: RefusedValues) -> StateDict | None:
     """The weights that are written alone, because plain values in place of what is refused would lose tensors."""
     candidates = mains(found)
     root = chosen or next(iter(candidates), None)
@@ -180,7 +180,7 @@ def _taken_alone(found: Listing, chosen: StateDict | None, values: Values) -> St
     return root if root.path and is_plain else None
 
 
-def _of_values(values: Values, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
+def _of_values(values: RefusedValues, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
     if not values.refused or _is_rewritten(found):
         calls = [note.message for note in found.notes if note.code == UNSAFE and not values.refused]
         yield from (Finding(UNSAFE, what, stage=Stage.VALUES, inert=True) for what in calls)  # beside it

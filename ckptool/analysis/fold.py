@@ -30,7 +30,7 @@ class KeyGroup:
 
 
 @dataclass(eq=False)
-class _Piece:
+class _NamePiece:
     """The alternatives of one piece of keys: `before`, one of `middles`, `after`. Equal ones are one object.
 
     numbers: all middles are numbers.
@@ -53,7 +53,7 @@ class _Piece:
         return f"{_escaped(self.before)}{{{', '.join(inside)}}}{_escaped(self.after)}"
 
 
-_Row = tuple[_Piece, ...]
+_Row = tuple[_NamePiece, ...]
 
 
 def grouped(keys: Iterable[str]) -> list[KeyGroup]:
@@ -61,10 +61,10 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
 
     A key that is given twice counts once. The time is proportional to the number of keys.
     """
-    piece = cache(_Piece)
+    piece = cache(_NamePiece)
 
     @cache
-    def single(text: str) -> _Piece:
+    def single(text: str) -> _NamePiece:
         match = _LAST_NUMBER.fullmatch(text)
         return piece(match[1], (match[2],), match[3], True) if match else piece("", (text,), "", False)
 
