@@ -20,8 +20,7 @@ from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
-from ckptool.verbs._save import Change
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Change, Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's
 AdapterArgument = Annotated[

@@ -20,8 +20,7 @@ from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 
 @verb(

@@ -10,8 +10,8 @@ from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.options import option, verb
 from ckptool.transforms import bake as folding
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
 
 
 @verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))

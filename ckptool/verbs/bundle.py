@@ -32,8 +32,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.edit import parse_assignment
 from ckptool.verbs._options import IsPart, Out, Texts, pairs
-from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras
 from ckptool.verbs.save import checkpoint_of
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}

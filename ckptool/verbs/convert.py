@@ -38,8 +38,7 @@ from ckptool.transforms.flatten import (
     transient,
 )
 from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
-from ckptool.verbs._save import Change, Save, Unpack, change_of
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
 TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each

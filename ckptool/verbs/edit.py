@@ -11,8 +11,8 @@ from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs.save import checkpoint_of
 
 

@@ -16,8 +16,7 @@ from ckptool.verbs._adapters import (
     write_adapter,
 )
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 
 @verb(

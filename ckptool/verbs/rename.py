@@ -12,9 +12,8 @@ from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, option, several, verb
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
-from ckptool.verbs._renamed import renamed_file
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
 
 def _words(

@@ -9,8 +9,8 @@ from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import slim as slimming
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 
 @verb(("ckptool slim model.pt -o small.pt", "without optimizer state"))

@@ -25,8 +25,8 @@ from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
 from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._change import FileChange, Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
+from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs.find_rules import find_rules
 from ckptool.verbs.layouts import layouts
 

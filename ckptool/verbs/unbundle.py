@@ -33,8 +33,7 @@ from ckptool.transforms.bundles import (
     ties_across,
 )
 from ckptool.verbs._options import File, IsPart, Texts
-from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras, verifier
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras, verifier
 
 
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))

@@ -25,11 +25,10 @@ from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.options import option, several, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
-from ckptool.verbs._save import Change, Save, Unpack, change_of
+from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
     from ckptool.transforms.warm_start import Filled
-    from ckptool.verbs._written import Written
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
