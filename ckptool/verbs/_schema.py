@@ -32,7 +32,7 @@ ANYWHERE: dict[str, Json] = {
         "description": "An error, in place of the answer. `done` is what was finished before it.",
         "type": "object",
         "properties": {
-            "schema": {"const": "ckptool.error/1"},
+            "schema": {"const": "ckptool.error/2"},
             "code": {**_TEXT, "description": "explained by `ckptool explain CODE`"},
             **dict.fromkeys(("what", "why", "fix"), _TEXT),
             "done": _RESULTS,
@@ -42,7 +42,7 @@ ANYWHERE: dict[str, Json] = {
     "results": {
         "description": "The answers for several files.",
         "type": "object",
-        "properties": {"schema": {"const": "ckptool.results/1"}, "results": _RESULTS},
+        "properties": {"schema": {"const": "ckptool.results/2"}, "results": _RESULTS},
         "required": ["schema", "results"],
     },
 }
@@ -126,7 +126,7 @@ def _names() -> dict[str, Listed]:
         name: Listed(f"ckptool.{name}/1", each["about"], tuple(each["verbs"].split(", ")))
         for name, each in _tables()[1].items()
     }
-    found |= {name: Listed(f"ckptool.{name}/1", each["description"]) for name, each in ANYWHERE.items()}
+    found |= {name: Listed(f"ckptool.{name}/2", each["description"]) for name, each in ANYWHERE.items()}
     printed = {verb: {*_reports_of(verb)} for verb in VERBS}
     for name, kind in _reports().items():
         verbs = tuple(verb for verb, kinds in printed.items() if kind in kinds)
