@@ -24,7 +24,8 @@ from ckptool.analysis.error_texts import known_errors
 from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS
+from ckptool.commands import VERBS, module_of
+from ckptool.options import signature_of
 from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 
@@ -84,7 +85,9 @@ def of_tests() -> Iterator[str]:
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
 A_COMMAND = re.compile(r"(?:: |or )?(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
 # Commands that no function does, and programs with options of their own.
-NO_FUNCTION = re.compile(r"[a-z]|: ckptool (?:bundle NAME=|[a-z-]+ --(?:init|list|global)\b)")
+NO_FUNCTION = re.compile(
+    r"(?:: |or )?(?:pip|torchrun) |ckptool |: ckptool (?:bundle NAME=|[a-z-]+ --(?:init|list|global)\b)"
+)
 OTHERS = re.compile(
     r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -|--(ckpt-format|num_proc)|ls -lt"
 )
@@ -95,17 +98,23 @@ def spelling(module: Module) -> Iterator[str]:
 
     Looked at are the functions that make errors, and what modules name in capitals.
     """
-    if module.room in ("cli", "render", "facts", "commands"):  # speak to a shell alone
+    setup = [module_of(name) for name, verb in VERBS.items() if not verb.in_python]
+    if module.room in ("cli", "render", "facts", "commands") or module.name in setup:  # speak to a shell alone
         return
+    hooks = {ast.unparse(word.value) for call in calls(module, "verb") for word in call.keywords}
     errors = {name for name in vars(_errors) if is_error(name)}
     known = calls(module, "arg", "command", "other_program", "Command", "option", "_output", "argument", "verb", "Note")
     both = {id(part) for call in known for part in ast.walk(call)}
-    both |= {id(part) for call in calls(module, "Text") if call.keywords for part in ast.walk(call)}
+    rows = (node for node in module.nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append")
+    shell = (call for call in calls(module, "Text") if call.keywords)
+    both |= {id(part) for call in (*rows, *shell) for part in ast.walk(call)}
     looked = set[int]()
     for node in module.nodes:
         if isinstance(node, ast.FunctionDef):
             inner = list(ast.walk(node))
-            if any(isinstance(each, ast.Call) and getattr(each.func, "id", "") in errors for each in inner):
+            if node.name not in hooks and any(
+                isinstance(each, ast.Call) and getattr(each.func, "id", "") in errors for each in inner
+            ):
                 looked |= {id(each) for each in inner}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).isupper():
             looked |= {id(each) for each in ast.walk(node)}
@@ -216,9 +225,15 @@ def built(call: ast.Call) -> None:
     verb, *arguments = call.args
     assert isinstance(verb, ast.Constant) and verb.value in VERBS, "there is no such verb"
     words = ["ckptool", verb.value, *("x.pt" for _ in arguments)]
+    known = signature_of(function_of(verb.value)).parameters
     flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
     for keyword in call.keywords:
+        is_call = VERBS[verb.value].in_python and (verb.value, keyword.arg) not in commands.SHELL_ONLY
+        assert not is_call or keyword.arg in known, f"the function has no {keyword.arg}"
         flag = commands.flag(str(keyword.arg))
+        if not flag:
+            words.append("a=x.pt")
+            continue
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
         assert named or flags[flag].is_flag is (value is True), flag

@@ -75,20 +75,19 @@ def _second_reader() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare")
 
 
-def _buffers() -> tuple[bytearray, bytearray]:
-    """Two buffers for each thread, kept: fresh memory costs more than the comparison."""
-    if not hasattr(_kept, "buffers"):
-        _kept.buffers = bytearray(_READ), bytearray(_READ)
-    found: tuple[bytearray, bytearray] = _kept.buffers
-    return found
+class _Buffers(threading.local):
+    """Two for each thread, kept: fresh memory costs more than the comparison."""
+
+    def __init__(self) -> None:
+        self.pair = bytearray(_READ), bytearray(_READ)
 
 
-_kept = threading.local()
+_buffers = _Buffers()
 
 
 def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) -> bool:
     # Two reused bytearrays: comparing memoryviews, or fresh bytes, takes five times as long.
-    left, right = _buffers()
+    left, right = _buffers.pair
     for place in range(start, stop, _READ):
         if stop - place < _READ:
             left, right = bytearray(stop - place), bytearray(stop - place)
@@ -119,11 +118,9 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
         if same_bytes(left, right):
             return None
         a, b = (replace(entry, flags=entry.flags._replace(conj=False, neg=False)) for entry in (a, b))
-    found = _Comparison(a, b, atol, rtol)
-    found.read(left, right)
-    if a.dtype is b.dtype and not found.changed:
-        return None
-    return found.result(order)
+    comparison = _Comparison(a, b, atol, rtol)
+    comparison.read(left, right)
+    return None if a.dtype is b.dtype and not comparison.changed else comparison.result(order)
 
 
 class _Comparison:
@@ -132,6 +129,7 @@ class _Comparison:
     def __init__(self, a: TensorEntry, b: TensorEntry, atol: float, rtol: float) -> None:
         self.a, self.b = a, b
         self.atol, self.rtol = atol, rtol
+        self.same_type = a.dtype is b.dtype
         self.changed = 0
         self.first: int | None = None
         self.max_abs: int | float = 0
@@ -141,28 +139,26 @@ class _Comparison:
         self.ab = self.aa = self.bb = 0.0
         self.within = True
         self.packed = not (has_numbers(a.dtype) and has_numbers(b.dtype))
-        if self.packed and a.dtype is not b.dtype:
+        if self.packed and not self.same_type:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
     def read(self, left: Data, right: Data) -> None:
         import numpy
 
         a, b = self.a, self.b
-        place = 0
+        pairs = zip(chunks(left, a.dtype.itemsize, "a"), chunks(right, b.dtype.itemsize, "b"), strict=True)
         with numpy.errstate(all="ignore"):
-            for x, y in zip(chunks(left, a.dtype.itemsize, "a"), chunks(right, b.dtype.itemsize, "b"), strict=True):
+            for number, (x, y) in enumerate(pairs):
                 resolve(x, a.dtype, a.flags)
                 resolve(y, b.dtype, b.flags)
-                self._count(place, _differing_bytes(x, y, a.dtype) if a.dtype is b.dtype else None)
+                if self.same_type:
+                    self._count(number * CHUNK, _differing_bytes(x, y, a.dtype))
                 if not self.packed:
-                    self._add(place, numbers(x, a.dtype, "wide a"), numbers(y, b.dtype, "wide b"))
-                place += CHUNK
+                    self._add(number * CHUNK, numbers(x, a.dtype, "wide a"), numbers(y, b.dtype, "wide b"))
 
-    def _count(self, place: int, differs: Array | None) -> None:
+    def _count(self, place: int, differs: Array) -> None:
         import numpy
 
-        if differs is None:
-            return
         changed = int(numpy.count_nonzero(differs))
         if changed and self.first is None:
             self.first = place + int(differs.argmax())
@@ -173,67 +169,62 @@ class _Comparison:
 
         if x.dtype.kind in "biu" and y.dtype.kind in "biu":
             distance, x, y = _integer_distance(x, y)
-            self._count(place, None if self.a.dtype is self.b.dtype else distance != 0)
+            if not self.same_type:
+                self._count(place, distance != 0)
             self.max_abs = max(self.max_abs, int(distance.max()))
             x, y, distance = (values.astype(numpy.float64) for values in (x, y, distance))
-            self._tolerate(distance, y)
-            self._add_finite(x, y, distance)
+            self._add_finite(x, y, distance, distance)
             return
-        if self.a.dtype is not self.b.dtype:
+        if not self.same_type:
             common = numpy.result_type(x, y)
             x, y = x.astype(common, copy=False), y.astype(common, copy=False)
             self._count(place, ~_same_values(x, y))
-        if x.dtype == numpy.float32:
-            self._add_single(x, y)
-        else:
+        if x.dtype != numpy.float32 or not self._add_single(x, y):
             self._add_double(x, y)
 
-    def _add_single(self, x: Array, y: Array) -> None:
-        """Adds f32 values, in f32 as far as no digit of the result is lost."""
+    def _add_single(self, x: Array, y: Array) -> bool:
+        """Adds f32 values, in f32 as far as no digit of the result is lost; False if not all are finite."""
         import numpy
 
         distance = numpy.subtract(x, y, out=scratch("distance", "f4", len(x)))
         numpy.abs(distance, out=distance)
         top = float(numpy.maximum.reduce(distance))
         if not isfinite(top):
-            self._add_double(x.astype(numpy.float64), y.astype(numpy.float64))
-            return
+            return False
         if top >= self.max_rounded and top > 0:
             # Rounding to f32 keeps the order, so the largest difference is one of those that share the top.
             self.max_rounded = top
             chosen = (distance == top).nonzero()[0]
-            self.max_abs = max(self.max_abs, float(_distance(x[chosen].astype("f8"), y[chosen].astype("f8")).max()))
-        if self.within and top > 0:
-            wide = y.astype(numpy.float64)
-            self._tolerate(_distance(x.astype(numpy.float64), wide), wide)
-        self._add_finite(x, y, distance)
+            self.max_abs = max(self.max_abs, float(abs(x[chosen].astype("f8") - y[chosen].astype("f8")).max()))
+        exact = abs(x.astype("f8") - y.astype("f8")) if self.within and top > 0 else None
+        self._add_finite(x, y, distance, exact)
+        return True
 
     def _add_double(self, x: Array, y: Array) -> None:
         """Adds f64 or complex values, and f32 ones that are not all finite."""
         import numpy
 
-        if numpy.iscomplexobj(x):
-            x, y = x.astype(numpy.complex128, copy=False), y.astype(numpy.complex128, copy=False)
-        distance = _distance(x, y)
+        wide = numpy.complex128 if numpy.iscomplexobj(x) else numpy.float64
+        x, y = x.astype(wide, copy=False), y.astype(wide, copy=False)
+        distance = abs(x - y)
         if not isfinite(distance.max()):
             finite = numpy.isfinite(x) & numpy.isfinite(y)
             if not _same_values(x[~finite], y[~finite]).all():
                 self.max_abs = inf
                 self.within = False
             x, y, distance = x[finite], y[finite], distance[finite]
-            if not len(x):
-                return
-        self.max_abs = max(self.max_abs, float(distance.max()))
-        self._tolerate(distance, y)
-        self._add_finite(x, y, distance)
+        if len(x):
+            self.max_abs = max(self.max_abs, float(distance.max()))
+            self._add_finite(x, y, distance, distance)
 
-    def _tolerate(self, distance: Array, y: Array) -> None:
-        self.within = self.within and bool((distance <= self.atol + self.rtol * abs(y)).all())
-
-    def _add_finite(self, x: Array, y: Array, distance: Array) -> None:
-        """Adds to the cosine and to the relative differences. Overwrites `x` and, if they are real, `y`."""
+    def _add_finite(self, x: Array, y: Array, distance: Array, exact: Array | None) -> None:
+        """Adds to the cosine and to the relative differences, and asks whether the exact distances are within the
+        tolerance. Overwrites `x` and, if they are real, `y`."""
         import numpy
 
+        if exact is not None and self.within:
+            wide = y.astype("f8") if y.dtype == numpy.float32 else y
+            self.within = bool((exact <= self.atol + self.rtol * abs(wide)).all())
         self.finite += len(x)
         ab, aa, bb = _products(x, y)
         self.ab += ab
@@ -252,9 +243,11 @@ class _Comparison:
 
     def result(self, order: Sequence[int]) -> ValueDifference:
         """The result. `order`: the dimensions of the tensor those of the compared view are."""
+        import numpy
+
         first = None
         if self.first is not None:
-            place = dict(zip(order, _index(self.first, self.a.shape), strict=True))
+            place = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
             first = tuple(place[axis] for axis in range(len(place)))
         lengths = sqrt(self.aa) * sqrt(self.bb)
         return ValueDifference(
@@ -269,39 +262,25 @@ class _Comparison:
         )
 
 
-def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of the element at `place` in row-major order."""
-    index = []
-    for size in reversed(shape):
-        place, at = divmod(place, size)
-        index.append(at)
-    return tuple(reversed(index))
-
-
 def _differing_bytes(x: Array, y: Array, dtype: DType) -> Array:
     """For each element of two byte arrays, whether its bytes differ; in a scratch array."""
     import numpy
 
     if dtype.itemsize == 16:
-        found: Array = (x.view("u8") != y.view("u8")).reshape(-1, 2).any(axis=1)
-        return found
+        differs: Array = (x.view("u8") != y.view("u8")).reshape(-1, 2).any(axis=1)
+        return differs
     kind = f"u{dtype.itemsize}"
-    found = scratch("mask", "?", len(x) // dtype.itemsize)
-    numpy.not_equal(x.view(kind), y.view(kind), out=found)
-    return found
+    differs = scratch("mask", "?", len(x) // dtype.itemsize)
+    numpy.not_equal(x.view(kind), y.view(kind), out=differs)
+    return differs
 
 
 def _same_values(x: Array, y: Array) -> Array:
     """For each element, whether both are the same number, or both NaN; of complex numbers, both parts."""
     if x.dtype.kind == "c":
         return _same_values(x.real, y.real) & _same_values(x.imag, y.imag)
-    found: Array = (x == y) | ((x != x) & (y != y))
-    return found
-
-
-def _distance(x: Array, y: Array) -> Array:
-    found: Array = abs(x - y)
-    return found
+    same: Array = (x == y) | ((x != x) & (y != y))
+    return same
 
 
 def _integer_distance(x: Array, y: Array) -> tuple[Array, Array, Array]:
@@ -315,7 +294,7 @@ def _integer_distance(x: Array, y: Array) -> tuple[Array, Array, Array]:
         common = numpy.dtype(numpy.int64)
     x, y = x.astype(common), y.astype(common)
     if common.kind == "O":
-        return _distance(x, y), x, y
+        return abs(x - y), x, y
     # Of 64-bit numbers only the larger minus the smaller, modulo 2**64, is sure to fit.
     left, right = x.view(numpy.uint64), y.view(numpy.uint64)
     return numpy.where(x >= y, left - right, right - left), x, y

@@ -1,66 +1,56 @@
-"""The differences of two checkpoints, and the evidence on which the rest is called the same.
-
-*Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad`
-count where both containers can express them; the report names what was not compared.
-"""
+"""The differences of two checkpoints in words, and the evidence on which the rest is called the same."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Annotated, Any, TypeVar
 
-from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
-from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.graph import SCALARS, alike
-from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
-from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
-from ckptool.checkpoint.registry import Report
-from ckptool.checkpoint.selection import Chosen, topmost
-from ckptool.checkpoint.state_dicts import bare, without_wrappers
-from ckptool.checkpoint.strided import without_repeats
-from ckptool.checkpoint.tree import Path, address, check_names, children, walk
+from ckptool.analysis.compare import ValueDifference
+from ckptool.analysis.differences import Comparer, Difference, Tie, Unpaired, is_tensor, ties
+from ckptool.analysis.fold import grouped
+from ckptool.analysis.words import tensor_text, type_name, value_text
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.files import Folder, Source, unchanged
+from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.selection import topmost
+from ckptool.checkpoint.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
+from ckptool.checkpoint.tree import Path, walk
 from ckptool.commands import arg
-from ckptool.errors import Conflict, UsageError
-from ckptool.formats import named
-from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain.text import summary
+from ckptool.errors import UsageError, counted, listed
+from ckptool.facts import LIVE, WHOLE, Report, Table, Told, dim, green, number, red
+from ckptool.formats import members, named
+from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.options import option, several
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
-
-ARRAY = "numpy array"
-
 # What "same" rests on; the weakest that some tensor was called the same by.
 BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
+EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
+STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
+_ASPECTS = {"value": "plain entries", "values": "values of tensors"}
+_LIMITS = "not compared (one of the containers does not record it)"
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Difference:
-    """Something in both files that differs. `aspects`: in what (`shape`, `dtype`, `values`, …), old and new."""
-
-    path: Path
-    left: Any
-    right: Any
-    aspects: dict[str, tuple[Any, Any]]
-    values: ValueDifference | None = None
-
-    @property
-    def address(self) -> str:
-        return address(self.path)
+Item = TypeVar("Item")
+Members = Mapping[str, Sequence[Difference]]  # changed tensors by their addresses
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Diff(Report):
-    """The differences. `evidence`: what "same" rests on. Counts are of tensors; `same` is the verdict.
+    """The verdict on two checkpoints, what it rests on, and every difference. Counts are of tensors.
 
-    ties: groups of names that share a storage in one file and not in the other, as (side, names).  only: patterns;
-    where given, `same` is about what matches, without ties.  elements: of all tensors that were compared.
-    changed_elements: those that differ, of what stands under several names once; None where they were not counted.
-    bases: where in each file the parts lie.
-    metadata_differs: state dicts whose `_metadata` differ, where it does not count; it and the order count if `strict`.
+    evidence: what the verdict rests on.  only: patterns; where there are any, the verdict is about what matches,
+    without ties.
+    ties: names that share a storage in one file and not in the other.  order_differs: dictionaries whose keys are in
+    another order.  metadata_differs: state dicts with another `_metadata`, where that does not count; it and the order
+    count if `strict`.
+    elements: of all tensors that were compared.  changed_elements: those that differ, of what stands under several
+    names once; null where they were not counted.
     """
 
     verdict = "same"
@@ -72,34 +62,246 @@ class Diff(Report):
     tensors: int
     equal: int
     changed: tuple[Difference, ...]
-    only_left: tuple[tuple[Path, Any], ...]
-    only_right: tuple[tuple[Path, Any], ...]
-    ties: tuple[tuple[str, tuple[str, ...]], ...]
+    only_left: tuple[Unpaired, ...]
+    only_right: tuple[Unpaired, ...]
+    ties: tuple[Tie, ...]
     order_differs: tuple[str, ...]
+    metadata_differs: tuple[str, ...]
     ignored: tuple[str, ...]
     not_compared: tuple[str, ...]
-    remarks: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
-    elements: int = 0
-    changed_elements: int | None = None
-    bases: tuple[Path, Path] = ((), ())
-    metadata_differs: tuple[str, ...] = ()
-    strict: bool = True
+    remarks: tuple[str, ...]
+    strict: bool
+    only: tuple[str, ...]
+    elements: int
+    changed_elements: int | None
+    bases: Annotated[tuple[Path, Path], LIVE] = ((), ())  # where in each file the parts lie
+
+    def told(
+        self,
+        *,
+        counts: Annotated[bool, option("--stat", "Print only counts.")] = False,
+        all: Annotated[bool, option("--all", "A row for each tensor, instead of groups.")] = False,
+        quiet: Annotated[bool, option("-q --quiet", "Print nothing; only set the exit code.")] = False,
+    ) -> Told:
+        """The verdict, then every difference in groups."""
+        if quiet:
+            return
+        same = green("same in what matches" if self.only else "same")
+        yield same if self.same else red("differ"), f": {self._verdict()}"
+        yield ""
+        yield from self.remarks
+        places = {"the order of keys": self.order_differs, "_metadata": self.metadata_differs}
+        for what, names in places.items() if not self.strict else ():
+            if names:
+                where = listed([name or WHOLE for name in names], 3)
+                yield f"{what} differs in {where}; this counts only with --strict"
+        if self.differs_by_prefix():
+            yield "the names differ only by a wrapper's prefix: --ignore prefix compares what they name"
+        yield ""
+        yield from self._counts() if counts else self._differences(all)
+        yield ""
+        if self.not_compared:
+            yield f"{_LIMITS}: {', '.join(self.not_compared)}"
+        if self.ignored:
+            yield f"ignored: {', '.join(self.ignored)}"
+        if self.only:
+            patterns = listed(self.only, 20)
+            yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"
+
+    def _verdict(self) -> str:
+        evidence = EVIDENCE[self.evidence]
+        if self.same:
+            return f"{counted(self.tensors, 'tensor')}, {evidence}"
+        tensors = sum(1 for change in self.changed if is_tensor(change.left))
+        entries = len(self.changed) - tensors
+        facts = [f"{tensors:,} of {counted(self.tensors, 'tensor')} changed"] if tensors else []
+        facts += [f"{counted(entries, 'entry', 'entries')} changed"] if entries else []
+        facts += [f"{len(only):,} only in {side}" for side, only in self._only() if only]
+        facts += ["different ties"] if self.ties else []
+        facts += ["a different order"] if self.order_differs and self.strict else []
+        equal = f"; {counted(self.equal, 'tensor')} the same, {evidence}" if self.equal else ""
+        return f"{', '.join(facts)}{equal}"
+
+    def _only(self) -> list[tuple[str, tuple[Unpaired, ...]]]:
+        return [(self.left, self.only_left), (self.right, self.only_right)]
+
+    def differs_by_prefix(self) -> bool:
+        """True if the names of what is in one file only differ by nothing but a wrapper's prefix."""
+        left, right = ({bare(path) for path, node in only if is_tensor(node)} for _, only in self._only())
+        return bool(left) and left == right and "prefix" not in self.ignored
+
+    def _differences(self, all: bool) -> Told:
+        for side, only in self._only():
+            yield from _block(f"only in {side}", only_rows(only), all)
+        yield from _block("other than by value", aspect_rows(self), all)
+        yield from self._values(all)
+        yield from _block("entries", entry_rows(self), all)
+        sides = {"left": self.left, "right": self.right}
+        tied = [(f"tied only in {sides[side]}: {listed(names, 20)}",) for side, names in self.ties]
+        order = self.order_differs if self.strict else ()
+        yield Table(tied, title="ties")
+        yield ""
+        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in order], title="order")
+
+    def _values(self, all: bool) -> Told:
+        """A row for each tensor, or for each group of tensors where those are fewer."""
+        rows = tensors_changed(self)
+        known = [change.values for _, change in rows if change.values is not None]
+        title = f"values ({len(rows):,})"
+        groups = [] if all else folded(rows)
+        if not known:
+            yield from _block("values", [(name, "") for name, _ in rows], all)
+            return
+        if all or len(groups) == len(rows):
+            heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
+            cells = [(name or WHOLE, *_facts(change.values)) for name, change in rows]
+            yield Table(cells, title=title, heads=heads, right=range(1, 6))
+        else:
+            top = max((values.mean_rel or 0 for values in known), default=0)
+            heads = ("", "tensors", "elements changed", "max |a-b|", "cosine", "change")
+            cells = [(text or WHOLE, *group_facts(members, top)) for text, members in groups]
+            yield Table(cells, title=title, heads=heads, right=range(1, 5))
+            what = "mean |a-b| / max(|a|, |b|) of each layer or member in turn"
+            yield dim(f"  change: {what}, from 0 (▁) to {number(top)} (█); each tensor: --all")
+        if self.changed_elements:
+            share = f"{100 * self.changed_elements / max(self.elements, 1):.3g} %"
+            yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
+        if any(values.max_abs == inf for values in known):
+            yield "  inf: NaN or infinite on one side only; cosine and relative change leave it out"
+        yield ""
+
+    def _counts(self) -> Told:
+        aspects = Counter(name for change in self.changed for name in change.aspects)
+        rows = [(f"only in {side}", len(only)) for side, only in self._only()]
+        rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
+        rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
+        yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))
+        sizes = {each.address: each.values.max_abs or 0 for each in self.changed if each.values is not None}
+        if sizes:
+            worst = max(sizes, key=lambda name: sizes[name])
+            yield f"  largest difference: {number(sizes[worst])} in {worst or WHOLE}"
 
 
-_Aspects = dict[str, tuple[Any, Any]]
+# Rows -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Found:
-    tensors: int = 0
-    elements: int = 0
-    equal: int = 0
-    changed: list[Difference] = field(default_factory=list)
-    only_left: list[tuple[Path, Any]] = field(default_factory=list)
-    only_right: list[tuple[Path, Any]] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    metadata: list[str] = field(default_factory=list)
+def only_rows(entries: Iterable[Unpaired]) -> list[tuple[str, str]]:
+    """What is in one file only: its address, and what it is."""
+    return [(entry.address, _entry(entry.node)) for entry in entries]
+
+
+def aspect_rows(diff: Diff) -> list[tuple[str, str]]:
+    """Shapes, types, devices and the like, old and new."""
+    rows = []
+    for change in diff.changed:
+        sides = {name: pair for name, pair in change.aspects.items() if name not in ("values", "value")}
+        texts = [f"{name} {_side(old)} → {_side(new)}" for name, (old, new) in sides.items()]
+        rows += [(change.address, ", ".join(texts))] if texts else []
+    return rows
+
+
+def _side(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def entry_rows(diff: Diff) -> list[tuple[str, str]]:
+    """What is no tensor on both sides, old and new."""
+    rows = []
+    for change in diff.changed:
+        if "value" in change.aspects or ("values" in change.aspects and not is_tensor(change.left)):
+            sides = [_entry(node) for node in (change.left, change.right)]
+            if sides[0] == sides[1]:
+                sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
+            rows.append((change.address, " → ".join(sides)))
+    return rows
+
+
+def _entry(value: Any) -> str:
+    return tensor_text(value) if is_tensor(value) else value_text(value)
+
+
+def _block(title: str, rows: Sequence[tuple[str, str]], all: bool) -> Told:
+    """Names with a text each; those with the same text in groups, unless `all` are to be shown."""
+    cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows)
+    yield Table(cells, title=f"{title} ({len(rows):,})")
+    yield ""
+
+
+def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names with a text each: those with the same text in groups, with their number."""
+    by_text: dict[str, list[tuple[str, None]]] = {}
+    for name, text in rows:
+        by_text.setdefault(text, []).append((name, None))
+    return [
+        ((group or WHOLE) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
+        for text, names in by_text.items()
+        for group, members in folded(names)
+    ]
+
+
+def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
+    """What has a name each, in groups of names: the text of each group, and all that it stands for."""
+    by_name: dict[str, list[Item]] = {}
+    for name, item in rows:
+        by_name.setdefault(name, []).append(item)
+    return [(group.text, {key: by_name[key] for key in group.keys}) for group in grouped(by_name)]
+
+
+def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
+    """The tensors whose values differ, by their addresses."""
+    return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
+
+
+def _facts(values: ValueDifference | None) -> tuple[str, ...]:
+    if values is None:
+        return "differ", "", "", "", "", ""
+    share = f"{values.changed:,} of {values.total:,}"
+    at = "" if values.first is None else str(list(values.first))
+    return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), _cosine(values.cosine), at
+
+
+def _cosine(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6f}"
+
+
+def group_facts(members: Members, top: float) -> tuple[str, ...]:
+    """The number of tensors, what changed in them together, the range of their cosines, and the strip of change."""
+    changes = [change.values for changes in members.values() for change in changes]
+    known = [each for each in changes if each is not None]
+    if not known:
+        return f"{len(changes):,}", "differ", "", "", ""
+    share = f"{sum(each.changed for each in known):,} of {sum(each.total for each in known):,}"
+    most = max((each.max_abs for each in known if each.max_abs is not None), default=None)
+    cosines = [each.cosine for each in known if each.cosine is not None]
+    cosine = " to ".join(dict.fromkeys(map(_cosine, (min(cosines), max(cosines))))) if cosines else "–"
+    if cosines and len(cosines) < len(known):
+        cosine += f" ({len(known) - len(cosines):,} without)"
+    return f"{len(changes):,}", share, number(most), cosine, _strip(members, top)
+
+
+def _strip(members: Members, top: float) -> str:
+    """A character for each layer: for each part in which the names differ first, or for several in a row."""
+    pieces = [name.split(".") for name in members]
+    first = next((at for at, same in enumerate(zip(*pieces, strict=False)) if len({*same}) > 1), 0)
+    layers: dict[str, list[Difference]] = {}
+    for piece, changes in zip(pieces, members.values(), strict=True):
+        layers.setdefault(piece[first], []).extend(changes)
+    each = -(-len(layers) // LAYERS)
+    parts = list(layers.values())
+    parts = [[change for part in parts[i : i + each] for change in part] for i in range(0, len(parts), each)]
+    strip = "".join(_level([change.values for change in part], top) for part in parts)
+    return strip + (f" ({each} each)" if each > 1 else "") if len(parts) > 1 else ""
+
+
+def _level(values: Sequence[ValueDifference | None], top: float) -> str:
+    known = [(each.mean_rel, each.total) for each in values if each is not None and each.mean_rel is not None]
+    if not known:
+        return "?"
+    mean = sum(value * total for value, total in known) / max(sum(total for _, total in known), 1)
+    return STRIP[min(int(8 * mean / top), 7)] if top else STRIP[0]
+
+
+# Two checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def diff(
@@ -111,7 +313,6 @@ def diff(
     ignore: Collection[str] = (),
     statistics: bool = True,
     identity: bool = False,
-    base: Path = (),
     remarks: tuple[str, ...] = (),
     only: Collection[str] = (),
     strict: bool = True,
@@ -133,45 +334,40 @@ def diff(
     pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     lenient = not strict and "metadata" not in skipped
-    comparer = _Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
-    comparer.places = _Places() if identity else None
-    comparer.notes_metadata = lenient
-    pairs = [(base, left.tree, right.tree)]
+    comparer = Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
+    comparer.identity, comparer.notes_metadata = identity, lenient
+    pairs = [((), left.tree, right.tree)]
     if only:
-        pairs = comparer.pairs(*topmost((left.tree, right.tree), only, "prefix" in ignore))
-    found = comparer.compare(pairs)
-    ties = () if "ties" in skipped or not pickled or only else tuple(_tie_changes(left.tree, right.tree, comparer))
-    order = () if "order" in skipped or not pickled else tuple(found.order)
-    same = not (found.changed or found.only_left or found.only_right or ties or (order and strict))
+        pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
+    same = comparer.compare(pairs)
+    tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
+    order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
-    tolerance = TOLERANCE if atol or rtol else VALUES
-    evidence = tolerance if comparer.close else BYTES
     changed = {
         (id(b.storage), b.shape, b.stride, b.offset): values.changed
         for _, values, _, b in comparer.compared.values()
         if values is not None and isinstance(b, TensorEntry)
     }
-    names = [str(c.source or side) for c, side in ((left, "the left one"), (right, "the right one"))]
     return Diff(
-        names[0],
-        names[1],
-        same,
-        evidence,
-        found.tensors,
-        found.equal,
-        tuple(found.changed),
-        tuple(found.only_left),
-        tuple(found.only_right),
-        ties,
-        order,
-        tuple(sorted(ignore)),
-        tuple(name for name in not_compared if name not in ignore),
-        remarks,
-        tuple(only),
-        found.elements,
-        sum(changed.values()) if statistics else None,
-        metadata_differs=tuple(found.metadata),
+        left=str(left.source or "the left one"),
+        right=str(right.source or "the right one"),
+        same=same and not (tied or (order and strict)),
+        evidence=BYTES if not comparer.close else TOLERANCE if atol or rtol else VALUES,
+        tensors=comparer.tensors,
+        equal=comparer.equal,
+        changed=tuple(comparer.changed),
+        only_left=tuple(comparer.only_left),
+        only_right=tuple(comparer.only_right),
+        ties=tied,
+        order_differs=order,
+        metadata_differs=tuple(comparer.metadata),
+        ignored=tuple(sorted(ignore)),
+        not_compared=tuple(name for name in not_compared if name not in ignore),
+        remarks=remarks,
         strict=strict,
+        only=tuple(only),
+        elements=comparer.elements,
+        changed_elements=sum(changed.values()) if statistics else None,
     )
 
 
@@ -182,323 +378,82 @@ def _of_ranks(checkpoint: Checkpoint) -> bool:
     return container.is_folder and not container.writable
 
 
-class _Comparer:
-    def __init__(self, skipped: set[str], pickled: bool, atol: float, rtol: float, statistics: bool) -> None:
-        self.pickled = pickled  # both containers tell numpy arrays from tensors
-        self.mixed = False  # one stood for the other, where a container cannot
-        self.skipped, self.atol, self.rtol, self.statistics = skipped, atol, rtol, statistics
-        self.close = False  # bytes that differ were called the same
-        self.seen: set[tuple[int, int]] = set()
-        self.places: _Places | None = None
-        self.notes_metadata = False  # it does not count, but is looked at
-        self.compared: dict[tuple[int, int], tuple[_Aspects, ValueDifference | None, Tensor, Tensor]] = {}
-        self.found = _Found()
-        self.bare: dict[int, Any] = {}  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
-
-    def pairs(self, left: Chosen, right: Chosen) -> list[tuple[Path, Any, Any]]:
-        """The nodes that were chosen in both; notes those of one only."""
-        self.found.only_left += [found for key, found in left.items() if key not in right]
-        self.found.only_right += [found for key, found in right.items() if key not in left]
-        return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
-
-    def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> _Found:
-        stack = [iter(pairs)]  # a million plain values are not made a million pairs
-        while stack:
-            if (pair := next(stack[-1], None)) is None:
-                stack.pop()
-            else:
-                stack.append(self._pair(*pair))
-        return self.found
-
-    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Compares two nodes; gives the pairs of parts that are still to be compared."""
-        if self.places is not None and not self.places.alike(a, b):
-            self._change(path, a, b, {"identity": (None, None)})
-        if arrays := _arrays(a, b):
-            kinds = [ARRAY if isinstance(node, Object) else "tensor" for node in (a, b)]
-            mixed = kinds[0] != kinds[1]
-            self.mixed |= mixed
-            aspects: _Aspects = {"kind": (kinds[0], kinds[1])} if mixed and self.pickled else {}
-            self._tensors(path, *arrays, "tensor" in kinds, aspects)
-        elif isinstance(a, (TensorEntry, Composite)) and isinstance(b, (TensorEntry, Composite)):
-            self._tensors(path, a, b)
-        elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
-            self._storages(path, a, b)
-        elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
-            if (id(a), id(b)) not in self.seen:
-                self.seen.add((id(a), id(b)))
-                yield from self._containers(path, a, b)
-        elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
-            self._change(path, a, b, {"value": (a, b)})
-
-    def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
-        """True for an optimizer's names of one parameter where prefixes do not count."""
-        names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
-        return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
-
-    def _storages(self, path: Path, a: StorageRef, b: StorageRef) -> None:
-        aspects: dict[str, tuple[Any, Any]] = {}
-        if a.storage.location != b.storage.location and "device" not in self.skipped:
-            aspects["device"] = (a.storage.location, b.storage.location)
-        if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
-            aspects["values"] = (a, b)
-        if aspects:
-            self._change(path, a, b, aspects)
-
-    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
-        (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
-        self.found.only_left += [((*path, ours.get(key, key)), part) for key, part in left.items() if key not in right]
-        self.found.only_right += [
-            ((*path, theirs.get(key, key)), part) for key, part in right.items() if key not in left
-        ]
-        common = [key for key in left if key in right]
-        if isinstance(a, dict) and common != [key for key in right if key in left]:
-            self.found.order.append(address(path))
-        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
-            self.found.metadata.append(address(path))
-        for key in common:
-            one, other, segment = left[key], right[key], ours.get(key, key)
-            if type(key) is tuple and key[0] is _Node:
-                yield (*path, segment), segment, theirs[key]
-            if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
-                yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
-
-    def _metadata(self, node: Any) -> Any:
-        found = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
-        return _without_wrapper_modules(found) if "prefix" in self.skipped and isinstance(found, dict) else found
-
-    def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """The parts of a node by what their keys are called in both files; the keys that are called otherwise."""
-        parts: dict[Any, Any] = {}
-        segments: dict[Any, Any] = {}
-        for key, segment, part in self._parts(node):
-            if key in parts and "prefix" not in self.skipped:
-                key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
-            if key in parts:
-                one, other = (str(each) for each in (segments.get(key, key), segment))
-                raise Conflict(
-                    f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
-                    "Which of the two to compare is not known.",
-                    f"Compare them under their own names: without {arg('ignore')} prefix",
-                )
-            parts[key] = part
-            if key is not segment:
-                segments[key] = segment
-        return parts, segments
-
-    def _parts(self, node: Any) -> Iterator[tuple[Any, Any, Any]]:
-        strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
-        hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
-        counts: Counter[str] = Counter()
-        for segment, part in children(node):
-            if segment not in hidden or (isinstance(node, dict) and segment in node):
-                key = without_wrappers(segment) if strip and type(segment) is str else segment
-                if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
-                    part = _without_wrapper_modules(part)
-                    self.bare[id(part)] = part
-                yield _comparable(key, counts), segment, part
-
-    def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: _Aspects | None = None) -> None:
-        """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
-        self.found.tensors += counted
-        self.found.elements += a.numel
-        check_names(self.found.tensors, len(self.compared))
-        key = (id(a), id(b))
-        known = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
-        if known[0] or kinds:
-            self.found.changed.append(Difference(path, a, b, {**(kinds or {}), **known[0]}, known[1]))
-        else:
-            self.found.equal += counted
-
-    def _different(self, a: Tensor, b: Tensor) -> tuple[_Aspects, ValueDifference | None]:
-        """In what two tensors differ, and by how much their values do."""
-        aspects: dict[str, tuple[Any, Any]] = {}
-        if a.shape != b.shape:
-            aspects["shape"] = (a.shape, b.shape)
-        if a.dtype is not b.dtype and "dtype" not in self.skipped:
-            aspects["dtype"] = (a.dtype, b.dtype)
-        if a.location != b.location and "device" not in self.skipped:
-            aspects["device"] = (a.location, b.location)
-        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
-            self._strided(a, b, aspects)
-        elif isinstance(a, TensorEntry) or isinstance(b, TensorEntry):
-            aspects["kind"] = (_kind(a), _kind(b))
-        elif not self._same_composites(a, b):
-            aspects["values"] = (None, None)
-        values = None
-        if "shape" not in aspects and isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
-            differs, values = self._values(a, b)
-            if differs:
-                aspects["values"] = (None, None)
-        return aspects, values
-
-    def _strided(self, a: TensorEntry, b: TensorEntry, aspects: dict[str, tuple[Any, Any]]) -> None:
-        if "strides" not in self.skipped and "shape" not in aspects and _strides(a) != _strides(b):
-            aspects["strides"] = (a.stride, b.stride)
-        if "requires_grad" not in self.skipped:
-            for name in ("requires_grad", "parameter"):
-                if getattr(a.flags, name) != getattr(b.flags, name):
-                    aspects[name] = (getattr(a.flags, name), getattr(b.flags, name))
-
-    def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
-        """True where values differ by more than the tolerance, and the difference if it was asked for."""
-        if self._same_source(a, b):
-            return False, None
-        a, b = _shown_once(a, b)
-        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
-        if exact and not self.statistics:
-            return not same_bytes(a.row_major(), b.row_major()), None
-        found = compare_values(a, b, self.atol, self.rtol)
-        self.close |= found is not None and found.within_tolerance
-        return found is not None and (exact or not found.within_tolerance), found
-
-    @staticmethod
-    def _same_source(a: TensorEntry, b: TensorEntry) -> bool:
-        """True for the same view of the same bytes: there is nothing to read."""
-        return a.same_view(b) and a.storage.data is b.storage.data
-
-    def _same_composites(self, a: Composite, b: Composite) -> bool:
-        inner = _Comparer(self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
-        found = inner.compare([((), a.made, b.made)])
-        self.close |= inner.close
-        return not (found.changed or found.only_left or found.only_right)
-
-    def _change(self, path: Path, a: Any, b: Any, aspects: dict[str, tuple[Any, Any]]) -> None:
-        self.found.changed.append(Difference(path, a, b, aspects))
+def diff_files(
+    left: CheckpointLike,
+    right: CheckpointLike,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    ignore: str | Collection[str] = (),
+    stat: bool = True,
+    only: str | Sequence[str] = (),
+    strict: bool = False,
+) -> Diff:
+    """Compares two checkpoints of any containers; see the verb."""
+    a, b = open_file(left), open_file(right)
+    if _is_one_file(a, b):
+        b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
+    remarks: list[str] = []
+    parts = _counterparts(a, b, remarks)
+    remarks += [
+        _beside(opened.name, members.beside(opened.checkpoint))
+        for opened in (a, b)
+        if opened.at is None and members.beside(opened.checkpoint)
+    ]
+    ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
+    with unchanged(a.checkpoint.source, b.checkpoint.source):
+        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "statistics": stat, "strict": strict}
+        report = diff(*parts, ignore=ignored, remarks=tuple(remarks), only=several(only), **options)
+    return replace(report, bases=(_base(a, parts[0]), _base(b, parts[1])))
 
 
-def _without_wrapper_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
-    return {
-        without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
-        for path, value in metadata.items()
-    }
+def _base(opened: Opened, part: Checkpoint) -> Path:
+    """Where in a file the part lies that is compared; empty for all of it."""
+    walked: Iterator[Any] = iter(()) if opened.checkpoint.tree is part.tree else walk(opened.checkpoint.tree)
+    return next((path for path, node in walked if node is part.tree), ())
 
 
-def _arrays(a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
-    """Pickled numpy arrays, of which one may be a tensor, as tensors; None where neither is an array."""
-    if not any(isinstance(node, Object) for node in (a, b)):
-        return None
-    one, other = (node if isinstance(node, TensorEntry) else array_entry(node) for node in (a, b))
-    return (one, other) if one is not None and other is not None else None
+def _is_one_file(a: Opened, b: Opened) -> bool:
+    """True for one file or folder under two names; not where somebody puts another in its place meanwhile."""
+    one, other = a.checkpoint.source, b.checkpoint.source
+    if isinstance(one, Source) and isinstance(other, Source):
+        return one.is_same(other)
+    return isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
 
 
-def _shape_of(node: Any) -> Any:
-    """Equal for containers whose parts can be compared one by one; None for leaves."""
-    if isinstance(node, dict):
-        return "dictionary"
-    if isinstance(node, (list, tuple)):
-        return type(node)
-    if isinstance(node, Set):
-        return "set", node.frozen, len(node.items)
-    if isinstance(node, Object):
-        return "object", canonical(_in_python_3(node.fn)) or node.name, node.how
-    return None
+def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:
+    """The two trees to compare: what was named, the whole files, or the weights in each; `remarks` say which."""
+    left, right = a.taken, b.taken
+    modules = [module_attributes(side.tree) is not None for side in (left, right)]
+    if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
+        left = _weights_of(left, remarks) if modules[0] else left
+        right = _weights_of(right, remarks) if modules[1] else right
+    roots = [find_state_dicts(side) for side in (left, right)]
+    flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
+    paths = [[root.path for root in each if root.is_model] for each in roots]
+    # One is bare and the other holds weights among other things, or each has its only model under a name of its own, as
+    # two engines do (`module`, `model`): the files have no part in common.
+    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
+    if a.at is None and ((b.at is None and apart) or (b.at is not None and flat[1] and not flat[0])):
+        left = _weights_of(left, remarks)
+    if b.at is None and ((a.at is None and apart) or (a.at is not None and flat[0] and not flat[1])):
+        right = _weights_of(right, remarks)
+    return left, right
 
 
-class _Node:
-    """The kind of a key that is, or holds, an inert object or a tensor."""
+def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
+    """The one set of weights in a file; says in `remarks` which, where there was more."""
+    name = str(checkpoint.source or "what is in memory")
+    root, remark = one_state_dict(checkpoint)
+    remarks += [remark] if remark else []
+    remarks += [f"compared {root.address} of {name}"] if root.path else []
+    remarks += [f"compared the state dict of the {root.detail} in {name}"] if root.module else []
+    tree = root.node if root.arrays is None else root.arrays
+    if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
+        remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
+        tree = {key: value for key, value in tree.items() if is_tensor(value)}
+    return replace(checkpoint, tree=tree)
 
 
-class _Places:
-    """Pairs of objects of the two trees that stand for each other, to find what is shared in only one of them."""
-
-    def __init__(self) -> None:
-        self.left: dict[int, int] = {}
-        self.right: dict[int, int] = {}
-
-    def alike(self, a: Any, b: Any) -> bool:
-        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
-            return True
-        return self.left.setdefault(id(a), id(b)) == id(b) and self.right.setdefault(id(b), id(a)) == id(a)
-
-
-_HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
-
-
-class _Attribute:
-    """The kind of a name that an item has too."""
-
-
-def _comparable(key: Any, counts: Counter[str]) -> Any:
-    """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
-    place among those alike."""
-    if type(key) is str or type(key) is int:
-        return key
-    if not _holds_node(key):
-        return type(key), key
-    text = summary(key, 200)
-    counts[text] += 1
-    return _Node, (text, counts[text])
-
-
-def _holds_node(key: Any) -> bool:
-    if type(key) is tuple:
-        return any(map(_holds_node, key))  # the decoder bounds how deep keys are nested
-    return isinstance(key, (Object, Set, TensorEntry, Composite, StorageRef))
-
-
-def _same_plain(a: Any, b: Any) -> bool:
-    """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
-    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):
-        one, other = _long_data(a), _long_data(b)
-        return one is not None and other is not None and same_bytes(one, other)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return a.hex() == b.hex() or (a != a and b != b)
-    if isinstance(a, complex):
-        return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
-    return _in_python_3(a) is _in_python_3(b) or bool(a == b)
-
-
-def _in_python_3(value: Any) -> Any:
-    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
-    return Global(*in_python_3(value)) if type(value) is Global else value
-
-
-def _long_data(value: Any) -> Data | None:
-    """The bytes of an array, wherever they are."""
-    if isinstance(value, LazyBytes):
-        return value.data
-    return InlineBytes(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
-
-
-def _kind(tensor: Tensor) -> str:
-    return tensor.kind if isinstance(tensor, Composite) else "plain"
-
-
-def _shown_once(a: TensorEntry, b: TensorEntry) -> tuple[TensorEntry, TensorEntry]:
-    """Two views that repeat values along the same dimensions, each value once: a kilobyte may show a terabyte."""
-    once, other = without_repeats(a)[0], without_repeats(b)[0]
-    return (once, other) if once.shape == other.shape else (a, b)
-
-
-def _strides(entry: TensorEntry) -> tuple[int, ...]:
-    """Strides as far as they matter: not those of axes with one element, and none of an empty tensor."""
-    if not entry.numel:
-        return ()
-    return tuple(stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size != 1)
-
-
-def _tie_changes(left: Any, right: Any, comparer: _Comparer) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Groups of names that share a storage on one side only, among the names that both sides have."""
-    lefts, rights = _storage_by_name(left, comparer), _storage_by_name(right, comparer)
-    common = lefts.keys() & rights.keys()
-    for side, mine, other in (("left", lefts, rights), ("right", rights, lefts)):
-        by_storage: dict[int, list[str]] = {}
-        for name, storage in mine.items():
-            if name in common:
-                by_storage.setdefault(storage, []).append(name)
-        for names in by_storage.values():
-            if len(names) > 1 and len({other[name] for name in names}) > 1:
-                yield side, tuple(names)
-
-
-def _storage_by_name(tree: Any, comparer: _Comparer) -> dict[str, int]:
-    strip = "prefix" in comparer.skipped
-    names: dict[str, int] = {}
-    for path, node in walk(tree):
-        if isinstance(node, TensorEntry) and node.storage.nbytes:
-            names[address(bare(path) if strip else path)] = id(node.storage)
-    return names
+def _beside(name: str, others: Sequence[str]) -> str:
+    return f"compared the weights of {name}, not {listed(others, 6)} beside them"

@@ -145,9 +145,7 @@ class Builder:
             why = str(error).splitlines()[0][:300] if str(error) else ""
             if is_faking():
                 raise Unsupported(
-                    f"torch cannot create {node!r} under FakeTensorMode",
-                    why,
-                    "Load it outside that mode.",
+                    f"torch cannot create {node!r} under FakeTensorMode", why, "Load it outside that mode."
                 ) from error
             raise Corrupt(f"torch cannot create {node!r}", why) from error
 

@@ -6,32 +6,34 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import without_wrappers
+from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address, segment_text, walk
 
 Chosen = dict[Any, tuple[Path, Any]]
 
 
-def topmost(trees: Iterable[Any], only: Collection[str], bare: bool = False) -> list[Chosen]:
+def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) -> list[Chosen]:
     """The nodes of each tree that a pattern matches by their address or its end, without those inside of others.
 
-    The keys are what trees with the same address have in common.  bare: without the prefixes of wrappers. Raises
-    `NoMatch` for a pattern that matches nothing in any tree.
+    The keys are what trees with the same address have in common.  as_bare: addresses are those without the prefixes of
+    wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree.
     """
-    walked = [[(path, node, _names(path)) for path, node in walk(tree) if path] for tree in trees]
+    walked = [
+        [(name, node, _names(name)) for path, node in walk(tree) if (name := bare(path) if as_bare else path)]
+        for tree in trees
+    ]
     names = selected({name for nodes in walked for _, _, names in nodes for name in names}, list(only))
-    return [_topmost(nodes, names, bare) for nodes in walked]
+    return [_topmost(nodes, names) for nodes in walked]
 
 
-def _topmost(nodes: list[tuple[Path, Any, list[str]]], names: set[str], bare: bool) -> Chosen:
-    found: Chosen = {}
+def _topmost(nodes: list[tuple[Path, Any, list[str]]], names: set[str]) -> Chosen:
+    chosen: Chosen = {}
     above: Path | None = None
     for path, node, ends in nodes:
         if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
             above = path
-            common = tuple(without_wrappers(part) if bare and type(part) is str else part for part in path)
-            found[(address(common), *map(type, path))] = path, node
-    return found
+            chosen[(address(path), *map(type, path))] = path, node
+    return chosen
 
 
 def _names(path: Path) -> list[str]:

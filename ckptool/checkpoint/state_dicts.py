@@ -162,8 +162,7 @@ def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Stat
     if module := _whole_module(path, node):
         return [replace(module, base=base)]
     raise UsageError(
-        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors",
-        f"It is {_article(node)}.",
+        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
     )
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, get_args
 
-from ckptool.checkpoint.registry import provider
 from ckptool.checkpoint.workers import Progress, checked_jobs
 from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
@@ -86,12 +85,7 @@ def _views(functions: tuple[Any, ...]) -> Iterator[Any]:
         kind = signature_of(function).return_annotation
         for each in get_args(kind) or (kind,):
             if isinstance(each, type) and issubclass(each, Report):
-                yield view_of(each)
-
-
-def view_of(kind: type[Report]) -> Any:
-    """What makes the text of a report of this class: its keyword arguments are the options of its printing."""
-    return kind.told if kind.told is not Report.told else provider("text", kind)
+                yield each.told
 
 
 def answers(verb: str, function: Any, typed: Arguments) -> Answers:
@@ -105,9 +99,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> Answers:
         raise UsageError(what, "An answer has one form.", "Choose one.")
     FORM.set(AnswerForm.json if as_json else AnswerForm(as_form or "text"))
     as_json, declared = FORM.get() is AnswerForm.json, function.verb
-    parses = {each.name: each.option.parse for each in typed_parameters(function)}
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
-    given |= {name: parse(given[name]) for name in given if (parse := parses[name]) is not None}
     given["as_json"] = as_json
     jobs = checked_jobs(given.get("jobs", 1))
     if declared.words is not None:
@@ -169,7 +161,7 @@ def _report(
 
 
 def _answer(report: Any, given: Arguments, exits: bool = True) -> Answer:
-    return Answer(report, _named(view_of(type(report)), given), report.exit() if exits else 0)
+    return Answer(report, _named(report.told, given), report.exit() if exits else 0)
 
 
 @contextmanager

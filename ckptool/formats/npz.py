@@ -12,7 +12,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import FILE, OUT, OUT_NPZ, command
+from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
@@ -22,7 +22,7 @@ from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain.text import summary
 
 NAME = "npz"
-_LEFT_OUT = command("convert", FILE, exclude=NAME, out=OUT_NPZ)
+_LEFT_OUT = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
 ENDING = ".npy"
 ALIGNMENT = 64
 MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes

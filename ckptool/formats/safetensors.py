@@ -32,7 +32,7 @@ from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, arg, command, input_of
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -348,7 +348,7 @@ def _without(checkpoint: Checkpoint, tree: dict[Any, Any]) -> str:
     """The command that leaves out what a file of tensors cannot hold: all but the weights where those are an entry."""
     file = input_of(checkpoint.source)
     if any(isinstance(value, (TensorEntry, Composite)) and _why_not(name, value) for name, value in tree.items()):
-        return f"Leave them out: {command('convert', file, exclude=NAME, out=OUT_SAFETENSORS)}"
+        return f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
     return f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
 
 

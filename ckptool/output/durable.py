@@ -69,14 +69,10 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             Text("Name a file in it; or use -d for the folder.", python="Name a file in it."),
         )
     if not stat.S_ISREG(status.st_mode):
-        raise FileProblem(
-            f"cannot write {path}: it is not a regular file",
-            "A checkpoint is written in many places.",
-        )
+        raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
     if not overwrite:
         raise OutputExists(
-            f"{path} exists already",
-            fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.",
+            f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name."
         )
     return real
 
@@ -316,8 +312,7 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
         os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
     except FileExistsError:
         raise OutputExists(
-            f"{target} was created by another process in the meantime",
-            fix=f"Overwrite it: {arg(overwrite=True)}.",
+            f"{target} was created by another process in the meantime", fix=f"Overwrite it: {arg(overwrite=True)}."
         ) from None
     except OSError:  # a file system without hard links
         check_target(target, overwrite=False)

@@ -287,8 +287,7 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise
     if not overwrite:
         raise OutputExists(
-            f"{target} was created by another process in the meantime",
-            fix=f"Replace it: {arg(overwrite=True)}.",
+            f"{target} was created by another process in the meantime", fix=f"Replace it: {arg(overwrite=True)}."
         )
     old = temporary
     try:

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
-from ckptool.analysis.outline import outline, overview
-from ckptool.analysis.statistics import Statistics, TensorPicture
-from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
-from ckptool.checkpoint.tree import address
-from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, number, size
-from ckptool.render.diff import (
+from ckptool.analysis.diff import (
     EVIDENCE,
     aspect_rows,
     entry_rows,
@@ -35,9 +27,18 @@ from ckptool.render.diff import (
     only_rows,
     tensors_changed,
 )
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.outline import outline, overview
+from ckptool.analysis.statistics import Statistics, TensorPicture
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
+from ckptool.checkpoint.tree import address
+from ckptool.errors import counted, printable, quoted
+from ckptool.facts import WHOLE, number, size
 
 if TYPE_CHECKING:
-    from ckptool.analysis.diff import Diff, Difference
+    from ckptool.analysis.diff import Diff
+    from ckptool.analysis.differences import Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -414,7 +415,7 @@ def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
         "equal": equal,
         "remarks": remarks,
         "lists": [each for each in lists if each[2]],
-        "heatmap": _heatmap(report, diff, moved) if moved else None,
+        "heatmap": _heatmap(report, diff, moved) if moved else {},
     }
 
 
@@ -472,6 +473,8 @@ def _heatmap(report: CheckpointReport, diff: Diff, moved: Mapping[str, int]) -> 
                 counts = sums.setdefault((layer or name, kind), [0, 0])
                 counts[0] += moved.get(name, 0)
                 counts[1] += max(prod(row.tensor.shape or (1,)), 1)
+    if not sums:
+        return {}  # what moved is in no model
     layers = list(dict.fromkeys(layer for layer, _ in sums))
     common = {kind for kind, _ in kinds.most_common(KINDS)}
     shares = {place: count / total for place, (count, total) in sums.items()}

@@ -284,8 +284,7 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(found, nn.Sequential):
         there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
         raise UsageError(
-            f"activation_checkpoint: {name!r} is not an nn.Sequential",
-            f"Available: {listed(there, 8) or 'none'}.",
+            f"activation_checkpoint: {name!r} is not an nn.Sequential", f"Available: {listed(there, 8) or 'none'}."
         )
     return found
 

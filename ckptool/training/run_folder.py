@@ -144,9 +144,7 @@ def create(
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise FileProblem(
-            f"cannot make the run {folder}: it is a file",
-            "A run is a folder.",
-            f"Name another: {elsewhere}",
+            f"cannot make the run {folder}: it is a file", "A run is a folder.", f"Name another: {elsewhere}"
         )
     _refuse_run(folder, elsewhere)
     _leftovers(folder, elsewhere)

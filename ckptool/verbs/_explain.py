@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import Advice, Command
+from ckptool.commands import Command
 from ckptool.errors import NoMatch, UsageError
 from ckptool.facts import LIVE, Report, Told, bold, cyan
 from ckptool.options import argument, nearest, verb
@@ -100,7 +100,7 @@ def explain(
     name = pasted[1] if pasted else code.strip("[]: ").lower()
     if name not in codes:
         meant = nearest(name, codes)
-        see = Advice("See all: ", Command(("ckptool", "explain")))
+        see = f"See all: {Command(('ckptool', 'explain'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
     return Explanation((codes[name],))
 
@@ -121,5 +121,5 @@ def explain_text(text: str) -> Explanation | Diagnosis:
     if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
         return Explanation(tuple(known))
     if recognised(text) is None:
-        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", Advice(*LOOK))
+        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", LOOK)
     return of_error_text(text)

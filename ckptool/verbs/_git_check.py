@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.scan import scan
 from ckptool.analysis.verify import Problem, problem_of, verified
 from ckptool.checkpoint.files import Source
@@ -14,7 +15,6 @@ from ckptool.errors import CkptoolError, counted, listed, quoted
 from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
 from ckptool.facts import size as size_text
 from ckptool.options import argument, option, verb
-from ckptool.verbs._git_setup import POINTER, SMALL, git
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

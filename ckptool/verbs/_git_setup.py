@@ -6,10 +6,9 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -17,6 +16,7 @@ from typing import Annotated, Any, get_args
 
 from ckptool import formats
 from ckptool.analysis.digests import tensor_digests
+from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.words import value_text
 from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
@@ -26,7 +26,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import Path, address, item_at
-from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, RunFailed, counted, listed, printable
+from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, counted, listed, printable
 from ckptool.errors import quoted as shell_word
 from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
 from ckptool.options import option, verb
@@ -76,21 +76,6 @@ class GitSetup(Report):
             what = "without" if self.removed else "with"
             yield f"  {self.attributes}: {what} diff=ckptool for {listed(self.patterns, 99)}"
         yield from self.notes
-
-
-def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | None = None) -> str | None:
-    """The output of a git command; None where it ends with another code of `ok` than 0.
-
-    Raises `RunFailed` with what git says, `FileProblem` where there is no git.
-    """
-    try:
-        done = subprocess.run(["git", *words], input=given, capture_output=True, cwd=at, check=False)
-    except OSError as error:
-        raise FileProblem("git could not be started", str(error), "Install git.") from error
-    if done.returncode not in ok:
-        said = os.fsdecode(done.stderr).strip().partition("\n")[0]
-        raise RunFailed(f"git {words[0]} ended with code {done.returncode}: {said}")
-    return None if done.returncode else os.fsdecode(done.stdout)
 
 
 def _of_git(textconv: Annotated[str | None, option("--textconv FILE", "For git.", hidden=True)] = None) -> Page | None:
@@ -200,13 +185,9 @@ def _overridden() -> Iterator[Note]:
 
 # What git compares ----------------------------------------------------------------------------------------------------
 
-SMALL = 1024  # bytes, which no pointer of git-lfs has
 DIGITS = 12
 TEXT = 1 << 20  # bytes: what is no checkpoint, and no longer than this, is shown if it is a text
 WIDTH = 200  # characters of a value
-POINTER = re.compile(
-    rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
-)
 
 
 def text_for_git(path: str) -> list[str]:

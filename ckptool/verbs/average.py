@@ -10,6 +10,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole
@@ -79,9 +80,9 @@ def average(
     given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
     how = merge_of(method, count, given)
     change = change_of("average", out, options, base, *files)
-    change.refuse_in_place("It has several inputs.", "For example: -o mean.pt")
+    change.refuse_in_place("It has several inputs.", f"For example: {arg(out='mean.pt')}")
     if t is not None and weights is not None:
-        raise UsageError("--t and --weights were both given", "They are mutually exclusive.")
+        raise UsageError(f"{arg('t')} and {arg('weights')} were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
     opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(each.checkpoint, each.at) for each in opened]

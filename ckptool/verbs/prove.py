@@ -78,9 +78,9 @@ def prove(
 
 
 def _of_command(command: Sequence[str], kills: int, seed: int, timeout: float, say: Say) -> CommandProof:
+    from ckptool.analysis.diff import diff_files
     from ckptool.analysis.scan import scan
     from ckptool.training.prove.command import prove_command
-    from ckptool.verbs.diff import diff
 
-    compare = partial(diff, ignore=("order",), stat=False)
+    compare = partial(diff_files, ignore=("order",), stat=False)
     return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=say)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Annotated
 
-from ckptool.analysis.diff import Diff
+from ckptool.analysis.diff import Diff, diff_files
 from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
@@ -17,13 +17,12 @@ from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, 
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
-from ckptool.render.diff import differs_by_prefix
 from ckptool.training import is_run
 from ckptool.training.history import RunHistory, history_of
 from ckptool.training.reports import GOOD, RunReport
@@ -237,13 +236,11 @@ def _file_report(opened: Opened, files: int) -> FileReport:
 def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> Diff:
     """The differences of two files; a part by the name that it was given, as what is compared depends on it. Without
     a wrapper's prefix, where names differ by nothing else."""
-    from ckptool.verbs.diff import diff
-
     left, right = (one.checkpoint if one.at is None else file for one, file in zip(opened, files, strict=True))
     assert left is not None and right is not None
-    found = diff(left, right)
+    found = diff_files(left, right)
     try:
-        return diff(left, right, ignore="prefix") if differs_by_prefix(found) else found
+        return diff_files(left, right, ignore="prefix") if found.differs_by_prefix() else found
     except Conflict:  # a name is there with the prefix and without it
         return found
 
@@ -257,7 +254,7 @@ def _newest(about: RunReport) -> str:
         if one.step == about.resumes:
             return one.path
     what = f"{about.path} has no checkpoint that is whole"
-    raise UsageError(what, "A run is shown with its newest one.", Advice("Look: ", command("inspect", about.path)))
+    raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
 
 
 def _norms(about: RunReport) -> NormsOverTime:

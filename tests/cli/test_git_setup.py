@@ -186,7 +186,7 @@ def test_git_diff_names_the_changed_tensors_and_the_second_time_from_the_cache(r
     commit("two")
     first, runs = textconv_runs("diff", "HEAD~", "HEAD")
     changed = [line for line in first.splitlines() if re.match(r"[-+][^-+]", line)]
-    digest = {value: ckptool.verify(path(value), digest=True).digests.tensors[0].sha256[:12] for value in (1.0, 2.0)}
+    digest = {value: ckptool.verify(path(value), digest=True).digest.tensors[0].sha256[:12] for value in (1.0, 2.0)}
     assert changed == [
         "-epoch  3",
         f"-state_dict/a.weight  f32 [2, 3]  {digest[1]}",

@@ -22,8 +22,8 @@ from ckptool import errors
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.workers import MAX_JOBS, in_turn
 from ckptool.cli import main
-from ckptool.commands import FILE, INTO, OUT, Advice, command, other_program
-from ckptool.errors import CkptoolError, RunFailed, UsageError
+from ckptool.commands import FILE, INTO, OUT, command, other_program
+from ckptool.errors import CkptoolError, RunFailed, Text, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, torch_bytes
@@ -155,7 +155,7 @@ KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issu
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_keep_their_parts_and_commands_on_the_way(kind: type[CkptoolError]) -> None:
     line = other_program("cat", "a b", into="c d")
-    fix = Advice("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
+    fix = Text("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
     error = kind("what", "why", fix)
     got = ForkingPickler.loads(ForkingPickler.dumps(error))
     assert type(got) is kind and (got.what, got.why, got.fix) == ("what", "why", fix) and str(got) == str(error)

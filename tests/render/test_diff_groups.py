@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.analysis.diff import Diff, diff
+from ckptool.analysis.diff import LAYERS, STRIP, Diff, diff
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.render.diff import LAYERS, STRIP, diff_text
+from ckptool.render.lines import text as told
 from ckptool.render.style import Style
 from tests.support.expanded_keys import expand
 
@@ -73,7 +73,7 @@ def test_groups_unfold_to_the_table(made: dict[str, str]) -> None:
         key: 2 if kind == "value" else KINDS.get(kind, BEFORE) for key, kind in made.items() if kind != "only left"
     }
     found = differences(left, right)
-    table, groups = blocks(diff_text(found, all=True)), blocks(diff_text(found))
+    table, groups = blocks(told(found, all=True)), blocks(told(found))
     assert table.keys() == groups.keys()
     for title, rows in table.items():
         # What `printable` does to a backslash of a name's own is undone, as the names here have no others.
@@ -92,7 +92,7 @@ def model(layers: int, change: float) -> dict[str, Any]:
 
 def test_the_numbers_of_a_group_are_those_of_its_tensors() -> None:
     found = differences(model(8, 0), {**model(8, 0.125), "new": entry([1.0])})
-    text = diff_text(found)
+    text = told(found)
     (attn, mlp) = [line for line in text.split("\n") if "h.{1..7}" in line]
     assert attn.split()[2:7] == ["14", "14", "of", "42", "0.875"]
     assert mlp.split()[1:6] == ["7", "7", "of", "21", "0.875"]
@@ -107,7 +107,7 @@ def test_the_numbers_of_a_group_are_those_of_its_tensors() -> None:
 
 
 def test_a_deep_model_has_a_short_strip() -> None:
-    text = diff_text(differences(model(200, 0), model(200, 0.01)))
+    text = told(differences(model(200, 0), model(200, 0.01)))
     (row,) = [line for line in text.split("\n") if "attn" in line]
     strip, note = row.rsplit("  ", 1)[-1].split(" ", 1)
     assert note == "(5 each)" and len(strip) == math.ceil(199 / 5) <= LAYERS
@@ -118,8 +118,9 @@ def test_no_word_is_cut_at_any_width(width: int) -> None:
     left = {**model(30, 0), **{f"gone.{'x' * 30}.{i}.weight": BEFORE for i in range(9)}, "epoch": 1, "same": BEFORE}
     right = {**model(30, 0.5), "h.3.attn.weight": entry([1.0]), "epoch": "a long text " * 9, "same": BEFORE}
     for every in (False, True):
-        text = diff_text(differences(left, right), style=Style(width=width), all=every)
-        whole = diff_text(differences(left, right), all=every)
+        style = Style(width=width)
+        text = style.page(told(differences(left, right), style=style, all=every))
+        whole = told(differences(left, right), all=every)
         for line in text.split("\n"):
             assert len(line) <= width or " " not in line.strip(), line
         words = {word.rstrip(",") for word in whole.split()} - {"by"}
@@ -142,15 +143,15 @@ def test_a_group_gives_the_least_and_the_greatest_cosine(cosines: list[float]) -
     found = differences(left, right)
     known = [change.values.cosine for change in found.changed if change.values and change.values.cosine is not None]
     ends = dict.fromkeys(f"{end:.6f}" for end in (min(known), max(known)))
-    assert f" {' to '.join(ends)} " in diff_text(found)
+    assert f" {' to '.join(ends)} " in told(found)
 
 
 def test_what_a_number_does_not_say_is_said() -> None:
     nan, zero = entry([1.0, float("nan")]), entry([0.0, 0.0])
-    assert "inf: NaN or infinite on one side only" in diff_text(differences({"w": BEFORE}, {"w": nan}))
+    assert "inf: NaN or infinite on one side only" in told(differences({"w": BEFORE}, {"w": nan}))
     layers = {f"h.{i}.w": zero if i < 2 else BEFORE for i in range(5)}
     tuned = dict.fromkeys(layers, KINDS["values"])
-    assert "0.989949 (2 without)" in diff_text(differences(layers, tuned))
+    assert "0.989949 (2 without)" in told(differences(layers, tuned))
 
 
 def test_equal_texts_have_their_kinds(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.facts import Table, bar, dim, short, size
-from ckptool.render.diff import diff_text
 from ckptool.render.error import error_text
 from ckptool.render.lines import lines
 from ckptool.render.lines import text as report_text
@@ -201,7 +200,7 @@ def test_differences_in_groups() -> None:
         "epoch": 2,
     }
     found = diff(checkpoint(left), checkpoint(right))
-    text = diff_text(found)
+    text = report_text(found)
     for expected in (
         "b.weight",
         "shape [2] → [3]",
@@ -213,8 +212,8 @@ def test_differences_in_groups() -> None:
     ):
         assert expected in text, expected
     assert text.startswith("differ: 2 of 3 tensors changed, 1 entry changed, 1 only in")
-    assert "\x1b" in diff_text(found, style=Style(colour=True)) and "\x1b" not in text
-    assert "values of tensors" in diff_text(found, counts=True)
+    assert "\x1b" in report_text(found, style=Style(colour=True)) and "\x1b" not in text
+    assert "values of tensors" in report_text(found, counts=True)
 
 
 def test_errors_have_three_lines() -> None:

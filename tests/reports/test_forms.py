@@ -13,9 +13,8 @@ import torch
 
 import ckptool
 from ckptool.analysis.curves import Curve
-from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
-from ckptool.facts import Page
+from ckptool.facts import Page, Report
 from ckptool.training.history import RunHistory
 from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
 from ckptool.verbs._explain import explain
@@ -51,6 +50,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
     "explanation": lambda: explain("non-finite"),
     "schema": lambda: schema("inspect"),
+    "schemas": lambda: schema(),
     "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
     "git check": lambda: git_check("cut.pt"),
     "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),

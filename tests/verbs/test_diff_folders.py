@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import ckptool
-from ckptool.render.diff import diff_text
 from ckptool.render.style import Style
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
@@ -40,7 +39,7 @@ def test_it_is_told_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copytree(ZERO / "checkpoint", tmp_path / "run")
     shutil.copy(ZERO / "weights.safetensors", tmp_path / "fp32.safetensors")
     monkeypatch.chdir(tmp_path)
-    text = diff_text(ckptool.diff("run", "fp32.safetensors"), style=Style(width=80))
+    text = Style(width=80).page(str(ckptool.diff("run", "fp32.safetensors")))
     assert (
         text
         == """\
@@ -49,8 +48,7 @@ same: 16 tensors, byte for byte
 compared module of run
 
 not compared (one of the containers does not record it): order, ties, device,
-  strides, requires_grad, metadata
-"""
+    strides, requires_grad, metadata"""
     )
 
 

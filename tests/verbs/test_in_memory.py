@@ -273,8 +273,8 @@ def test_looking_at_objects(tmp_path: Path) -> None:
     assert ckptool.show(model, at="module.0.weight").values is not None
     assert ckptool.diff(model, file).same and ckptool.diff(file, state).same
     found = ckptool.verify(model, digest=True)
-    assert not found.problems and found.digests is not None
-    assert found.digests == ckptool.verify(file, digest=True).digests
+    assert not found.problems and found.digest is not None
+    assert found.digest == ckptool.verify(file, digest=True).digest
     assert ckptool.report(model, state, against=model.module, out=tmp_path / "r.html").out == str(tmp_path / "r.html")
     assert "strip-module FILE" in str(ckptool.doctor(state)) or ckptool.doctor(state).findings
     assert ckptool.doctor(file, against=model.module).findings

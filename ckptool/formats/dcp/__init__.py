@@ -16,7 +16,6 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
-from ckptool.commands import Advice as Advice
 from ckptool.commands import command, other_program
 from ckptool.errors import (
     CkptoolError,

@@ -133,8 +133,7 @@ class Tables:
                 raise self.damaged(f"has an entry {len(places):,} without a place", name)
             if key in places:
                 raise Ambiguous(
-                    f"{self.folder}: its {name} has two places for {key[0]}",
-                    "Readers disagree about which one counts.",
+                    f"{self.folder}: its {name} has two places for {key[0]}", "Readers disagree about which one counts."
                 )
             places[key] = place
         if missing := self.folder.missing(files):

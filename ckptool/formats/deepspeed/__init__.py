@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input, read_small
-from ckptool.commands import Advice as Advice
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.parts import names_in

@@ -13,7 +13,6 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
-from ckptool.commands import Advice as Advice
 from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD

@@ -17,7 +17,6 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice as Advice
 from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
@@ -282,7 +281,7 @@ def _check_agreement(index: _Index) -> None:
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
             "They come from two runs, or a shard was replaced.",
-            _AGAIN,
+            _AGAIN
         )  # fmt: skip
 
 

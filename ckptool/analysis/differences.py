@@ -1,0 +1,413 @@
+"""Two trees compared, pair by pair: what differs in what both have, what only one has, and which tensors are tied.
+
+*Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad`
+count where both containers can express them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
+from ckptool.analysis.words import PathFact, type_name, value_json
+from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.graph import SCALARS, alike
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
+from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
+from ckptool.checkpoint.selection import Chosen
+from ckptool.checkpoint.state_dicts import bare, without_wrappers
+from ckptool.checkpoint.strided import without_repeats
+from ckptool.checkpoint.tree import Path, address, check_names, children, walk
+from ckptool.commands import arg
+from ckptool.errors import Conflict
+from ckptool.facts import LIVE, Bytes, Unit
+from ckptool.pickles.encode import in_python_3
+from ckptool.pickles.plain.text import summary
+
+ARRAY = "numpy array"
+Aspects = dict[str, tuple[Any, Any]]
+_HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
+
+
+def _aspects_json(aspects: Aspects) -> dict[str, Any]:
+    def side(name: str, value: Any) -> Any:
+        if name == "value":
+            return value_json(value)
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        return value if value is None or isinstance(value, (bool, str)) else str(value)
+
+    return {name: None if name == "values" else [side(name, one) for one in sides] for name, sides in aspects.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """Something in both files that differs. aspects: in what (`shape`, `dtype`, `values`, …).  values: by how much."""
+
+    path: PathFact
+    left: Annotated[Any, LIVE]
+    right: Annotated[Any, LIVE]
+    aspects: Annotated[
+        Aspects, Unit(json=_aspects_json, schema={"type": "object"}, about="both sides of each, or null for values")
+    ]
+    values: ValueDifference | None = None
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+
+class Unpaired(NamedTuple):
+    """Something in one file only. type: `tensor`, or of what kind another entry is."""
+
+    path: PathFact
+    node: Annotated[Any, LIVE]
+
+    @property
+    def address(self) -> str:
+        return address(self.path)
+
+    @property
+    def type(self) -> str:
+        kind = self.node.kind if isinstance(self.node, Composite) else ""
+        return "tensor" if isinstance(self.node, TensorEntry) else kind or type_name(self.node)
+
+    @property
+    def dtype(self) -> DType | None:
+        return self.node.dtype if is_tensor(self.node) else None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        return self.node.shape if is_tensor(self.node) else None
+
+    @property
+    def nbytes(self) -> Bytes | None:
+        return self.node.nbytes if is_tensor(self.node) else None
+
+
+class Tie(NamedTuple):
+    """Names that share a storage in one file (side: `left`, `right`), and not in the other."""
+
+    side: str
+    names: tuple[str, ...]
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, (TensorEntry, Composite))
+
+
+@dataclass(slots=True, eq=False)
+class Comparer:
+    """The comparison of two trees, as far as it has come.
+
+    skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors; mixed: one stood for
+    the other, where a container cannot.  identity: what is shared in only one of them counts, too.  notes_metadata: it
+    does not count, but is looked at.  close: bytes that differ were called the same.
+    """
+
+    skipped: set[str]
+    pickled: bool
+    atol: float
+    rtol: float
+    statistics: bool
+    identity: bool = False
+    notes_metadata: bool = False
+    mixed: bool = False
+    close: bool = False
+    tensors: int = 0
+    elements: int = 0
+    equal: int = 0
+    changed: list[Difference] = field(default_factory=list)
+    only_left: list[Unpaired] = field(default_factory=list)
+    only_right: list[Unpaired] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    metadata: list[str] = field(default_factory=list)
+    compared: dict[tuple[int, int], tuple[Aspects, ValueDifference | None, Tensor, Tensor]] = field(
+        default_factory=dict
+    )
+    seen: set[tuple[int, int]] = field(default_factory=set)
+    rights: dict[int, int] = field(default_factory=dict)  # what stands for each object of the left tree, by id
+    lefts: dict[int, int] = field(default_factory=dict)
+    # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
+    bare: dict[int, Any] = field(default_factory=dict)
+
+    def chosen(self, left: Chosen, right: Chosen) -> list[tuple[Path, Any, Any]]:
+        """The nodes that were chosen in both; notes those of one only."""
+        self.only_left += [Unpaired(*one) for key, one in left.items() if key not in right]
+        self.only_right += [Unpaired(*one) for key, one in right.items() if key not in left]
+        return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
+
+    def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> bool:
+        """True where nothing differs; the order of keys and ties do not count here."""
+        stack = [iter(pairs)]  # a million plain values are not made a million pairs
+        while stack:
+            if (pair := next(stack[-1], None)) is None:
+                stack.pop()
+            else:
+                stack.append(self._pair(*pair))
+        return not (self.changed or self.only_left or self.only_right)
+
+    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+        """Compares two nodes; gives the pairs of parts that are still to be compared."""
+        aspects: Aspects = {}
+        if self.identity and not self._stand_for_each_other(a, b):
+            self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
+        if arrays := _arrays(a, b):
+            one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
+            self.mixed |= one != other
+            kinds: Aspects = {"kind": (one, other)} if one != other and self.pickled else {}
+            self._tensors(path, *arrays, "tensor" in (one, other), kinds)
+        elif is_tensor(a) and is_tensor(b):
+            self._tensors(path, a, b)
+        elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
+            if a.storage.location != b.storage.location and "device" not in self.skipped:
+                aspects["device"] = (a.storage.location, b.storage.location)
+            if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
+                aspects["values"] = (a, b)
+        elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
+            if (id(a), id(b)) not in self.seen:
+                self.seen.add((id(a), id(b)))
+                yield from self._containers(path, a, b)
+        elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
+            aspects["value"] = (a, b)
+        if aspects:
+            self.changed.append(Difference(path, a, b, aspects))
+
+    def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
+        """True for an optimizer's names of one parameter where prefixes do not count."""
+        names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
+        return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
+
+    def _stand_for_each_other(self, a: Any, b: Any) -> bool:
+        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
+            return True
+        return self.rights.setdefault(id(a), id(b)) == id(b) and self.lefts.setdefault(id(b), id(a)) == id(a)
+
+    # Containers -------------------------------------------------------------------------------------------------------
+
+    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+        (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
+        for parts, segments, other, only in (
+            (left, ours, right, self.only_left),
+            (right, theirs, left, self.only_right),
+        ):
+            only += [Unpaired((*path, segments.get(key, key)), part) for key, part in parts.items() if key not in other]
+        common = [key for key in left if key in right]
+        if isinstance(a, dict) and common != [key for key in right if key in left]:
+            self.order.append(address(path))
+        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
+            self.metadata.append(address(path))
+        for key in common:
+            one, other, segment = left[key], right[key], ours.get(key, key)
+            if type(key) is tuple and key[0] is _Node:
+                yield (*path, segment), segment, theirs[key]
+            if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
+                yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
+
+    def _metadata(self, node: Any) -> Any:
+        metadata = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
+        return _bare_modules(metadata) if "prefix" in self.skipped and isinstance(metadata, dict) else metadata
+
+    def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """The parts of a node by what their keys are called in both files; and the keys that are no texts."""
+        parts: dict[Any, Any] = {}
+        segments: dict[Any, Any] = {}
+        originals: dict[Any, Any] = {}
+        strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
+        hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
+        counts: Counter[str] = Counter()
+        for segment, part in children(node):
+            if segment in hidden and not (isinstance(node, dict) and segment in node):
+                continue
+            name = without_wrappers(segment) if strip and type(segment) is str else segment
+            if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
+                part = _bare_modules(part)
+                self.bare[id(part)] = part
+            key = _comparable(name, counts)
+            if key in parts and "prefix" not in self.skipped:
+                key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
+            if key in parts:
+                one, other = str(originals.get(key, key)), str(segment)
+                raise Conflict(
+                    f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
+                    "Which of the two to compare is not known.",
+                    f"Compare them under their own names: without {arg('ignore')} prefix",
+                )
+            parts[key] = part
+            if name is not segment:
+                originals[key] = segment
+            if key is not name:
+                segments[key] = segment
+        return parts, segments
+
+    # Tensors ----------------------------------------------------------------------------------------------------------
+
+    def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: Aspects | None = None) -> None:
+        """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
+        self.tensors += counted
+        self.elements += a.numel
+        check_names(self.tensors, len(self.compared))
+        key = (id(a), id(b))
+        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        if aspects or kinds:
+            self.changed.append(Difference(path, a, b, {**(kinds or {}), **aspects}, values))
+        else:
+            self.equal += counted
+
+    def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
+        """In what two tensors differ, and by how much their values do."""
+        aspects: Aspects = {}
+        values = None
+        facts = (("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype), ("device", a.location, b.location))
+        for name, old, new in facts:
+            if old != new and name not in self.skipped:
+                aspects[name] = (old, new)
+        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
+            if "strides" not in self.skipped and "shape" not in aspects and _strides(a) != _strides(b):
+                aspects["strides"] = (a.stride, b.stride)
+            for name in ("requires_grad", "parameter") if "requires_grad" not in self.skipped else ():
+                if getattr(a.flags, name) != getattr(b.flags, name):
+                    aspects[name] = (getattr(a.flags, name), getattr(b.flags, name))
+            is_same, values = (True, None) if "shape" in aspects else self._values(a, b)
+        elif isinstance(a, Composite) and isinstance(b, Composite):
+            inner = Comparer(self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
+            is_same = inner.compare([((), a.made, b.made)])
+            self.close |= inner.close
+        else:
+            is_same = True
+            aspects["kind"] = (_kind(a), _kind(b))
+        if not is_same:
+            aspects["values"] = (None, None)
+        return aspects, values
+
+    def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
+        """True where values differ by no more than the tolerance, and the difference if it was asked for."""
+        if a.same_view(b) and a.storage.data is b.storage.data:  # there is nothing to read
+            return True, None
+        once, other = without_repeats(a)[0], without_repeats(b)[0]
+        if once.shape == other.shape:  # each value once: a kilobyte may show a terabyte
+            a, b = once, other
+        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
+        if exact and not self.statistics:
+            return same_bytes(a.row_major(), b.row_major()), None
+        values = compare_values(a, b, self.atol, self.rtol)
+        if values is None:
+            return True, None
+        self.close |= values.within_tolerance
+        return values.within_tolerance and not exact, values
+
+
+def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
+    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
+    return {
+        without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
+        for path, value in metadata.items()
+    }
+
+
+def _arrays(a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
+    """Pickled numpy arrays, of which one may be a tensor, as tensors; None where neither is an array."""
+    if not any(isinstance(node, Object) for node in (a, b)):
+        return None
+    one, other = (node if isinstance(node, TensorEntry) else array_entry(node) for node in (a, b))
+    return (one, other) if one is not None and other is not None else None
+
+
+def _shape_of(node: Any) -> Any:
+    """Equal for containers whose parts can be compared one by one; None for leaves."""
+    if isinstance(node, dict):
+        return "dictionary"
+    if isinstance(node, (list, tuple)):
+        return type(node)
+    if isinstance(node, Set):
+        return "set", node.frozen, len(node.items)
+    if isinstance(node, Object):
+        return "object", canonical(_in_python_3(node.fn)) or node.name, node.how
+    return None
+
+
+class _Node:
+    """The kind of a key that is, or holds, an inert object or a tensor."""
+
+
+class _Attribute:
+    """The kind of a name that an item has too."""
+
+
+def _comparable(key: Any, counts: Counter[str]) -> Any:
+    """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
+    place among those alike."""
+    if type(key) is str or type(key) is int:
+        return key
+    if not _holds_node(key):
+        return type(key), key
+    text = summary(key, 200)
+    counts[text] += 1
+    return _Node, (text, counts[text])
+
+
+def _holds_node(key: Any) -> bool:
+    if type(key) is tuple:
+        return any(map(_holds_node, key))  # the decoder bounds how deep keys are nested
+    return isinstance(key, (Object, Set, TensorEntry, Composite, StorageRef))
+
+
+def _same_plain(a: Any, b: Any) -> bool:
+    """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
+    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):
+        one, other = _long_data(a), _long_data(b)
+        return one is not None and other is not None and same_bytes(one, other)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return a.hex() == b.hex() or (a != a and b != b)
+    if isinstance(a, complex):
+        return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
+    return _in_python_3(a) is _in_python_3(b) or bool(a == b)
+
+
+def _in_python_3(value: Any) -> Any:
+    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
+    return Global(*in_python_3(value)) if type(value) is Global else value
+
+
+def _long_data(value: Any) -> Data | None:
+    """The bytes of an array, wherever they are."""
+    if isinstance(value, LazyBytes):
+        return value.data
+    return InlineBytes(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
+
+
+def _kind(tensor: Tensor) -> str:
+    return tensor.kind if isinstance(tensor, Composite) else "plain"
+
+
+def _strides(entry: TensorEntry) -> tuple[int, ...]:
+    """Strides as far as they matter: not those of axes with one element, and none of an empty tensor."""
+    if not entry.numel:
+        return ()
+    return tuple(stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size != 1)
+
+
+def ties(left: Any, right: Any, by_bare_name: bool) -> Iterator[Tie]:
+    """Groups of names that share a storage on one side only, among the names that both sides have."""
+    lefts, rights = (
+        {
+            address(bare(path) if by_bare_name else path): id(node.storage)
+            for path, node in walk(tree)
+            if isinstance(node, TensorEntry) and node.storage.nbytes
+        }
+        for tree in (left, right)
+    )
+    for side, mine, other in (("left", lefts, rights), ("right", rights, lefts)):
+        by_storage: dict[int, list[str]] = {}
+        for name in mine:
+            if name in other:
+                by_storage.setdefault(mine[name], []).append(name)
+        for names in by_storage.values():
+            if len(names) > 1 and len({other[name] for name in names}) > 1:
+                yield Tie(side, tuple(names))
