@@ -40,7 +40,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
 	@touch $@
 
-test: lint pytest
+# Both at once: of two cores one would do nothing while the types are checked. What lint says comes when it has ended.
+test: $(STAMP)
+	@mkdir -p build; rm -f build/lint.failed
+	@( $(MAKE) --no-print-directory lint >build/lint.log 2>&1 || touch build/lint.failed; echo; cat build/lint.log ) & \
+	$(MAKE) --no-print-directory pytest; tested=$$?; wait; \
+	test ! -e build/lint.failed || { echo "lint failed: see above, or build/lint.log" >&2; exit 1; }; exit $$tested
 
 lint: $(STAMP)
 	$(BIN)/ruff check

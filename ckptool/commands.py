@@ -1,6 +1,6 @@
 """The table of verbs, and what texts say to type: commands and options, as a shell takes them and as Python does.
 
-    Conflict(f"{path} is there already", "", "Overwrite it: " + arg(overwrite=True) + ", or choose another name.")
+    OutputExists(f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
 
 A shell reads `Overwrite it: -f`, Python `Overwrite it: overwrite=True`. Both are made from the names that the verb's
 function has; a test holds them to its signature. File names are filled in by `analysis.fixes`.
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from ckptool.errors import INTO as INTO
 from ckptool.errors import Command as Command
 from ckptool.errors import Slot as Slot
-from ckptool.errors import Text
 
 Words = tuple[str, ...]
 
@@ -127,10 +126,12 @@ FLAGS = {
     "rules_file": "--rules",
     "from_folder": "--from",
     "latest_only": "--latest-good",
+    "file": "",
     "members": "",
     "values": "",
 }
-_SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
+# Options of verbs that are functions, but not of these: what is printed, and answers of another kind.
+SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
 
 
 def function_name(verb: str) -> str:
@@ -153,6 +154,7 @@ def with_verb(words: Sequence[str]) -> list[str]:
 
 FILE = Slot("FILE")
 OUT = Slot("OUT")
+OUT_NPZ = Slot("OUT.npz")
 OUT_PT = Slot("OUT.pt")
 OUT_SAFETENSORS = Slot("OUT.safetensors")
 MODEL = Slot("MODEL")
@@ -175,7 +177,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     given = {name: value for name, value in options.items() if value is not False and value != ""}
     words = (word for name, value in given.items() for word in _typed(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
-    if not VERBS[verb].in_python or any((verb, name) in _SHELL_ONLY for name in given):
+    if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in given):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)
     return Command(line, f"ckptool.{function_name(verb)}({', '.join([*positional, *_keywords(given)])})")
@@ -184,12 +186,13 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
 def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, energy=0.99)`."""
     if name:
-        return Command((_flag(name),), name)
+        return Command((flag(name),), name)
     words = (word for each, value in options.items() for word in _typed(each, value))
     return Command(words, ", ".join(_keywords(options)))
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option of a parameter; empty for a word without one."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
@@ -197,9 +200,9 @@ def _typed(name: str, value: Value) -> Iterator[str]:
     """The words of an option: `{"epoch": 3}` is `epoch:=3`, and `{"a": "b"}` `a=b`."""
     if isinstance(value, Mapping):
         value = [f"{key}={each}" if isinstance(each, str) else f"{key}:={each}" for key, each in value.items()]
-    flag = [_flag(name)] if _flag(name) else []
+    option = [flag(name)] if flag(name) else []
     for each in [value] if isinstance(value, (str, bool, float, int)) else value:
-        yield from flag if each is True else [*flag, each if isinstance(each, str) else str(each)]
+        yield from option if each is True else [*option, each if isinstance(each, str) else str(each)]
 
 
 def _keywords(options: Mapping[str, Value]) -> Iterator[str]:
@@ -231,6 +234,3 @@ def input_of(source: Any, address: str = "") -> str:
 def other_program(program: str, *files: str, into: str = "") -> Command:
     """A command of another program, with its own options, for these files; `into`: the file that its output goes to."""
     return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))
-
-
-Advice = Text

@@ -33,7 +33,8 @@
 
 An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
 Each is one line: characters that cannot be printed are escaped where they enter it.
-Only `why` may be several lines, as `TextLines`.
+Only `why` may be several lines, as `TextLines`. Where a raise gives no `why`, it is what the class means.
+Commands and options that stand in them (`commands.py`) are read as a shell takes them, and in `str()` as Python does.
 Library users catch `CkptoolError`; `error.code` is stable across versions.
 """
 
@@ -43,7 +44,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from errno import EEXIST
 from typing import Any
 
@@ -57,18 +57,17 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
+    meaning = ""  # why, where a raise does not say more
     what: str
     why: str
     fix: str
 
-    def __init_subclass__(cls, code: str = "", exit_code: int = 0, **more: Any) -> None:
+    def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
-        cls.exit_code = exit_code or cls.exit_code
-        if code:
-            cls.code = code
+        cls.code, cls.exit_code, cls.meaning = code or cls.code, exit_code or cls.exit_code, why or cls.meaning
 
     def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
-        self.what, self.why, self.fix = map(escaped, (what, why, fix))
+        self.what, self.why, self.fix = map(escaped, (what, why or self.meaning, fix))
         # An OSError would take them for its number and file.
         Exception.__init__(self, self.what, self.why, self.fix)
 
@@ -176,17 +175,14 @@ class Unsupported(CkptoolError, code="unsupported"):
     """The thing is known by name, but cannot be read or written here."""
 
 
-class Truncated(CkptoolError, EOFError, code="truncated"):
+class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off."):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     cut_archive: Any = None
 
 
-class Corrupt(CkptoolError, code="corrupt"):
+class Corrupt(CkptoolError, code="corrupt", why="It was damaged after it was written."):
     """The bytes contradict themselves."""
-
-    def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
-        super().__init__(what, why or "It was damaged after it was written.", fix)
 
 
 class BadTensor(Corrupt, code="bad-tensor"):
@@ -209,7 +205,7 @@ class Conflict(CkptoolError, code="conflict"):
     """Carrying on would lose data or mix two things."""
 
 
-class OutputExists(Conflict, FileExistsError, code="output-exists"):
+class OutputExists(Conflict, FileExistsError, code="output-exists", why="It was left as it is."):
     """The target is there already and was not to be overwritten. A `FileExistsError`, too."""
 
     errno = EEXIST
@@ -392,10 +388,6 @@ class Text(str):
     def commands(self) -> tuple[Command, ...]:
         return tuple(part for part in self.parts if isinstance(part, Command) and not part[0].startswith("-"))
 
-    def filled(self, fill: Callable[[Command], Command]) -> Text:
-        """The same text with its commands filled in."""
-        return Text(*(fill(part) if part in self.commands else part for part in self.parts))
-
 
 class TextLines(Text):
     """Several lines, each escaped: the one text of an error that has line breaks."""
@@ -410,6 +402,11 @@ class TextLines(Text):
 
     def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.split("\n"))
+
+
+def in_python(text: str | Command) -> str:
+    """The text with the words that Python has for what a shell types."""
+    return getattr(text, "python", str(text))
 
 
 def escaped(text: str | Command) -> str:
@@ -428,130 +425,3 @@ def _parts(text: str | Command) -> Iterator[str | Command]:
         for number, part in enumerate(_MARKED.split(text)):
             if part:
                 yield Command.marked(part) if number % 2 else printable(part)
-
-
-# Options that are not called as their argument is.
-NAMES = {
-    "-f": "overwrite",
-    "--force": "overwrite",
-    "-o": "out",
-    "--out": "out",
-    "-d": "folder",
-    "--dir": "folder",
-    "-n": "dry_run",
-    "--lambda": "scale",
-    "--map": "moves",
-    "--rules": "rules_file",
-    "--from": "from_folder",
-    "--latest-good": "latest_only",
-}
-SHELL = frozenset("--help --init --json --schema --skip-refused --version".split())  # what only a shell needs
-VALUED = frozenset(
-    "-o -d --out --dir --against --at --atol --base --block-size --config --density --drop --dtype --ema"
-    " --error --exclude --fill-from --form --from --ignore --jobs --kills --lambda --like --map --method --min-loaded"
-    " --on-mismatch --only --optimizer-as --prefix --processes --ranks --rename --resize --rest --resume --rtol --rules"
-    " --scale --seed --set --shard-dim --shard-size --slice --steps --suggest --t --tensor --ties --to"
-    " --timeout --weight --weights --write-digest --run --component --energy --rank --checkpoint --on".split()
-)
-_SEVERAL = frozenset(
-    {"--drop", "--exclude", "--ignore", "--only", "--prefix", "--rename", "--resize", "--set", "--weight"}
-)
-_NUMBERS = frozenset(
-    "--atol --density --ema --jobs --kills --lambda --min-loaded --processes --ranks --rtol --scale --seed --shard-dim"
-    " --steps --t --timeout --energy --rank".split()
-)
-_DEVICE = re.compile(r"'?(cpu|cuda|mps|xpu|meta|DEVICE)\b")
-
-# A value, as against the next word of a sentence: quoted, a PLACEHOLDER, not of small letters alone, or of this list.
-_WORDS = (
-    "auto|copy|cpu|drop|error|keep|must|never|new|none|npz|old|pad|plain|record|refuse|resize|safetensors|sharded|skip"
-    "|slice"
-)
-_FILE = r"[\w./-]+\.(?:pt|safetensors|npz|yaml)\b"
-_VALUE = rf"'[^']*'|{_FILE}|(?:{_WORDS})\b|(?=[^\s;]*[^\sa-z;,.)])[^\s;,)]*[^\s;,.:)]"
-_OPTION = re.compile(rf"(?<![\w'-])(--?[a-z][a-z-]*)(?:[ =]({_VALUE}))?")
-_FOLDER = re.compile(r"(?<!\S)-d\b")
-_COMMAND = re.compile(r"((?:ckptool|pip|torchrun) [a-z-]+(?: (?!\()(?:'[^']*'|[^\s;])+)*)")
-# Of commands that are no function's: what a shell prints otherwise, and words that stand for several.
-_NO_CALL = SHELL | {"--find", "--list", "…", ">"}
-
-
-def in_python(text: str | Command) -> str:
-    """The text, with the options and commands that stand in it as the arguments and calls that they are in Python."""
-    said: str | None = getattr(text, "python", None)
-    return _translated(str(text)) if said is None else said
-
-
-def _translated(text: str) -> str:
-    clauses = text.split("; ")
-    # Most functions write no several files.
-    kept = [clause for clause in clauses if not _FOLDER.search(clause)] or clauses
-    pieces = _COMMAND.split("; ".join(kept))
-    for number in range(1, len(pieces), 2):
-        with suppress(ValueError):  # an apostrophe of the sentence around it
-            words = shlex.split(pieces[number])
-            if pieces[number - 1].endswith((": ", " or ")) and re.search(r"[A-Z#/]|\.\w", " ".join(words[2:4])):
-                pieces[number] = _call(pieces[number], words)
-    pieces[::2] = [_OPTION.sub(_argument, piece) for piece in pieces[::2]]
-    return "".join(pieces)
-
-
-def _call(line: str, words: Sequence[str]) -> str:
-    """A command as the call that does the same; as it is where no function does: other programs', what is printed."""
-    if words[0] != "ckptool" or not _NO_CALL.isdisjoint(words) or {"inspect", "--all"} <= {*words}:
-        return line
-    two = words[1] == "lora"
-    verb, rest = "_".join(words[1 : 2 + two]).replace("-", "_"), list(words[2 + two :])
-    given: list[str] = []
-    options: dict[str, str] = {}
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("-"):
-            name, value = _named(word, rest.pop(0) if word in VALUED else None)
-        elif verb == "bundle":
-            name = "values" if ":=" in word else "members" if "=" in word else "file"
-            value = {"values": _literal("--set", word), "members": _literal("--map", word)}.get(name, _quoted(word))
-        else:
-            given.append(_quoted(word))
-            continue
-        options[name] = f"{options[name][:-1]}, {value[1:]}" if name in options else value
-    arguments = [f"[{', '.join(given)}]"] if verb == "average" else given
-    return f"ckptool.{verb}({', '.join([*arguments, *(f'{name}={value}' for name, value in options.items())])})"
-
-
-def _argument(match: re.Match[str]) -> str:
-    flag, value = match[1], match[2]
-    if flag in SHELL or (not flag.startswith("--") and flag not in NAMES):
-        return match[0]
-    name, literal = _named(flag, value)
-    if flag not in VALUED:
-        return f"{name}=True" + (f" {value}" if value is not None else "")
-    return name if value is None else f"{name}={literal}"
-
-
-def _named(flag: str, value: str | None) -> tuple[str, str]:
-    """The argument that an option is, and its value."""
-    name = NAMES.get(flag, flag.lstrip("-").replace("-", "_"))
-    if flag == "--to" and (value is None or not _DEVICE.match(value)):
-        name = "container"
-    return name, "True" if value is None else _literal(flag, value)
-
-
-def _literal(flag: str, value: str) -> str:
-    """The value as Python has it. A PLACEHOLDER stays one."""
-    value = value.strip("'")
-    if flag == "--weights":
-        return f"[{value.replace(',', ', ')}]"
-    if flag in _NUMBERS:
-        return value
-    if flag in ("--map", "--tensor") or (flag == "--rename" and "=>" not in value and "=" in value):
-        old, _, new = value.rpartition("=")
-        return f"{{{_quoted(old)}: {_quoted(new)}}}"
-    if flag == "--set" and ":=" in value:
-        place, _, json = value.partition(":=")
-        return f"{{{_quoted(place)}: {json}}}"
-    return f"[{_quoted(value)}]" if flag in _SEVERAL else _quoted(value)
-
-
-def _quoted(text: str) -> str:
-    return text if re.fullmatch(r"[A-Z]+", text) else repr(text)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import ckptool
-from ckptool.analysis.doctor import of_error_text
-from ckptool.analysis.error_texts import KnownError, recognised
-from ckptool.analysis.explain import all_codes
+from ckptool.analysis.error_texts import KnownError, of_error_text, recognised
 from ckptool.cli.help import about as help_of
 from ckptool.cli.help import called, usage
 from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import VERBS, function_name
+from ckptool.verbs._explain import all_codes
 from ckptool.verbs._schema import schema
 
 HOME = Path(__file__).resolve().parents[1]

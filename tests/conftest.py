@@ -16,11 +16,14 @@ from _pytest.pathlib import import_path
 
 from ckptool.cli import main
 from tests.support.cli import Ran, Run
+from tests.support.looped import examples
 
 pytest_plugins = ["tests.guard"]
 
 # How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "timeless", max_examples=examples(150), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("timeless")
 
 

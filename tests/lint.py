@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptool import commands
-from ckptool.analysis.error_texts import KNOWN
-from ckptool.analysis.explain import all_codes
+from ckptool import errors as _errors
+from ckptool.analysis.error_texts import known_errors
+from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, Advice, Command
-from ckptool.errors import in_python
+from ckptool.commands import VERBS, module_of
+from ckptool.options import signature_of
+from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 
 ROOT = Path(__file__).parents[1]
@@ -81,20 +83,51 @@ def of_tests() -> Iterator[str]:
 # Words ------------------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
-A_COMMAND = re.compile(r"(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
-# Programs with options of their own.
-OTHERS = re.compile(r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -")
+A_COMMAND = re.compile(r"(?:: |or )?(?:ckptool|pip|torchrun) [a-z-]+(?: (?:'[^']*'|[^\s;])+)*")
+# Commands that no function does, and programs with options of their own.
+NO_FUNCTION = re.compile(
+    r"(?:: |or )?(?:pip|torchrun) |ckptool |: ckptool (?:bundle NAME=|[a-z-]+ --(?:init|list|global)\b)"
+)
+OTHERS = re.compile(
+    r"^(gzip|bzip2|xz|zstd|lz4|unzip|mkdir|[a-z]+) -[a-z]+$|: (head|zip|ls) -|--(ckpt-format|num_proc)|ls -lt"
+)
 
 
 def spelling(module: Module) -> Iterator[str]:
-    """Options of the command line that an error in Python would keep."""
-    if module.room in ("cli", "render", "training", "errors", "facts") or module.basename == "commands":
+    """Options that a text of an error spells as a shell does, and so would in Python: `arg` and `command` do both.
+
+    Looked at are the functions that make errors, and what modules name in capitals.
+    """
+    setup = [module_of(name) for name, verb in VERBS.items() if not verb.in_python]
+    if module.room in ("cli", "render", "facts", "commands") or module.name in setup:  # speak to a shell alone
         return
-    declared = calls(module, "option", "_output", "argument", "verb")  # the help of the command line
-    for at, text in texts(module, {id(part) for call in declared for part in ast.walk(call)}):
-        said = in_python(text.replace(FILLED, "x")) if " " in text else ""
-        if FLAG.search(A_COMMAND.sub("", said)) and not OTHERS.search(text) and "inspect --json" not in said:
-            yield f"{at}: an option of the command line, where Python is spoken: {said}"
+    hooks = {ast.unparse(word.value) for call in calls(module, "verb") for word in call.keywords}
+    errors = {name for name in vars(_errors) if is_error(name)}
+    known = calls(module, "arg", "command", "other_program", "Command", "option", "_output", "argument", "verb", "Note")
+    both = {id(part) for call in known for part in ast.walk(call)}
+    rows = (node for node in module.nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append")
+    shell = (call for call in calls(module, "Text") if call.keywords)
+    both |= {id(part) for call in (*rows, *shell) for part in ast.walk(call)}
+    looked = set[int]()
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef):
+            inner = list(ast.walk(node))
+            if node.name not in hooks and any(
+                isinstance(each, ast.Call) and getattr(each.func, "id", "") in errors for each in inner
+            ):
+                looked |= {id(each) for each in inner}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).isupper():
+            looked |= {id(each) for each in ast.walk(node)}
+    left_out = {id(node) for node in module.nodes} - looked | both
+    for at, text in texts(module, left_out):
+        rest = A_COMMAND.sub(lambda match: "" if NO_FUNCTION.match(match[0]) else f" --{match[0]}", text)
+        if " " in text and FLAG.search(rest) and not OTHERS.search(text):
+            yield f"{at}: an option as only a shell has it: {text}"
+
+
+def is_error(name: str) -> bool:
+    kind = vars(_errors)[name]
+    return isinstance(kind, type) and issubclass(kind, _errors.CkptoolError)
 
 
 PLURAL = re.compile(r"^ (?:[a-z]+ )?([a-z]+s)\b")
@@ -138,7 +171,7 @@ def named_constants(module: Module) -> dict[str, set[str]]:
 
 def codes_of(module: Module) -> Iterator[str]:
     """The codes that a module names: of a class of errors, or in making a note, finding or problem."""
-    makers = {"Note": 0, "Finding": 0, "Problem": 0, "_known": 1, "_container": 0}
+    makers = {"Note": 0, "Finding": 0, "Problem": 0}
     names = named_constants(module)
     for call in calls(module, *makers):
         for value in call.args[makers[call.func.id] :][:1]:  # type: ignore[attr-defined]
@@ -156,7 +189,8 @@ def codes_of(module: Module) -> Iterator[str]:
 def codes(house: House) -> Iterator[str]:
     """Each is explained, and no other is."""
     modules, explained = house.modules.values(), set(all_codes())
-    made = {code for module in modules for code in codes_of(module)}
+    made = {code for module in modules for code in codes_of(module)} | {known.code for known in known_errors()}
+    made |= {name.partition(",")[0] for name in table("findings")["findings"]}
     words = {node.value for module in modules for node in module.nodes if isinstance(node, ast.Constant)}
     if len(made) <= 110:
         yield f"only {len(made)} codes were found"
@@ -191,13 +225,21 @@ def built(call: ast.Call) -> None:
     verb, *arguments = call.args
     assert isinstance(verb, ast.Constant) and verb.value in VERBS, "there is no such verb"
     words = ["ckptool", verb.value, *("x.pt" for _ in arguments)]
+    known = signature_of(function_of(verb.value)).parameters
     flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
     for keyword in call.keywords:
-        flag = commands._FLAGS.get(str(keyword.arg), f"--{str(keyword.arg).replace('_', '-')}")
+        is_call = VERBS[verb.value].in_python and (verb.value, keyword.arg) not in commands.SHELL_ONLY
+        assert not is_call or keyword.arg in known, f"the function has no {keyword.arg}"
+        flag = commands.flag(str(keyword.arg))
+        if not flag:
+            words.append("a=x.pt")
+            continue
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
         assert named or flags[flag].is_flag is (value is True), flag
-        text = value if isinstance(value, str) else {"on_mismatch": "skip"}.get(str(keyword.arg), "x.pt")
+        text = (
+            value if isinstance(value, str) else {"on_mismatch": "skip", "processes": "2"}.get(str(keyword.arg), "x.pt")
+        )
         words += [flag] if flags[flag].is_flag else [flag, text]
     parsed(words)
     writes = "-o" in flags and verb.value != "warm-start"  # which looks first
@@ -218,12 +260,16 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
     """Each with its place, and what is wrong with it where that is more than its words."""
     for module in house.modules.values():
         if module.room != "cli":  # where a command is another thing
-            yield from ((place(module, call), call, "") for call in calls(module, "command"))
+            constant = (call for call in calls(module, "command") if not isinstance(call.args[0], ast.Name))
+            yield from ((place(module, call), call, "") for call in constant)
         yield from ((at, line, "") for at, line in written_out(module))
-    for known in KNOWN:
-        advised = known.advice.commands if isinstance(known.advice, Advice) else ()
-        for fix in (*known.fixes, *advised):
-            yield "the table of errors", str(fix), "" if isinstance(fix, Command) else "not built"
+    for known in known_errors():
+        yield from (("the table of errors", str(fix), "") for fix in known.fixes)
+        if advised := re.search(r": (ckptool .*)", known.advice):
+            yield "the table of errors", advised[1], ""
+    for row in table("findings")["findings"].values():
+        for line in (*row.get("fixes", ()), *row.get("advised", ())):
+            yield "the table of findings", re.sub(r"\{\w+\}", "x", line), ""
 
 
 def taken(house: House) -> Iterator[str]:

@@ -23,8 +23,8 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import walk
 from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
-from ckptool.commands import Advice, command
-from ckptool.errors import CkptoolError, FileProblem, MissingKey, TextLines, printable
+from ckptool.commands import command
+from ckptool.errors import CkptoolError, FileProblem, MissingKey, Text, TextLines, printable
 from ckptool.formats import torch_zip
 from ckptool.output import replace_file
 
@@ -335,8 +335,8 @@ def test_every_part_of_every_error_is_a_line_without_control_characters(kind: An
 @pytest.mark.parametrize("odd", ODD)
 def test_advice_notes_and_names_looked_for_are_escaped(odd: str) -> None:
     name = f"{ORDINARY}{odd}x"
-    advice = CkptoolError("a.pt", "", Advice(f"Look at {name}: ", command("inspect", name, only=name))).fix
-    assert isinstance(advice, Advice) and advice.isprintable() and advice == "".join(map(str, advice.parts))
+    advice = CkptoolError("a.pt", "", Text(f"Look at {name}: ", command("inspect", name, only=name))).fix
+    assert isinstance(advice, Text) and advice.isprintable() and advice == "".join(map(str, advice.parts))
     assert [*advice.commands] == [("ckptool", "inspect", name, "--only", name)], "a command is typed as it was"
     assert advice.filled(lambda each: each).isprintable() and pickle.loads(pickle.dumps(advice)).parts == advice.parts
     error = MissingKey.among(f"{name}y", lambda: [name], f"in {name}")

@@ -10,11 +10,12 @@ import pytest
 
 from ckptool.analysis.fixes import Chain
 from ckptool.checkpoint.paths import parted
-from ckptool.commands import FILE, OUT, OUT_PT, Advice, command, other_program
+from ckptool.commands import FILE, OUT, OUT_PT, command, other_program
+from ckptool.errors import Text
 
 
 def test_options_are_words() -> None:
-    line = command("edit", "-a.pt", out=OUT, drop=["a b", "c"], all=True, at="", partial=False)
+    line = command("edit", "-a.pt", drop=["a b", "c"], all=True, at="", partial=False, out=OUT)
     assert str(line) == "ckptool edit ./-a.pt --drop 'a b' --drop c --all -o OUT"
 
 
@@ -60,10 +61,8 @@ def test_what_is_written_for_a_folder_lies_beside_it(tmp_path: Path, monkeypatch
 
 
 def test_advice_knows_its_commands() -> None:
-    advice = Advice("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
+    advice = Text("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
     assert advice == "Save it: ckptool recover 'a b.pt' -o OUT; or copy it again."
-    assert advice.otherwise == "Or copy it again." and [str(c) for c in advice.commands] == [
-        "ckptool recover 'a b.pt' -o OUT"
-    ]
+    assert [*map(str, advice.commands)] == ["ckptool recover 'a b.pt' -o OUT"]
     unpack = other_program("gzip -dc", "a.gz", into="a b")
     assert str(unpack) == "gzip -dc a.gz > 'a b'"

@@ -23,7 +23,7 @@ from tests.support.looped import looped
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
 )
-LIVE = {"load_into"}  # on a live module
+LIVE = {"inspect_run", "load_into"}  # of a run, and on a live module
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
 ]

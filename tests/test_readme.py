@@ -164,7 +164,7 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
 
 def test_the_page_of_codes_is_in_the_package_itself() -> None:
     """A link, so that the text lives once; a wheel holds a copy."""
-    assert (HOME / "ckptool" / "analysis" / "codes.md").resolve() == HOME / "docs" / "codes.md"
+    assert (HOME / "ckptool" / "verbs" / "codes.md").resolve() == HOME / "docs" / "codes.md"
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

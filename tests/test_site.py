@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from ckptool.analysis.error_texts import KNOWN, recognised
+from ckptool.analysis.error_texts import known_errors, recognised
 from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import VERBS, function_name
 from ckptool.verbs._schema import schema
@@ -51,7 +51,7 @@ def reference(generated: ModuleType) -> dict[str, str]:
 def test_every_known_message_has_a_page_that_is_titled_with_it(
     generated: ModuleType, reference: dict[str, str]
 ) -> None:
-    assert {id(recognised(message)) for message in generated.MESSAGES} == {id(known) for known in KNOWN}
+    assert {id(recognised(message)) for message in generated.MESSAGES} == {id(known) for known in known_errors()}
     for message in generated.MESSAGES:
         text = reference[f"errors/{generated.slug(message)}.md"]
         assert f"title: {json.dumps(message)}\n" in text and f"# {generated.code_span(message)}\n" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -13,94 +14,66 @@ import pytest
 import torch
 
 import ckptool
+from ckptool import errors
 from ckptool.cli import main
+from ckptool.cli.verb import function_of, typed_parameters
 from ckptool.commands import (
     FILE,
     FOLDER,
     MODEL,
+    NAME,
     OUT,
     OUT_PT,
     VERBS,
-    Advice,
+    Command,
+    arg,
     command,
-    function_name,
+    flag,
     other_program,
 )
-from ckptool.errors import NAMES, VALUED, CkptoolError, in_python
-from ckptool.verbs import _save
-from tests.support.command_options import options_of
+from ckptool.errors import CkptoolError, Text, TextLines, UsageError, printable
+from ckptool.options import signature_of
+from tests.support.errors import of_a_shell
 from tests.support.looped import looped
 
-FLAG = re.compile(r"(?<![\w'-])--?[a-z][a-z-]*")
-# Those that no function does.
-OTHER_COMMANDS = re.compile(r"(?:pip|torchrun) [^;]*|ckptool (?:inspect \S+ --all|translate --list|average --help)")
-# What only a shell needs: how much is printed, and how.
-SHELL_ONLY = {
-    "--json",
-    "--format",
-    "--skip-refused",
-    "--depth",
-    "--stat",
-    "--init",
-    "--schema",
-    "--all",
-    "--add",
-}
+
+@looped("verb", [name for name, verb in VERBS.items() if verb.in_python])
+def test_every_option_of_a_function_is_spelled_as_it_is_declared(verb: str) -> None:
+    function = function_of(verb)
+    arguments = signature_of(function).parameters
+    for option in typed_parameters(function):
+        if option.name in arguments and option.option.flags and (verb, option.name) != ("average", "scale"):
+            assert flag(option.name) in option.option.flags, option
 
 
-def arguments_of(command: str) -> set[str]:
-    function = getattr(ckptool, function_name(command))
-    known = inspect.signature(function).parameters
-    more = re.search(r"Unpack\[(\w+)\]", str(known["options"].annotation)) if "options" in known else None
-    return {
-        *known,
-        *(getattr(_save, more[1]).__annotations__ if more else ()),
-    }
+SPELLINGS = {
+    arg(overwrite=True): ("-f", "overwrite=True"),
+    arg(folder="gan2"): ("-d gan2", "folder='gan2'"),
+    arg(on_mismatch="skip"): ("--on-mismatch skip", "on_mismatch='skip'"),
+    arg("only"): ("--only", "only"),
+    arg("out"): ("-o", "out"),
+    arg(drop="opt*", set={"epoch": 3}): ("--drop 'opt*' --set epoch:=3", "drop='opt*', set={'epoch': 3}"),
+    arg(drop=["a", "b c"]): ("--drop a --drop 'b c'", "drop=['a', 'b c']"),
+    arg(to="cpu"): ("--to cpu", "to='cpu'"),
+    arg(moves={"cuda:1": "cuda:0"}): ("--map cuda:1=cuda:0", "moves={'cuda:1': 'cuda:0'}"),
+    arg(container="safetensors"): ("--to safetensors", "container='safetensors'"),
+    arg(exclude=NAME): ("--exclude NAME", "exclude=NAME"),
+    arg(ema=0.999, rank=32): ("--ema 0.999 --rank 32", "ema=0.999, rank=32"),
+    arg(rename="a => b"): ("--rename 'a => b'", "rename='a => b'"),
+    arg(drop=""): ("--drop ''", "drop=''"),
+    arg(drop="a\nb"): ("--drop $'a\\x0ab'", r"drop='a\nb'"),
+}  # fmt: skip
 
 
-@looped("command", [name for name, verb in VERBS.items() if verb.in_python])
-def test_every_option_has_a_spelling_in_python_that_its_function_takes(command: str) -> None:
-    for option in options_of(command):
-        if not option.flag or option.flag in SHELL_ONLY or option.flag in ("--quiet", "--dir", "--exhaustive"):
-            continue
-        assert (option.flag in VALUED) != option.is_flag, option
-        name = NAMES.get(option.flag, option.flag.lstrip("-").replace("-", "_"))
-        if option.flag == "--to" and command != "remap":
-            name = "container"
-        # A function of its own; none.
-        if (command, name) in (
-            ("train", "dry_run"),
-            ("translate", "list"),
-            ("translate", "find"),
-            ("verify", "container"),
-        ):
-            continue
-        if option.flag == "--jobs" and command not in ("scan", "verify"):  # a function is for one file
-            continue
-        if (command, option.flag) == ("warm-start", "--optimizer"):
-            name = "optimizer"
-        assert name in arguments_of(command), (option, name)
-
-
-def test_the_spellings() -> None:
-    for typed, python in {
-        "Overwrite it: -f, or choose another name.": "Overwrite it: overwrite=True, or choose another name.",
-        "Name a file; or use -d for the folder": "Name a file",
-        "For example: -d gan2": "For example: folder='gan2'",
-        "Keep the target's: --on-mismatch skip": "Keep the target's: on_mismatch='skip'",
-        "go without --optimizer": "go without optimizer=True",
-        "--all keeps everything; --only and --exclude do not": "all=True keeps everything; only and exclude do not",
-        "For example: --drop 'optimizer*', --set epoch:=3": "For example: drop=['optimizer*'], set={'epoch': 3}",
-        "--to cpu, or --map cuda:1=cuda:0": "to='cpu', or moves={'cuda:1': 'cuda:0'}",
-        "--to safetensors": "container='safetensors'",
-        "See: ckptool inspect FILE --all; or --exclude NAME": "See: ckptool inspect FILE --all; or exclude=[NAME]",
-        "Start another: --set run=OTHER": "Start another: set=['run=OTHER']",
-        "For example: --ema 0.999": "For example: ema=0.999",
-        "--rename 'a => b'": "rename=['a => b']",
-        "a well-known half-way house of -1 to -3": "a well-known half-way house of -1 to -3",
-        "ulimit -a": "ulimit -a",
-    }.items():
-        assert in_python(typed) == python
+@looped("words", SPELLINGS)
+def test_an_option_is_spelled_for_a_shell_and_for_python(words: Command) -> None:
+    shell, python = SPELLINGS[words]
+    assert (str(words), words.python) == (shell, python)
+    error = UsageError(f"{words} is odd", f"Not {words}.", f"Say: {words}; or {words}.")
+    assert (error.what, error.why, error.fix) == (f"{shell} is odd", f"Not {shell}.", f"Say: {shell}; or {shell}.")
+    assert str(error) == f"{python} is odd\nNot {python}.\nSay: {python}; or {python}."
+    again = pickle.loads(pickle.dumps(error.within("a.pt")))
+    assert again.what == f"a.pt: {shell} is odd" and str(again) == f"a.pt: {error}" and again.fix.commands == ()
 
 
 class Called:
@@ -120,34 +93,48 @@ AS_CALLS = {
     command("edit", "a b.pt", drop=["x", "y"], out=OUT): "edit('a b.pt', drop=['x', 'y'], out=OUT)",
     command("rename", FILE, "OLD => NEW", out=OUT): "rename(FILE, 'OLD => NEW', out=OUT)",
     command("remap", "it's.pt", to="cpu", out=OUT): """remap("it's.pt", to='cpu', out=OUT)""",
-    command("warm-start", FILE, against=MODEL, min_loaded="0.5"): "warm_start(FILE, against=MODEL, min_loaded=0.5)",
-    command("scan", FOLDER, latest_good=True): "scan(FOLDER, latest_only=True)",
+    command("warm-start", FILE, against=MODEL, min_loaded=0.5): "warm_start(FILE, against=MODEL, min_loaded=0.5)",
+    command("scan", FOLDER, latest_only=True): "scan(FOLDER, latest_only=True)",
     command("average", "a.pt", "b.pt", out=OUT): "average(['a.pt', 'b.pt'], out=OUT)",
     command("lora merge", "a.pt", "b.pt", out=OUT): "lora_merge('a.pt', 'b.pt', out=OUT)",
-    command("bundle", "g=G.pt", "d=D.pt#sd", "e:=3"): "bundle(members={'g': 'G.pt', 'd': 'D.pt#sd'}, values={'e': 3})",
-    command("bundle", FILE, drop="NAME", out=OUT): "bundle(file=FILE, drop=[NAME], out=OUT)",
+    command("bundle", members={"g": "G.pt", "d": "D.pt#sd"}, values={"e": 3}): (
+        "bundle(members={'g': 'G.pt', 'd': 'D.pt#sd'}, values={'e': 3})"
+    ),
+    command("bundle", file=FILE, drop=NAME, out=OUT): "bundle(file=FILE, drop=NAME, out=OUT)",
 }
 
 
 @pytest.mark.parametrize(("typed", "call"), AS_CALLS.items(), ids=str)
-def test_a_command_is_a_call_in_python(typed: Any, call: str) -> None:
-    assert in_python(Advice("Do: ", typed)) == in_python(f"Do: {typed}") == f"Do: ckptool.{call}"
+def test_a_command_is_a_call_in_python(typed: Command, call: str) -> None:
+    text = Text(f"Do: {typed}; or not.")
+    assert text == Text("Do: ", typed, "; or not.") == f"Do: {typed!s}; or not."
+    assert text.python == f"Do: ckptool.{call}; or not." and text.commands == (typed,)
     assert fits(f"ckptool.{call}")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "See: ckptool inspect FILE --all",
-        "See: ckptool translate --list",
-        "For example: ckptool bundle NAME=FILE … -o OUT",
-        "this is what ckptool reads of FILE",
-        "they are equal: ckptool keeps them apart, stock torch.load ties them",
-        str(other_program("gzip -dc", "a.gz", into="a")),
-    ],
-)
-def test_what_no_function_does_stays_a_command(text: str) -> None:
-    assert in_python(text) == text
+def test_what_no_function_does_stays_a_command() -> None:
+    for line in (command("inspect", FILE, all=True), command("demo", "x"), other_program("gzip -dc", "a.gz", into="a")):
+        assert line.python == str(line)
+
+
+def test_a_name_that_looks_like_a_command_in_a_text_stays_a_name() -> None:
+    mark = errors._MARK
+    for name in (f"\ue000{'0' * 16}(a\ue000{'0' * 16}-b\ue000{'0' * 16})", mark[:-1], "\ue000", mark.upper() + "(x"):
+        error = UsageError(f"{name}: {arg(all=True)}", "", f"{arg(exclude=name)}")
+        assert error.what == f"{printable(name)}: --all" and str(error).startswith(f"{printable(name)}: all=True\n")
+        assert all(text.isprintable() for text in (error.what, error.fix, str(error).replace("\n", "")))
+    for cut in range(1, len(f"{arg(all=True)}")):  # what is left of one, wherever it was cut
+        assert (
+            UsageError(f"{arg(all=True)}"[:cut]).what.isprintable()
+            and printable(f"{arg(all=True)}"[cut:]).isprintable()
+        )
+
+
+def test_a_text_that_reaches_no_error_has_the_words_of_the_shell() -> None:
+    assert printable(f"see {arg(all=True)}, {command('show', FILE / 'a b')}") == "see --all, ckptool show 'FILE#a b'"
+    lines = TextLines(f"with {arg(all=True)}", "a\nb")
+    assert lines == "with --all\na\\nb" and lines.python == "with all=True\na\\nb"
+    assert UsageError("x", lines).why == lines and pickle.loads(pickle.dumps(UsageError("x", lines))).why == lines
 
 
 @pytest.fixture
@@ -180,7 +167,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "nothing to drop": lambda: ckptool.edit("one.pt", "x.pt", drop="zzz"),
     "shards": lambda: ckptool.convert("one.pt", "x.pt", shard_size="5GB"),
     "all and only": lambda: ckptool.convert("one.pt", "x.safetensors", all=True, only="a"),
-    "expanded": lambda: ckptool.convert("flat.pt", "x.safetensors"),
     "in place to another": lambda: ckptool.cast("one.pt", dtype="bf16", in_place=True, container="npz"),
     "one to average": lambda: ckptool.average(["one.pt"], "x.pt"),
     "decay": lambda: ckptool.average(["one.pt", "one.pt"], "x.pt", ema=3),
@@ -201,7 +187,7 @@ def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
     with pytest.raises(CkptoolError) as caught:
         CALLS[name]()
     text = str(caught.value)
-    assert not FLAG.search(OTHER_COMMANDS.sub("", text)), text
+    assert of_a_shell(text) == [], text
     assert all(fits(call) for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", text)), text
 
 
@@ -231,7 +217,7 @@ def test_every_function_speaks_python_of_every_input(name: str, folder: Path) ->
             except TypeError:
                 assert given == 7
             Path("new.pt").unlink(missing_ok=True)
-    assert not [text for text in errors if FLAG.search(OTHER_COMMANDS.sub("", text))]
+    assert [text for text in errors if of_a_shell(text)] == []
     for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", "\n".join(errors)):
         assert fits(call), call
 

@@ -19,6 +19,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.selection import topmost
 from ckptool.checkpoint.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.checkpoint.tree import Path, walk
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, WHOLE, Report, Table, Told, dim, green, number, red
 from ckptool.formats import members, named
@@ -328,7 +329,7 @@ def diff(
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
         raise UsageError(
-            f"unknown kind of difference {unknown[0]!r} in --ignore", f"Available: {', '.join(IGNORABLE)}."
+            f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}", f"Available: {', '.join(IGNORABLE)}."
         )
     pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))

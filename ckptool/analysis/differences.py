@@ -22,6 +22,7 @@ from ckptool.checkpoint.selection import Chosen
 from ckptool.checkpoint.state_dicts import bare, without_wrappers
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
+from ckptool.commands import arg
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit
 from ckptool.pickles.encode import in_python_3
@@ -234,7 +235,7 @@ class Comparer:
                 raise Conflict(
                     f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
                     "Which of the two to compare is not known.",
-                    "Compare them under their own names: without --ignore prefix",
+                    f"Compare them under their own names: without {arg('ignore')} prefix",
                 )
             parts[key] = part
             if name is not segment:

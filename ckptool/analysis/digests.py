@@ -30,6 +30,7 @@ from ckptool.checkpoint.numeric import resolve
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, storages, tensors
+from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
 from ckptool.formats.opening import PathLike
 
@@ -106,7 +107,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
             raise LimitExceeded(
                 f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored",
                 "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly.",
-                "Name another part: --at ADDRESS",
+                f"Name another part: {arg(at=ADDRESS)}",
             )
         views[_view(tensor)] = tensor
     plain = [key for key, tensor in views.items() if isinstance(tensor, TensorEntry) and _is_plain(tensor)]
@@ -232,7 +233,7 @@ def read_digests(file: PathLike) -> Digests:
         version = re.fullmatch(r"ckptool\.digests/(\d+)", schema) if isinstance(schema, str) else None
         what = f"holds digests of version {version[1][:20]}" if version else "is not a file of digests"
         why = f"This version of ckptool reads {SCHEMA}." if version else kind
-        create = f"Create {'it again' if version else 'one'}: ckptool verify FILE --write-digest DIGESTS"
+        create = f"Create {'it again' if version else 'one'}: {command('verify', FILE, write_digest=Slot('DIGESTS'))}"
         raise Unsupported(f"{source} {what}", why, create)
     rows = record.get("tensors")
     digests = table([_row(row, source) for row in rows] if isinstance(rows, list) else [])

@@ -77,7 +77,7 @@ class FoundRules(Report):
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
             if not self._lacks():
-                yield "  ", cyan(str(command("translate", self.old, rules=self.output, out=OUT)))
+                yield "  ", cyan(str(command("translate", self.old, rules_file=self.output, out=OUT)))
         yield from self.notes
 
     def rules_file(self) -> str:

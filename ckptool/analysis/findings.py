@@ -1,13 +1,23 @@
-"""A reason why a checkpoint does not load, the commands that fix it, and its place among others."""
+"""What `doctor` says of a file: reasons why it does not load, in the order in which their commands are to be run.
+
+Their sentences and commands are rows of `findings.yaml`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
 
 from ckptool.analysis.fixes import Chain
-from ckptool.commands import Advice, Command
+from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot
+from ckptool.errors import printable
+from ckptool.facts import LIVE, Report, Told, bold, cyan, dim, green, red, yellow
 
 
 class Stage(IntEnum):
@@ -28,45 +38,127 @@ class Finding:
     """A reason why a checkpoint does not load, or loads as something else than one expects.
 
     says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on
-    another machine.  certain: False for the likely meaning of a message that has others.
-    fixes: command lines that can be run as they stand, in order; each is ckptool's unless its first word is another
-    program.
-    commands: the same before the file is known.  inert: they leave out what loading would call.
+    another machine.  certain: False for the likely meaning of a message that has others.  fixes: command lines that can
+    be run as they stand, in order; each is ckptool's unless its first word is another program.
+    advised: a command at the end of the advice.  inert: its commands leave out what loading would call.
     """
 
     code: str
     what: str
     says: str = ""
     blocks: bool = True
-    fixes: tuple[str, ...] = ()
+    commands: Annotated[tuple[Command, ...], LIVE] = field(default=(), repr=False)
     advice: str = ""
-    commands: tuple[Command, ...] = field(default=(), repr=False)
-    stage: Stage = field(default=Stage.BETTER, repr=False)
-    inert: bool = field(default=False, repr=False)
+    advised: Annotated[tuple[Command, ...], LIVE] = field(default=(), repr=False)
+    stage: Annotated[Stage, LIVE] = field(default=Stage.BETTER, repr=False)
+    inert: Annotated[bool, LIVE] = field(default=False, repr=False)
     certain: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("what", "says", "advice"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        return tuple(map(str, self.commands))
 
     def filled(self, chain: Chain) -> Finding:
         """The finding with commands for the file as the commands before left it."""
-        lines = tuple(str(chain.fill(command)) for command in self.commands)
-        advice = self.advice.filled(chain.fill) if isinstance(self.advice, Advice) else self.advice
-        return replace(self, fixes=lines, advice=advice)
+        commands = tuple(map(chain.fill, self.commands))
+        advice = self.advice + "".join(str(chain.fill(command)) for command in self.advised)
+        return replace(self, commands=commands, advice=advice, advised=())
 
 
-def in_order(findings: Iterable[Finding], compact: Command | None) -> list[Finding]:
-    """The findings in the order in which things are done, no command twice.
+@dataclass(frozen=True, slots=True, repr=False)
+class Diagnosis(Report):
+    """A file's kind, and its problems. `file` is empty where only an error text was given.
+
+    unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
+    against: the model that it was compared with.
+    """
+
+    schema = "doctor/2"
+    verdict = "loads"
+
+    file: str
+    is_a: str
+    findings: tuple[Finding, ...]
+    unread: str = ""
+    against: str = ""
+
+    @property
+    def loads(self) -> bool:
+        """True if nothing was found that would keep it from loading."""
+        return not any(finding.blocks for finding in self.findings)
+
+    def told(self) -> Told:
+        if self.is_a:
+            yield bold(self.file or "in memory"), f": {self.is_a}"
+        if not self.findings:
+            yield green("found nothing that would keep it from loading")
+            if not self.against:
+                yield "To check these names and shapes against a model: --against MODEL"
+        number = count(1)
+        for each in self.findings:
+            yield ""
+            mark = yellow("likely") if not each.certain else red("problem") if each.blocks else yellow("note")
+            yield mark, f" [{each.code}] {each.what}"
+            if each.says:
+                yield "  seen as: ", dim(each.says)
+            for fix in each.fixes:
+                program = fix.partition(" ")[0]
+                other = f"   (another program: {program})" if program != "ckptool" else ""
+                yield f"  {next(number)}. ", cyan(fix), other
+            if each.advice:
+                yield f"  {each.advice}"
+        if self.unread:
+            yield ""
+            yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)
+
+
+_SLOTS = {str(slot): slot for slot in (FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Slot("PREFIX"))}
+
+
+@cache
+def table(name: str) -> Any:
+    """A table that lies here, `NAME.yaml`."""
+    import yaml
+
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
+    """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
+    words = ([word.format_map(facts) for word in shlex.split(line)] for line in lines)
+    return tuple(Command(_SLOTS.get(w) or (FILE / w[5:] if w[:5] == "FILE#" else w) for w in line) for line in words)
+
+
+def finding(name: str, **facts: str) -> Finding:
+    """The finding of a row, its facts filled in. name: its code, and which of several it is."""
+    row = table("findings")["findings"][name]
+    what, says, advice = (row.get(key, "").format_map(facts) for key in ("what", "says", "advice"))
+    fixes, advised = (commands_of(row.get(key, ()), facts) for key in ("fixes", "advised"))
+    stage = Stage[row.get("stage", "BETTER")]
+    code, blocks = name.partition(",")[0], not row.get("notes")
+    return Finding(code, what, says, blocks, fixes, advice, advised, stage, bool(row.get("inert")))
+
+
+def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
+    """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
 
     compact: the command that only writes the file anew; it is left out where another writes a new file anyway.
     """
-    ordered: list[Finding] = []
+    codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
-    for finding in sorted(findings, key=lambda each: each.stage):
-        commands = finding.commands
-        written = any(before[-1].writes for before in seen if before)
-        if commands == (compact,) and commands not in seen and written:
-            ordered.append(replace(finding, advice="The commands above fix this as well.", commands=()))
-        elif not commands or commands not in seen:
-            ordered.append(finding)
-        elif finding.code not in [each.code for each in ordered]:
-            ordered.append(replace(finding, advice="The same command fixes it.", commands=()))
+    for each in sorted(findings, key=lambda each: each.stage):
+        again, commands = each.commands in seen, each.commands
+        if commands and again and each.code in codes:
+            continue
+        if commands and again:
+            each = replace(each, advice="The same command fixes it.", commands=())
+        elif commands == (compact,) and any(before[-1].writes for before in seen if before):
+            each = replace(each, advice="The commands above fix this as well.", commands=())
         seen.add(commands)
-    return ordered
+        codes.add(each.code)
+        yield each.filled(chain)

@@ -24,21 +24,19 @@ class Chain:
         self._suffix: str | None = None  # of what was written last, where that is another than the input's
 
     def fill(self, command: Command) -> Command:
-        """The command for the file as the commands before left it."""
-        words = [self._filled(word) if isinstance(word, Slot) else word for word in command]
-        for word, filled in zip(command, words, strict=True):
+        """The command for the file as the commands before left it; that for what is in memory stays as it is."""
+        words, output = list[str](), ""
+        for word in command if self.original else ():
             if isinstance(word, Slot) and word.is_output:
-                self.current = filled
-                self.at = self.at if command[1] in VERBS and VERBS[command[1]].address is Use.CHANGES else ""
-        return Command(words)
-
-    def _filled(self, slot: Slot) -> str:
-        if slot.is_output and self.original:
-            return self._free(slot.suffix)
-        if not slot.startswith("FILE") or not self.original:  # of what is in memory
-            return slot  # nobody but the user can
-        place = "/".join(part for part in (self.at, slot.partition("#")[2]) if part)
-        return f"{self.current}#{place}" if place else self.current
+                word = output = self._free(word.suffix)
+            elif isinstance(word, Slot) and word.startswith("FILE"):
+                place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
+                word = f"{self.current}#{place}" if place else self.current
+            words.append(word)
+        if output:
+            self.current = output
+            self.at = self.at if command[1] in VERBS and VERBS[command[1]].address is Use.CHANGES else ""
+        return Command(words) if words else command
 
     def _free(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
@@ -72,9 +70,9 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
 
 def _beside(path: str) -> str:
     """The path with which a new name beside the file or folder begins, also for `runs/` and `.`."""
-    if os.path.basename(path) in ("", ".", ".."):
-        path = os.path.normpath(path)
-        last = os.path.basename(path)
-        outside = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
-        return outside if last in (".", "..") else path
-    return path
+    if os.path.basename(path) not in ("", ".", ".."):
+        return path
+    path = os.path.normpath(path)
+    if os.path.basename(path) not in (".", ".."):
+        return path
+    return os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))

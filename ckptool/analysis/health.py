@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ckptool.analysis.inspect import Listing
-from ckptool.analysis.statistics import Statistics
+from ckptool.analysis.statistics import Values
 from ckptool.errors import counted
 
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
@@ -56,17 +56,16 @@ class Health:
     findings: tuple[HealthFinding, ...]
 
 
-def health(
-    listing: Listing, numbers: Mapping[str, Statistics], dead: Mapping[str, int | None], skipped: dict[str, str]
-) -> Health:
-    """Judges the values of a checkpoint by their statistics and rows of zeros, by address."""
+def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, str]) -> Health:
+    """Judges the values of a checkpoint, by address.  skipped: why others were not read."""
     details: dict[str, dict[str, str]] = {kind: {} for kind in _RULES}
     siblings: dict[object, dict[str, float]] = {}
     models = [root.path for root in listing.roots if root.is_model]
     for row in listing.tensors:
         place, tensor = row.address, row.tensor
-        if (found := numbers.get(place)) is None:
+        if place not in values:
             continue
+        found, dead = values[place].numbers, values[place].zero_rows or 0
         said = {"nan": _share(found.nans, found.count), "inf": _share(found.infs, found.count)}
         wide = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
         named = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
@@ -76,8 +75,8 @@ def health(
                 said["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _share(found.zeros, found.count)
             elif found.min == found.max and not (found.nans or found.infs):
                 said["constant"] = f"all values are {found.min:.6g}"
-            if 1 < (count := dead.get(place) or 0) < rows:
-                said["dead-rows"] = _share(count, rows, "row")
+            if 1 < dead < rows:
+                said["dead-rows"] = _share(dead, rows, "row")
             if found.norm is not None:
                 pattern = re.sub(r"(?<![^./])\d+(?![^./])", "#", place)
                 siblings.setdefault((pattern, tensor.shape), {})[place] = found.norm
@@ -91,7 +90,7 @@ def health(
                 details["norm"][place] = f"norm {norm:.4g}; median of {counted(len(norms), 'sibling')} {middle:.4g}"
     rules = tuple(f"{kind}: {rule}" for kind, rule in _RULES.items())
     findings = tuple(HealthFinding(kind, rule, details[kind]) for kind, rule in _RULES.items() if details[kind])
-    return Health(len(listing.tensors), len(numbers), skipped, rules, findings)
+    return Health(len(listing.tensors), len(values), skipped, rules, findings)
 
 
 def _share(count: int, total: int, word: str = "value") -> str:

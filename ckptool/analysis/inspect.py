@@ -61,7 +61,8 @@ SHORT = 8  # a container of so many plain values is listed wherever it stands
 NAMES = 56  # columns for names of the outline; longer ones push their line to the right
 ENGINE = ("engine", "ranks", "step")  # of the metadata
 STATISTICS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
-_NUMBERS = words.fields(dict.fromkeys(STATISTICS, words.optional(words.NUMBER)))
+_COUNTS = dict.fromkeys(("count", "zeros", "nans", "infs"), words.INTEGER)
+_NUMBERS = words.fields(dict.fromkeys(STATISTICS, words.optional(words.NUMBER)) | _COUNTS)
 _ROW = words.fields({"path": words.PATH, **words.TENSOR}, {**words.TENSOR_ALSO, "statistics": _NUMBERS})
 _ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VALUE}, {"same_as": words.PATH})
 
@@ -262,14 +263,13 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 
     def aligned(width: int | None) -> Told:
         length = BAR if width is None or width >= 100 else BAR // 2
+        sized = any(nbytes is not None for _, nbytes, _ in lines)
         rows: list[tuple[str, ...]] = [(label, detail) for label, _, detail in lines]
-        if any(nbytes is not None for _, nbytes, _ in lines):
+        if sized:
             sizes = ["" if nbytes is None else size(nbytes) for _, nbytes, _ in lines]
             bars = [blue(bar(nbytes or 0, biggest, length)) for _, nbytes, _ in lines]
             rows = [(label, *cells, detail) for (label, detail), *cells in zip(rows, sizes, bars, strict=True)]
-        yield Table(
-            rows, right=(1,) if len(rows[0]) > 2 else (), indent=0, hang=min(NAMES, max((width or 1_000) - 40, 12))
-        )
+        yield Table(rows, right=(1,) if sized else (), indent=0, hang=min(NAMES, max((width or 1_000) - 40, 12)))
 
     yield aligned
 

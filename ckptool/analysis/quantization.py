@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.checkpoint.state_dicts import StateDict
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Advice, Slot, command, input_of
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import Unsupported, UsageError, listed
 from ckptool.formats.model_folder import quantization_config
 
@@ -22,8 +22,8 @@ def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: st
     """The quantized weights of a state dict of a checkpoint. block_size: `128x128`, of those that share a scale."""
     block = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", block_size.lower())
     if block_size and block is None:
-        what = f"--block-size {block_size!r} is not rows and columns"
-        raise UsageError(what, "", "For example: --block-size 128x128")
+        what = f"{arg('block_size')} {block_size!r} is not rows and columns"
+        raise UsageError(what, "", f"For example: {arg(block_size='128x128')}")
     sizes = (int(block[1]), int(block[2])) if block else None
     return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata, sizes)
 
@@ -65,7 +65,7 @@ def _refusal(checkpoint: Checkpoint, found: Quantized, done: str) -> Unsupported
     return Unsupported(
         f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}",
         f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
-        "" if found.problems else Advice("Compute the weights: ", fix),
+        "" if found.problems else f"Compute the weights: {fix}",
     )
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd, sqrt
+from typing import NamedTuple
 
 from ckptool.checkpoint import Data, TensorEntry
 from ckptool.checkpoint.blocks import chunks
@@ -68,16 +69,24 @@ def detail(tensors: int) -> tuple[int, int]:
     return next(((side, values) for most, side, values in _DETAIL if tensors <= most), (_DETAIL[-1][1], _LEAST))
 
 
-def pictured(entry: TensorEntry, side: int, values: int) -> tuple[Statistics, TensorPicture, int | None]:
-    """Reads a tensor once: its statistics, its picture, and the number of its rows that are all zero.
+class Values(NamedTuple):
+    """What one reading of a tensor gives.  zero_rows: those that are all zero, of a tensor of two dimensions or more;
+    None where they were not looked at."""
 
-    side: of the thumbnail, 0 for none.  values: in the histogram.  The rows are those of a tensor of two dimensions or
-    more; None where they were not looked at. Repetitions of an expanded tensor are not counted.
+    numbers: Statistics
+    picture: TensorPicture
+    zero_rows: int | None
+
+
+def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
+    """Reads a tensor once. Repetitions of an expanded one count in the statistics alone.
+
+    side: of the thumbnail, 0 for none.  sample: values in the histogram.
     """
     once, times = without_repeats(entry)
-    sketch = _Sketch(once, side, values)
+    sketch = _Sketch(once, side, sample)
     found = _read(row_major(once), once, times, sketch)
-    return found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None
+    return Values(found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None)
 
 
 def _read(data: Data, entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:

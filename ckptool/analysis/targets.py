@@ -21,6 +21,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import FILE, Slot, command
 from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
 from ckptool.facts import LIVE
 from ckptool.formats.strict_json import parse_object
@@ -151,13 +152,13 @@ def of_spec(raw: bytes, name: str) -> Target:
     try:
         facts = parse_object(raw, name)
     except Corrupt as error:
-        raise Corrupt(error.what, error.why, "Make it again: ckptool spec TARGET -o FILE") from None
+        raise Corrupt(error.what, error.why, f"Make it again: {command('spec', Slot('TARGET'), out=FILE)}") from None
     schema = facts.get("schema")
     if schema != SPEC_SCHEMA + SPEC_VERSION:
         raise Unsupported(
             f"{name} is a spec of another version: {str(schema)[:60]}",
             f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}.",
-            "Make it again with this version: ckptool spec TARGET -o FILE",
+            f"Make it again with this version: {command('spec', Slot('TARGET'), out=FILE)}",
         )
     for key in ("tensors", "ties"):
         if not isinstance(facts.get(key), list):

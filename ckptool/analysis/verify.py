@@ -33,7 +33,7 @@ from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import checked_jobs, in_turn
-from ckptool.commands import FILE, OUT, Advice, command, input_of
+from ckptool.commands import FILE, OUT, command, input_of
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
     MORE,
@@ -462,7 +462,7 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     raise Corrupt(
         f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",
         "Its bytes changed after they were written, and anything made from them would be damaged too.",
-        Advice("See all of it: ", command("verify", input_of(checkpoint.source))),
+        f"See all of it: {command('verify', input_of(checkpoint.source))}",
     )
 
 

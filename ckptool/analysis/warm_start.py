@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from ckptool.analysis.fold import grouped
+from ckptool.analysis.targets import BUFFER
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.registry import Report
-from ckptool.errors import PlanRefused, UsageError, counted, escaped, listed, printable
+from ckptool.commands import arg
+from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
+from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
+SHOWN = 16  # lines of one kind on a terminal; elsewhere, all
+
+
+class Typed(NamedTuple):
+    """The dtype and shape of a tensor: `f32 [10, 4]`."""
+
+    dtype: DType | None
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name if self.dtype else '?'} {'[?]' if self.shape is None else list(self.shape)}"
+
+
+class Tied(NamedTuple):
+    """A name of the target that is loaded through another name of the same tensor."""
+
+    target: str
+    through: str
+
+
+class LeftOut(NamedTuple):
+    """A slot of an optimizer that does not go along, and why."""
+
+    name: str
+    why: str
+
+
+class NewFile(NamedTuple):
+    """The file that was written, or would be.  details: the files that were carried along, in lines."""
+
+    output: str
+    container: str
+    file_bytes: Bytes
+    details: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. `elements`: of the target's that it fills.
+    """A tensor that is loaded. elements: of the target's that it fills.
 
     how: `as it is`, `sliced`, `padded` or `resized`.
     """
@@ -32,7 +69,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A name that only one side has. `name`: what it is called after renaming, where that is another."""
+    """A name that only one side has. name: what it is called after renaming, where that is another."""
 
     source: str
     name: str
@@ -43,7 +80,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A name of both sides that does not fit. `about`: `shape`, `dtype` or `kind`.  done: the outcome.
+    """A name of both sides that does not fit. about: `shape`, `dtype` or `kind`.  done: the outcome.
 
     how: the way in which it is resized.
     """
@@ -52,15 +89,15 @@ class Mismatch:
     target: str
     kind: str
     about: str
-    have: tuple[DType | None, Shape]
-    want: tuple[DType | None, Shape]
+    have: Typed
+    want: Typed
     done: str
     how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChange:
-    """A tensor that gets another type. `exact`: every value stays what it is; None where that was not read.
+    """A tensor that gets another type. exact: every value stays what it is; None where that was not read.
 
     changed, overflowed: how many values are rounded, and how many become infinite or NaN; None where it was not read.
     """
@@ -76,17 +113,16 @@ class DtypeChange:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
-    """Optimizer state that goes along. `known_by`: whether `names`, `order` or `shapes` match slots and parameters.
+    """Optimizer state that goes along. known_by: whether `names`, `order` or `shapes` match slots and parameters.
 
-    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along,
-    and why.
+    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along.
     """
 
     address: str
     known_by: str
     carried: tuple[str, ...]
     fresh: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
+    left_out: tuple[LeftOut, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +155,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadReport(Report):
-    """All that loading `source` into `target` does. Printed, it is a table.
+    """All that loading `source` into `target` does, name by name.
 
-    loaded: what is loaded, each tensor once.  tied: names that are loaded through another name of the same tensor, as
-    (name, that one).
+    root: the address of the weights.  loaded: what is loaded, each tensor once.
     missing: names of the target that are not loaded.  unexpected: names that only the checkpoint has.
-    supplied: names that an older torch did not save, and that torch gives a value of its own.
     excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor
-    once.
+    once.  share: of the target's values that are loaded.
     normalised: what was done to names and shapes unasked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
-    taken: names whose values come from the target, where a file was written.  output: that file
-    (`verbs._written.Written`).
+    taken: names whose values come from the target, where a file was written.  output: that file.
+    rules_file: where the suggestions were written to.  applied: it was done.
+    supplied: names that an older torch did not save, and that torch gives a value of its own.
     """
 
+    schema = "warm_start/2"
     verdict = "accepted"
 
     source: str
@@ -140,7 +176,7 @@ class LoadReport(Report):
     target_kind: str
     root: str
     loaded: tuple[Loaded, ...]
-    tied: tuple[tuple[str, str], ...]
+    tied: tuple[Tied, ...]
     missing: tuple[Absent, ...]
     unexpected: tuple[Absent, ...]
     mismatched: tuple[Mismatch, ...]
@@ -153,9 +189,9 @@ class LoadReport(Report):
     refused: tuple[Refusal, ...]
     optimizer: OptimizerReport | None = None
     taken: tuple[str, ...] = ()
-    output: Any = None
+    output: NewFile | None = None
     rules_file: str = ""
-    applied: bool = field(default=False)
+    applied: bool = False
     supplied: tuple[str, ...] = ()
 
     @property
@@ -173,9 +209,98 @@ class LoadReport(Report):
 
         Returns the report itself.  missing: patterns as in `--only`; None for whatever is missing.
         """
-        if found := unmet(self, min_loaded, missing):
-            raise refusal(self, found)
+        if reasons := unmet(self, min_loaded, missing):
+            raise refusal(self, reasons)
         return self
+
+    def told(self) -> Told:
+        fits = {*(fact.target for fact in self.loaded), *(name for name, _ in self.tied)}
+        others = {*(fact.name for fact in self.missing), *(fact.target for fact in self.mismatched), *self.excluded}
+        share = f"{percent(self.share)} of {counted(self.total, 'value', shown=short)}"
+        names = f"{len(self.loaded) + len(self.tied):,} of {counted(len(fits | others), 'name')}"
+        source = bold(f"{self.source}#{self.root}" if self.root else self.source)
+        yield source, " into ", bold(self.target), ": ", (green if self.accepted else red)(share), f", {names}"
+        yield self._names
+        yield from ((dim(note.code), f": {note.message}") for note in self.normalised)
+        if self.suggestions:
+            yield bold("perhaps")
+        for each in self.suggestions:
+            yield from (("  ", cyan("--rename '" + rule.replace("'", "'\\''") + "'")) for rule in each.rules)
+            agree = f"{each.agree:,} of {counted(each.total, 'shape')} {form(each.agree, 'agrees', 'agree')}"
+            texts = [agree] if each.rules else []
+            texts += [each.why] if each.why else []
+            texts += ["ambiguous: check it before you use it"] if each.rules and not each.unambiguous else []
+            yield ("    " if each.rules else "  ") + "; ".join(texts)
+        if (state := self.optimizer) is not None:
+            place = state.address or "the optimizer"
+            yield f"{place}: state of {counted(len(state.carried), 'parameter')}, known by {state.known_by}"
+            yield from (f"  starts without state: {line}" for line in _groups(state.fresh)[1])
+            for why in dict.fromkeys(slot.why for slot in state.left_out):
+                slots = (slot.name for slot in state.left_out if slot.why == why)
+                yield from (f"  left out: {line}, {why}" for line in _groups(slots)[1])
+        if self.rules_file:
+            yield f"rules written to {self.rules_file}"
+        for reason in self.refused:
+            yield red("refused"), f": {reason.what}"
+            if reason.fix:
+                yield "  ", cyan(reason.fix)
+        if self.output is not None:
+            path, container, nbytes, details = self.output
+            yield f"{'wrote' if self.applied else 'would write'} {path} ({container}, {size(nbytes)})"
+            yield from (f"  {line}" for line in details)
+
+    def _names(self, width: int | None) -> Iterator[Table]:
+        """The names of each kind, grouped exactly; on a terminal so many lines of each."""
+        whole = [fact for fact in self.loaded if fact.how == AS_IT_IS]
+        every: list[tuple[str, int, list[str]]] = [
+            ("loaded", *_groups(fact.target for fact in whole if fact.kind != BUFFER)),
+            ("loaded buffers", *_groups(fact.target for fact in whole if fact.kind == BUFFER)),
+            ("tied", len(self.tied), [f"{name} is {other}" for name, other in self.tied]),
+            ("missing", *_groups(fact.name for fact in self.missing if fact.kind != BUFFER)),
+            ("missing buffers", *_groups(fact.name for fact in self.missing if fact.kind == BUFFER)),
+            ("unexpected", *_groups(fact.source for fact in self.unexpected)),
+            ("do not fit", len(self.mismatched), list(_differences(self.mismatched))),
+            ("other type", len(self.dtype_changes), list(_changes(self.dtype_changes))),
+            ("left out", *_groups(self.excluded)),
+            ("from the target", *_groups(self.taken)),
+        ]
+        for what, count, lines in every:
+            limit = None if width is None else SHOWN
+            yield Table([(line,) for line in lines], title=f"{what} {count:,}", limit=limit, more="  … {} more lines")
+
+
+def _groups(names: Iterable[str]) -> tuple[int, list[str]]:
+    """How many names there are, and their groups, each with how many it stands for where that is more than one."""
+    every = list(names)
+    return len(every), [f"{each.text}{_times(len(each.keys))}" for each in grouped(every)]
+
+
+def _times(count: int) -> str:
+    return f"  ({count:,})" if count > 1 else ""
+
+
+def _differences(facts: Iterable[Mismatch]) -> Iterator[str]:
+    """A line for each group of names that differ in the same way, with their sources where these have other names."""
+    alike: dict[str, dict[str, str]] = {}
+    for fact in facts:
+        done = f"{fact.done} by {fact.how}" if fact.how else fact.done
+        alike.setdefault(f"{fact.have} against {fact.want}, {done}", {})[fact.target] = fact.source
+    for difference, sources in alike.items():
+        for group in grouped(sources):
+            theirs = [sources[key] for key in group.keys]
+            origin = f" (from {', '.join(each.text for each in grouped(theirs))})" if theirs != [*group.keys] else ""
+            yield f"{group.text}: {difference}{origin}{_times(len(group.keys))}"
+
+
+def _changes(facts: Iterable[DtypeChange]) -> Iterator[str]:
+    """A line for each pair of types and what that does to values."""
+    alike: dict[str, list[str]] = {}
+    for fact in facts:
+        loss = "values overflow" if fact.overflowed else "values are rounded"
+        loss = "values may be rounded (too many to read)" if fact.exact is None else loss
+        loss = "no value changes" if fact.exact else loss
+        alike.setdefault(f"{fact.old.name} → {fact.new.name}, {loss}", []).append(fact.target)
+    return (f"{change}: {', '.join(_groups(names)[1])}" for change, names in alike.items())
 
 
 def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:
@@ -196,7 +321,9 @@ def checked_share(min_loaded: float | None) -> float | None:
     """The share that was asked for; raises `UsageError` unless it is one."""
     if min_loaded is not None and not 0 <= min_loaded <= 1:
         raise UsageError(
-            f"{min_loaded} is not a share of the values", "It is between 0 and 1.", "For example: --min-loaded 0.95"
+            f"{min_loaded} is not a share of the values",
+            "It is between 0 and 1.",
+            f"For example: {arg(min_loaded=0.95)}",
         )
     return min_loaded
 
@@ -204,12 +331,6 @@ def checked_share(min_loaded: float | None) -> float | None:
 def percent(share: float) -> str:
     """A share for people, never rounded up: `99.99 %` is not all."""
     return f"{int(share * 10_000) / 100:g} %"
-
-
-def described(side: tuple[DType | None, Shape]) -> str:
-    """The dtype and shape of one side of a mismatch: `f32 [10, 4]`."""
-    dtype, shape = side
-    return f"{dtype.name if dtype else '?'} {'[?]' if shape is None else list(shape)}"
 
 
 def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[str] | None = None) -> list[Refusal]:
@@ -222,7 +343,7 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
     if missing is not None:
         allowed = [matcher(pattern) for pattern in ([missing] if isinstance(missing, str) else missing)]
         names = not_loaded(report)
-        if other := [printable(name) for name in names if not any(matches(name) for matches in allowed)]:
+        if other := [name for name in names if not any(matches(name) for matches in allowed)]:
             found.append(
                 Refusal("missing", f"{counted(len(other), 'name is', 'names are')} not loaded: {listed(other)}")
             )
@@ -236,8 +357,8 @@ def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
         return []
     share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"
     what = f"{share}{', and the rules suggested would load more' if better else ''}"
-    least = f"{int(report.share * 10_000) / 10_000:g}"
-    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: --min-loaded {least}")]
+    least = int(report.share * 10_000) / 10_000 or 0
+    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: {arg(min_loaded=least)}")]
 
 
 def not_loaded(report: LoadReport) -> list[str]:

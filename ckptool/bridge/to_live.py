@@ -18,7 +18,7 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
-from ckptool.commands import OUT_SAFETENSORS, Advice, Command, command, input_of
+from ckptool.commands import OUT_SAFETENSORS, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
 
@@ -107,21 +107,21 @@ class Builder:
         return UnsafeObject(
             f"{source or 'the checkpoint'} holds {listed(names)}",
             "Loading these would run code that the file names; ckptool does not run it.",
-            Advice(*self._advice(places.values()), "See what is there: ", command("inspect", input_of(source))),
+            f"{self._advice(places.values())}See what is there: {command('inspect', input_of(source))}",
         )
 
-    def _advice(self, bad: Iterable[str]) -> tuple[str | Command, ...]:
+    def _advice(self, bad: Iterable[str]) -> str:
         """Advice to load the first dictionary at the top that holds nothing unknown, if there is one."""
         tops = {place.partition("/")[0] for place in bad}
         tree, source = self.checkpoint.tree, self.checkpoint.source
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
-                return (f"Load a part without them: ckptool.load({f'{source}#{address((key,))}'!r}). ",)
+                return f"Load a part without them: ckptool.load({f'{source}#{address((key,))}'!r}). "
         from ckptool.checkpoint.state_dicts import find_state_dicts
 
         if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
-            return "Take its weights: ", command("convert", input_of(source), out=OUT_SAFETENSORS), ". "
-        return ()
+            return f"Take its weights: {command('convert', input_of(source), out=OUT_SAFETENSORS)}. "
+        return ""
 
     def refuse(self, node: Any, name: str) -> Unknown:
         """Stands something in for a node that is not made, and remembers what to call it."""
@@ -145,9 +145,7 @@ class Builder:
             why = str(error).splitlines()[0][:300] if str(error) else ""
             if is_faking():
                 raise Unsupported(
-                    f"torch cannot create {node!r} under FakeTensorMode",
-                    why,
-                    "Load it outside that mode.",
+                    f"torch cannot create {node!r} under FakeTensorMode", why, "Load it outside that mode."
                 ) from error
             raise Corrupt(f"torch cannot create {node!r}", why) from error
 

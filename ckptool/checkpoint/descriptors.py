@@ -42,9 +42,7 @@ def open_descriptor(path: str) -> tuple[int, str, os.stat_result]:
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENXIO:
             raise UsageError(
-                f"{path} is a socket, not a regular file",
-                "A socket has nothing to read at once.",
-                "Name a file.",
+                f"{path} is a socket, not a regular file", "A socket has nothing to read at once.", "Name a file."
             ) from None
         raise file_problem(error, path, "read") from error
     return fd, _KINDS.get(stat.S_IFMT(status.st_mode), ""), status

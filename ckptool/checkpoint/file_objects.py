@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 import stat
-import tempfile
 from typing import Any
 
 from ckptool.checkpoint.files import Source
@@ -56,6 +55,8 @@ def _shared(file: Any) -> int | None:
 
 def _copied(file: Any, shown: str) -> int:
     """A descriptor of a nameless file with the rest of what `file` holds."""
+    import tempfile  # with all kinds of random numbers
+
     in_memory = hasattr(os, "memfd_create")  # of Linux
     with open(os.memfd_create("ckptool"), "wb") if in_memory else tempfile.TemporaryFile() as copy:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint.descriptors import Descriptor, open_descriptor, open_files
 from ckptool.checkpoint.paths import file_problem
-from ckptool.commands import Advice, command, other_program
+from ckptool.commands import command, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -52,7 +52,7 @@ class Source:
             raise NotACheckpoint(
                 f"{self} is a folder, not a checkpoint file",
                 "ckptool looked for one file of tensors.",
-                Advice("Name the file: ", other_program("ls", self.path)),
+                f"Name the file: {other_program('ls', self.path)}",
             )
         if kind:
             raise UsageError(
@@ -246,7 +246,7 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
         raise UsageError(
             f"{os.fspath(path)} is not a text file",
             f"It should be {what}; byte {error.start:,} is not UTF-8.",
-            Advice("See what it is: ", command("doctor", os.fspath(path))),
+            f"See what it is: {command('doctor', os.fspath(path))}",
         ) from None
 
 

@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 
-from ckptool.commands import FILE, Advice, Command, arg, other_program
+from ckptool.commands import FILE, Command, arg, other_program
 from ckptool.errors import (
     BrokenLink,
     CkptoolError,
@@ -58,7 +58,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
         return None
     kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
     fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
-    fix = Advice("Fetch it first: ", fetched) if program else Advice("Copy it to this machine first.")
+    fix = f"Fetch it first: {fetched}" if program else "Copy it to this machine first."
     return FileMissing(
         f"{name} is {kind}, not a file",
         "ckptool works on local files.",
@@ -86,7 +86,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
         )
         fix = (
-            Advice("Look at what is there: ", other_program("ls", os.fsdecode(folder)))
+            f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
             if there
             else f"There is no folder {folder} either."
         )
@@ -98,9 +98,7 @@ def _broken_link(path: str, doing: str) -> BrokenLink:
         f"cannot {doing} {path}: it is a link to {os.readlink(path)}, which is not there",
         "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
         "machine.",
-        Advice(
-            "See where it leads: ", other_program("ls -l", path), "; then download the file again, or copy with cp -L."
-        ),
+        f"See where it leads: {other_program('ls -l', path)}; then download the file again, or copy with cp -L.",
     )
 
 

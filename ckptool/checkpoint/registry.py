@@ -1,8 +1,7 @@
 """Finds functions that a lower layer offers and a higher one defines: `.torch()`, a report as text, JSON, HTML.
 
 A function is registered for a type where it is defined. The package itself, which is above all layers, knows the module
-that does so for the nouns (`ckptool/__init__.py`); that of a report is called like the report's own. It is imported
-when one of its functions is first asked for.
+that does so (`ckptool/__init__.py`). It is imported when one of its functions is first asked for.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ def provider(form: str, kind: type) -> Callable[..., Any]:
 
 def _provider(kind: type, form: str) -> str:
     """The module with the function for a type of ours; empty for any other."""
-    if kind.__module__.startswith("ckptool.analysis.") and getattr(kind, "told", None) is Report.told:
-        return kind.__module__.replace("analysis", "render", 1)
     if not kind.__module__.startswith("ckptool."):
         return ""
     homes: dict[str, str] = import_module("ckptool").PROVIDERS

@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
-from ckptool.commands import ADDRESS, OUT_SAFETENSORS, Advice, arg, command, input_of
+from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -125,15 +125,13 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if whole := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
+        take = command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS)
         place = f"#{whole[0].address}" if whole[0].path else ""
         raise UsageError(
             f"{where}{place} is a {whole[0].detail}, pickled with its class",
             "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
             " Nothing was written.",
-            Advice(
-                "Write only its weights, then change those: ",
-                command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS),
-            ),
+            f"Write only its weights, then change those: {take}",
         )
     return roots
 
@@ -145,20 +143,13 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
-        where = str(checkpoint.source or "the checkpoint")
+        where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
             "Commands that change keys work on those.",
-            Advice(
-                f"Make tensors of its {found[0].detail}: ",
-                command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
-            )
+            f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
             if found
-            else Advice(
-                "See what it has: ",
-                command("inspect", input_of(checkpoint.source)),
-                f"; then name the part: {arg(at=ADDRESS)}",
-            ),
+            else f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}",
         )
     return roots or found
 
@@ -171,8 +162,7 @@ def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[Stat
     if module := _whole_module(path, node):
         return [replace(module, base=base)]
     raise UsageError(
-        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors",
-        f"It is {_article(node)}.",
+        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
     )
 
 

@@ -178,7 +178,7 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
     "SCHEME": lambda: list(_of("transforms.lora.schemes").SCHEMES),
     "FILE.yaml|LAYOUT": lambda: list(_of("transforms.translate.layouts").shipped()),
-    "[CODE|-]": lambda: list(_of("analysis.explain").all_codes()),
+    "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
 NUMBERS = {"N", "X", "D", "R", "T", "SHARE", "SECONDS", "STEP", "SIZE", "DECAY", "RxC", "W,W,…", "SLICE"}

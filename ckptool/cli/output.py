@@ -200,32 +200,23 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    bar = _Bar(label)
-    try:
-        yield bar.update
-    finally:
-        bar.wipe()
+    start, drawn = time.monotonic(), False
+    following = start + AFTER
 
-
-class _Bar:
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.start = time.monotonic()
-        self.next = self.start + AFTER
-        self.drawn = False
-
-    def update(self, done: int, total: int) -> None:
+    def update(done: int, total: int) -> None:
+        nonlocal following, drawn
         now = time.monotonic()
-        if now < self.next or not total:
+        if now < following or not total:
             return
-        self.next = now + EVERY
-        self.drawn = True
-        speed = done / (now - self.start)
-        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {size(int(speed))}/s"
-        tell(f"\r\x1b[K{self.label} {facts}")
+        following, drawn = now + EVERY, True
+        speed = size(int(done / (now - start)))
+        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {speed}/s"
+        tell(f"\r\x1b[K{label} {facts}")
 
-    def wipe(self) -> None:
-        if self.drawn:
+    try:
+        yield update
+    finally:
+        if drawn:
             tell("\r\x1b[K")
 
 
@@ -277,6 +268,9 @@ def _pace(fact: dict[str, Any], rate: float) -> str:
     return f"  {speed}, {left} left" if left else f"  {speed}"
 
 
+_LOST = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
+
+
 class Bug(CkptoolError, code="bug"):
     """Something that ckptool did not expect: its own fault."""
 
@@ -293,16 +287,17 @@ def in_words(error: Exception) -> CkptoolError:
         )
     if isinstance(error, (MemoryError, RecursionError)) or failed_silently(error):
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
-        return LimitExceeded(
-            what, "The file needs more than this machine has, or is malicious. Outputs were left as they were."
-        )
-    if (
-        isinstance(error, OSError)
-        and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
-        and error.filename is None
-    ):
+        why = "The file needs more than this machine has, or is malicious. Outputs were left as they were."
+        return LimitExceeded(what, why)
+    if isinstance(error, OSError) and error.errno in _LOST and error.filename is None:
         return lost_answer(error)  # of the help, which the parser prints
-    return _bug(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
+    return Bug(
+        f"{type(error).__name__}: {error}{where}",
+        "This is a bug in ckptool, not in what you typed. Files are as they were, or complete.",
+        "Run it again with CKPTOOL_DEBUG=1 and report what it prints.",
+    )
 
 
 def failed_silently(error: Exception) -> bool:
@@ -327,13 +322,3 @@ def unknown_command(name: str, known: Iterable[str]) -> UsageError:
         return UsageError(what, "It is a file.", f"Look inside: ckptool inspect {quoted(name)}")
     meant = nearest(name.lower().replace("_", "-"), known)
     return UsageError(what, f"Did you mean '{meant}'?" if meant else "", f"See: ckptool {meant or '--help'}".strip())
-
-
-def _bug(error: Exception) -> Bug:
-    frame = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
-    return Bug(
-        f"{type(error).__name__}: {error}{where}",
-        "This is a bug in ckptool, not in what you typed. Files are as they were, or complete.",
-        "Run it again with CKPTOOL_DEBUG=1 and report what it prints.",
-    )

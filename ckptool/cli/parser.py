@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -22,13 +21,20 @@ _BadUsage: Any = typer.BadParameter.__mro__[1]
 
 
 def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> dict[str, Any]:
-    """What was typed, by the names of the parameters; None for what was not. Raises `UsageError`."""
+    """What was typed, by the names of the parameters, else their defaults. Raises `UsageError`."""
     try:
-        found = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
+        typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
     except _BadUsage as error:
         raise _refusal(verb, parameters, error) from error
-    typed: dict[str, Any] = found
-    return {name: value.value if isinstance(value, Enum) else value for name, value in typed.items()}
+    return {each.name: _value(each, typed[each.name]) for each in parameters}
+
+
+def _value(parameter: Parameter, typed: Any) -> Any:
+    """The value of what was typed, else the default; None where there is none."""
+    if typed in (None, ()):
+        return None if parameter.default is inspect.Parameter.empty else parameter.default
+    value = typed.value if isinstance(typed, Enum) else list(typed) if isinstance(typed, tuple) else typed
+    return value if parameter.option.parse is None else parameter.option.parse(value)
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
@@ -49,89 +55,43 @@ def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
 
 
 def _as_typer_takes(parameter: Parameter) -> inspect.Parameter:
-    name, kind, default, option = parameter
-    more = {"min": option.least} if option.flags else {}
+    name, kind, _, option = parameter
     declare: Any = typer.Option if option.flags else typer.Argument
-    meta = declare(*option.flags, metavar=option.metavar or None, help=option.help, hidden=option.hidden, **more)
+    meta = declare(*option.flags, metavar=option.metavar or None, **({"min": option.least} if option.flags else {}))
     if option.choices:
         kind = Enum("Choices", [(each, each) for each in option.choices], type=str)  # type: ignore[misc, no-redef]
-        default = kind(default) if default in option.choices else default
-    if parameter.is_needed:
-        default = inspect.Parameter.empty
-    elif default in (None, inspect.Parameter.empty) or kind == list[str]:
-        kind, default = kind | None, None
+    default: Any = inspect.Parameter.empty if parameter.is_needed else False if kind is bool else None
+    kind = kind | None if default is None else kind
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, meta])
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
-    """Takes texts and defaults as they are: typer would import pydantic to check them, a third of the time of a small
+    """Takes texts and flags as they are: typer would import pydantic to check them, a third of the time of a small
     `inspect`."""
     process: Callable[[Any, Any], Any] = option.process_value
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
-    is_text = kind is not None and kind.annotation in (str, list[str])
-    is_list = option.nargs == -1 or getattr(option, "multiple", False)
+    is_plain = kind is not None and kind.annotation in (str, list[str], bool)
 
     def value_of(context: Any, value: Any) -> Any:
         if value is None and not option.required:
-            return () if is_list else None
-        if value is None or not (is_text or value is option.default):
-            return process(context, value)
-        return list(value) if is_list else value
+            return None
+        return value if is_plain and value is not None else process(context, value)
 
     return value_of
 
 
 def _refusal(verb: str, parameters: Sequence[Parameter], error: Any) -> UsageError:
-    """The error for a command line that could not be parsed, with what is allowed there."""
-    command, line = f"ckptool {verb}", usage(verb, parameters)
-    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
-    fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: {command} --help"
-    message = " ".join(error.message.split()).rstrip(".")
-    kind = type(error).__name__
-    named = getattr(error.param, "name", "") if hasattr(error, "param") else ""
-    parameter = next((each for each in parameters if each.name == named), None)
-    if kind == "NoSuchOption":
+    """The error for a command line that could not be parsed: what the parser says, and what stands there."""
+    what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    why, more = usage(verb, parameters), ""
+    if type(error).__name__ == "NoSuchOption":
+        what = f"ckptool {verb} has no option {error.option_name}"
         meant = nearest(error.option_name, [name for each in parameters for name in each.option.flags])
-        what = f"{command} has no option {error.option_name}"
-        return UsageError(what, f"Did you mean {meant}?" if meant else line, fix)
-    if kind == "MissingParameter" and parameter is not None:
-        return UsageError(f"{command} needs {_called(parameter)}", line, fix)
-    if kind == "BadOptionUsage":
-        word = "takes no value" if "does not take" in message else "needs a value, and was given none"
-        return UsageError(f"{error.option_name} {word}", line, fix)
-    if kind == "BadParameter" and parameter is not None:
-        value = _value_of(error)
-        given = f", not {value!r}" if value is not None else ""
-        return UsageError(f"{_flag_of(parameter)} takes {_allowed(parameter)}{given}", line, fix)
-    more = message.rpartition("(")[2].rstrip(")") if "extra argument" in message else ""
+        why = f"Did you mean {meant}?" if meant else why
+    elif "extra argument" in what:
+        more = what.rpartition("(")[2].rstrip(")")
     if more and was_redirected(more.split()):
-        return UsageError(f"{command} was given {more}, which is a part of a rule", *QUOTE_RULES)
-    return UsageError(f"{command} was given too many arguments: {more}" if more else message, line, fix)
-
-
-def _called(parameter: Parameter) -> str:
-    """An argument by its name in the help, an option with it."""
-    name = parameter.option.metavar or parameter.name.upper()
-    return f"{_flag_of(parameter)} {name}" if parameter.option.flags else name
-
-
-def _flag_of(parameter: Parameter) -> str:
-    """The long name of an option; of an argument what its help calls it."""
-    return parameter.option.flags[-1] if parameter.option.flags else parameter.option.metavar
-
-
-def _value_of(error: Any) -> str | None:
-    """The value that was refused, where the parser says it."""
-    if callable(details := getattr(error.__cause__, "errors", None)):
-        return str(details()[0].get("input"))
-    found = re.match(r"'?(.*?)'? is not ", error.message)
-    return found[1] if found else None
-
-
-def _allowed(parameter: Parameter) -> str:
-    """The values that a parameter takes, in words."""
-    _, kind, _, option = parameter
-    if option.choices:
-        return f"{', '.join(option.choices[:-1])} or {option.choices[-1]}"
-    number = "a whole number" if kind is int else "a number"
-    return number + (f" of at least {option.least:g}" if option.least is not None else "")
+        return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
+    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
+    fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"
+    return UsageError(what, why, fix)

@@ -105,9 +105,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> Answers:
         raise UsageError(what, "An answer has one form.", "Choose one.")
     FORM.set(AnswerForm.json if as_json else AnswerForm(as_form or "text"))
     as_json, declared = FORM.get() is AnswerForm.json, function.verb
-    parses = {each.name: each.option.parse for each in typed_parameters(function)}
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
-    given |= {name: parse(given[name]) for name in given if (parse := parses[name]) is not None}
     given["as_json"] = as_json
     jobs = checked_jobs(given.get("jobs", 1))
     if declared.words is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
-from ckptool.commands import Advice, other_program
+from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
@@ -111,9 +111,9 @@ def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
     raise Unsupported(what, "It is no file of torch.save or safetensors, or of an old kind.", _unpack(source))
 
 
-def _unpack(source: Source) -> Advice:
+def _unpack(source: Source) -> str:
     program = "tar xf" if torch_tar.is_tar(source.read(0, min(512, source.size))) else "unzip"
-    return Advice("Unpack it, and name the file: ", other_program(program, source.path))
+    return f"Unpack it, and name the file: {other_program(program, source.path)}"
 
 
 def _text(part: Readable) -> str | None:

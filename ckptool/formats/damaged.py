@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
@@ -140,7 +140,7 @@ def with_whole_count(error: Truncated) -> Truncated:
     whole, count = found
     save = command("recover", error.cut_archive.path, out=OUT)
     why = f"{error.why} {whole:,} of its {counted(count, 'storage')} {form(whole, 'looks', 'look')} whole."
-    return Truncated(error.what, why, Advice("Save what is whole: ", save, "; or download or copy it again."))
+    return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
 
 
 def whole_records(source: Readable) -> tuple[int, int] | None:

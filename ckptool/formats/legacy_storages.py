@@ -184,7 +184,7 @@ class LegacyStorages:
     @staticmethod
     def _cut(key: str, at: int, size: int, end: int) -> Truncated:
         what = f"the storage {key} needs {size:,} bytes from byte {at:,}; {end - at:,} are there"
-        return Truncated(what, "The file was cut off.", "Copy or download it again.")
+        return Truncated(what, fix="Copy or download it again.")
 
 
 _ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")

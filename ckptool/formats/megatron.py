@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
 from ckptool.checkpoint.paths import absolute
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
 
@@ -65,7 +65,7 @@ def read(source: Input) -> Checkpoint:
 def latest(run: Folder) -> Folder:
     """The folder of the iteration that the tracker of a run names. Raises `Corrupt` where there is none."""
     there = [name for name in run.names if _ITERATION.fullmatch(name)]
-    fix = Advice("Name an iteration: ", command("inspect", os.path.join(run.path, there[-1])))
+    fix = f"Name an iteration: {command('inspect', os.path.join(run.path, there[-1]))}"
     text = read_small(os.path.join(run.path, TRACKER), "a tracker", MAX_TRACKER).decode("latin-1").strip()
     known = re.fullmatch("[0-9]{1,12}|release", text)
     name = text if text == "release" else f"iter_{int(text):07d}" if known else ""

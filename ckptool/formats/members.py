@@ -153,8 +153,7 @@ def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]
     for name, each in whole.items():
         if name in own:
             raise Corrupt(
-                f"{source} holds a member {name}, and its tensors have one of that name, too",
-                "No program writes both.",
+                f"{source} holds a member {name}, and its tensors have one of that name, too", "No program writes both."
             )
         if each.source is not None:
             source.adopt(name, each.source)
@@ -225,7 +224,7 @@ def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str], joined:
     meaning = f"{layout.kind}; " + (listed(problems, 3) if problems else whole)
     number = layout.count - len(wrong)
     label = f"{number:,} of {counted(count, 'member')}"
-    join = command("convert", folder.path, rules=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
+    join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     return PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
@@ -22,7 +22,7 @@ from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain.text import summary
 
 NAME = "npz"
-_LEFT_OUT = command("convert", FILE, exclude="NAME", out="OUT.npz")
+_LEFT_OUT = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
 ENDING = ".npy"
 ALIGNMENT = 64
 MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes
@@ -115,19 +115,14 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     """The result of `spelled` for each name; raises `Unsupported` with everything that numpy cannot hold."""
     if not isinstance(tree, dict):
         what = "an .npz file holds a dictionary of arrays, nothing else"
-        raise Unsupported(what, "", Advice("Choose a part: ", command("convert", FILE / "ADDRESS", out="OUT.npz")))
+        raise Unsupported(what, "", f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_NPZ)}")
     found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
     wrong = [f"{name!s} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
     if wrong:
         raise Unsupported(
             f"an .npz file cannot hold {listed(wrong)}",
             "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values.",
-            Advice(
-                "Cast the weights first: ",
-                command("cast", FILE, dtype="f32", out=OUT),
-                "; or leave them out: ",
-                _LEFT_OUT,
-            ),
+            f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out: {_LEFT_OUT}",
         )
     return {name: array for name, array in found.items() if array is not None}
 

@@ -13,7 +13,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.file_objects import source_of
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.tree import find
-from ckptool.commands import OUT_PT, Advice, Command, arg, command
+from ckptool.commands import OUT_PT, Command, arg, command
 from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 from ckptool.formats.in_memory import checkpoint_in_memory
@@ -154,9 +154,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     raise OnlyAPart(
         f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
         f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
-        Advice("See the whole: ", command("inspect", found.whole), f"; or {take}")
-        if found.whole
-        else take[:1].upper() + take[1:],
+        f"See the whole: {command('inspect', found.whole)}; or {take}" if found.whole else take[:1].upper() + take[1:],
     )
 
 
@@ -164,9 +162,9 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
     what = f"{found.whole} is a folder, of which {found.label} are there and whole"
     why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
-    name = f"ame one of its files: {quoted(_member(checkpoint))}; or "
-    join = ("Say how: ", Command(found.join), f" (docs/formats.md has rules to start from); or n{name}")
-    return OnlyAPart(what, why, Advice(*(join if found.join else [f"N{name}"]), otherwise))
+    name = f"ame one of its files: {quoted(_member(checkpoint))}; or {otherwise}"
+    join = f"Say how: {Command(found.join)} (docs/formats.md has rules to start from); or n{name}"
+    return OnlyAPart(what, why, join if found.join else f"N{name}")
 
 
 def _member(checkpoint: Checkpoint) -> str:

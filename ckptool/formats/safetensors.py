@@ -32,7 +32,7 @@ from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.checkpoint.strided import resolved
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Advice, Command, arg, command, input_of
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -84,7 +84,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         raise LimitExceeded(f"{source}: a header of {size:,} bytes", f"safetensors allows {MAX_HEADER:,}.")
     if 8 + size > source.size:
         what = f"{source} ends inside its header, which has {size:,} bytes"
-        raise Truncated(what, "The file was cut off.", "Copy or download it again.")
+        raise Truncated(what, fix="Copy or download it again.")
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
@@ -246,9 +246,7 @@ def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int)
         raise Truncated(
             f"{source} ends {at - size:,} bytes short of the data that its header describes",
             f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}.",
-            Advice(
-                "Save what is whole: ", command("recover", source.file.path, out=OUT), "; or copy or download it again."
-            ),
+            f"Save what is whole: {command('recover', source.file.path, out=OUT)}; or copy or download it again.",
         )
     if at < size:
         what = f"{source} has {size - at:,} bytes after its last tensor"
@@ -333,28 +331,25 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         raise Unsupported(
             "a safetensors file holds a dictionary of tensors, nothing else",
             "",
-            Advice(
-                "Choose a part: ",
-                command("convert", FILE / "ADDRESS", out=OUT_SAFETENSORS),
-                f"; or keep everything: {arg(all=True)}",
-            ),
+            f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}; "
+            f"or keep everything: {arg(all=True)}",
         )
     wrong = [f"{name!s} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
     if wrong:
         raise Unsupported(
             f"a safetensors file cannot hold {listed(wrong)}",
             "It holds only plain tensors of its own dtypes, under names.",
-            Advice(*_without(checkpoint, tree), f"; or keep everything: {arg(out=OUT_PT)}"),
+            f"{_without(checkpoint, tree)}; or keep everything: {arg(out=OUT_PT)}",
         )
     return tree
 
 
-def _without(checkpoint: Checkpoint, tree: dict[Any, Any]) -> tuple[str, Command]:
+def _without(checkpoint: Checkpoint, tree: dict[Any, Any]) -> str:
     """The command that leaves out what a file of tensors cannot hold: all but the weights where those are an entry."""
     file = input_of(checkpoint.source)
     if any(isinstance(value, (TensorEntry, Composite)) and _why_not(name, value) for name, value in tree.items()):
-        return "Leave them out: ", command("convert", file, exclude="NAME", out=OUT_SAFETENSORS)
-    return "Write only the weights, then change those: ", command("convert", file, out=OUT_SAFETENSORS)
+        return f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
+    return f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
 
 
 def _why_not(name: Any, value: Any) -> str:

@@ -179,7 +179,7 @@ class _Tables:
         if not known or dtype is None:
             raise Unsupported(f"storage {number:,} has the unknown type {kind}", "The size of its elements is unknown.")
         if at + 8 > data.length:
-            raise Truncated(f"storage {number:,} ends before its number of elements", "The file was cut off.")
+            raise Truncated(f"storage {number:,} ends before its number of elements")
         size = self._elements(data.read(at, 8), dtype, data.length - at - 8, number) * dtype.itemsize
         storage = Storage(subrange(data, at + 8, size), location)
         if self.big_endian:
@@ -261,7 +261,7 @@ class _Tables:
 
     def _numbers(self, data: Data, at: int, count: int, number: int) -> tuple[tuple[int, ...], int]:
         if at + 8 * count > data.length:
-            raise Truncated(f"tensor {number:,} ends before its sizes", "The file was cut off.")
+            raise Truncated(f"tensor {number:,} ends before its sizes")
         order = ">" if self.big_endian else "<"
         return struct.unpack(f"{order}{count}q", data.read(at, 8 * count)), at + 8 * count
 

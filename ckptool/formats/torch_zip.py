@@ -19,7 +19,7 @@ from ckptool.checkpoint.files import Input, Readable
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import swapped
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
@@ -357,7 +357,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     if archive.edits >= directory.MAX_EDITS:
         what = f"{archive.source} was edited in place {archive.edits} times already"
         why = "Every edit leaves its old pickle and directory inside; it is time to write a new file."
-        raise Conflict(what, why, Advice(command("convert", archive.source.file.path, out=OUT)))
+        raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
     layout = _Layout(origin, begin=archive.end)
     layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
     if layout.deduplicated or origin.root + marks.DEDUPLICATED_RECORD in archive.records:

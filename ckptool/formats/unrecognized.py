@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint.files import Folder, Input, Readable, Source
 from ckptool.checkpoint.paths import parted
-from ckptool.commands import Advice, command, other_program
+from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, quoted
 
 # By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.
@@ -86,7 +86,7 @@ def _no_checkpoint_in(folder: Folder) -> CkptoolError:
     held = f"It holds {listed(folder.names, 4)}." if folder.names else "It is empty."
     sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
     ls, scan = other_program("ls", folder.path), command("scan", folder.path)
-    fix = Advice("Name the file: ", ls, "; or see what is there: ", scan)
+    fix = f"Name the file: {ls}; or see what is there: {scan}"
     return NotACheckpoint(f"{folder} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
 
 
@@ -95,13 +95,13 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
         name, program, suffix = found
         inside = source.path.removesuffix(suffix)
         out = inside if inside != source.path else f"{inside}.unpacked"
-        fix = Advice("Unpack it first: ", other_program(program, source.path, into=out))
+        fix = f"Unpack it first: {other_program(program, source.path, into=out)}"
         return Unsupported(f"{source} is compressed with {name}", "The checkpoint is inside.", fix)
     if found := _starting(head, _ARCHIVES):
         name, program = found
         what = f"{source} is a {name} archive, whatever its name says"
         why = "torch.save writes none; models are packed this way to get past scanners that look for pickles in a zip."
-        return Unsupported(what, why, Advice("If you trust where it is from: ", other_program(program, source.path)))
+        return Unsupported(what, why, f"If you trust where it is from: {other_program(program, source.path)}")
     if name := _starting(head, _OTHER_FILES):
         return NotACheckpoint(f"{source} is {name}, whatever its name says")
     return _tar(source) if head[257:262] == b"ustar" else None
@@ -120,11 +120,11 @@ def _tar(source: Source) -> CkptoolError:
     what = f"{source} is a tar archive, not one of torch's"
     if not names:
         list_it = other_program("tar tf", source.path)
-        return Unsupported(what, "Nothing in it is named like a checkpoint.", Advice("See what is in it: ", list_it))
+        return Unsupported(what, "Nothing in it is named like a checkpoint.", f"See what is in it: {list_it}")
     out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
     unpack = other_program("tar xOf", source.path, names[0], into=out)
     held = f"It holds {listed(names, 4)}."
-    return Unsupported(what, held, Advice("Take it out: ", unpack))
+    return Unsupported(what, held, f"Take it out: {unpack}")
 
 
 def _other_model(head: bytes, source: Source) -> CkptoolError | None:
@@ -199,12 +199,12 @@ def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
     what = f"{source} {what}, but not a PyTorch checkpoint"
     if inside := sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS):
         return NotACheckpoint(what, f"It holds {listed(inside, 4)}.", _unzipped(source))
-    look = Advice("See what is in it: ", other_program("unzip -l", source.file.path))
+    look = f"See what is in it: {other_program('unzip -l', source.file.path)}"
     return NotACheckpoint(what, "A checkpoint has a data.pkl in its one folder.", look)
 
 
-def _unzipped(source: Readable) -> Advice:
-    return Advice("Unpack it: ", other_program("unzip -d", f"{source.file.path}.unpacked", source.file.path))
+def _unzipped(source: Readable) -> str:
+    return f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
         facts = " ".join(text.split()[2:6])
         what = f"{source} is a git-lfs pointer ({facts}), not the file itself"
         why = "The repository was cloned without its large files."
-        return NotACheckpoint(what, why, Advice("Fetch them: ", other_program("git lfs pull")))
+        return NotACheckpoint(what, why, f"Fetch them: {other_program('git lfs pull')}")
     if start.startswith(("<!doctype", "<html", "<head", "<?xml", "<error", "<!--")):
         what = f"{source} is a web page"
         why = "The download gave a login or error page instead of the file."

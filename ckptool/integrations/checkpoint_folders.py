@@ -108,8 +108,7 @@ def check_folder(saved: SavedState) -> None:
             raise Corrupt(f"{path} is missing", "The checkpoint was changed after it was saved.") from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != facts.get("bytes"):
             raise Corrupt(
-                f"{path} has {status.st_size:,} bytes, not those of its sidecar",
-                "It was truncated, or overwritten.",
+                f"{path} has {status.st_size:,} bytes, not those of its sidecar", "It was truncated, or overwritten."
             )
         if file_digest(path) != facts.get("sha256"):
             raise Corrupt(f"{path} does not match its sha256", "Its bytes were damaged after it was saved.")

@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.commands import Advice, arg, command
+from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
 from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
@@ -66,7 +66,7 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
             f"the edit of {path} was interrupted, and could not be undone: {reason}",
             "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
             "behind it.",
-            Advice("Look at it: ", command("inspect", path), ". The next in-place edit clears it."),
+            f"Look at it: {command('inspect', path)}. The next in-place edit clears it.",
         ) from error
 
 

@@ -22,7 +22,7 @@ from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.workers import my_turn
-from ckptool.commands import Advice, arg, other_program
+from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
@@ -51,7 +51,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             raise FileProblem(
                 f"cannot write {path}: there is no folder {folder}",
                 "",
-                Advice("Make it first: ", other_program("mkdir -p", folder)),
+                f"Make it first: {other_program('mkdir -p', folder)}",
             ) from None
         if not os.path.basename(path):
             raise FileProblem(
@@ -69,15 +69,10 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
             Text("Name a file in it; or use -d for the folder.", python="Name a file in it."),
         )
     if not stat.S_ISREG(status.st_mode):
-        raise FileProblem(
-            f"cannot write {path}: it is not a regular file",
-            "A checkpoint is written in many places.",
-        )
+        raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
     if not overwrite:
         raise OutputExists(
-            f"{path} exists already",
-            "It was left as it is.",
-            f"Overwrite it: {arg(overwrite=True)}, or choose another name.",
+            f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name."
         )
     return real
 
@@ -317,9 +312,7 @@ def _commit(temporary: str, target: str, overwrite: bool) -> None:
         os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
     except FileExistsError:
         raise OutputExists(
-            f"{target} was created by another process in the meantime",
-            "It was left as it is.",
-            f"Overwrite it: {arg(overwrite=True)}.",
+            f"{target} was created by another process in the meantime", fix=f"Overwrite it: {arg(overwrite=True)}."
         ) from None
     except OSError:  # a file system without hard links
         check_target(target, overwrite=False)

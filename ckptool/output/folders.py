@@ -78,8 +78,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     if held and not overwrite:
         raise OutputExists(
             f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
-            "It was left as it is.",
-            f"Replace it: {arg(overwrite=True)}, or choose another name.",
+            fix=f"Replace it: {arg(overwrite=True)}, or choose another name.",
         )
     if foreign := _foreign(real, held, replaceable):
         raise _would_lose(path, foreign)
@@ -288,9 +287,7 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise
     if not overwrite:
         raise OutputExists(
-            f"{target} was created by another process in the meantime",
-            "It was left as it is.",
-            f"Replace it: {arg(overwrite=True)}.",
+            f"{target} was created by another process in the meantime", fix=f"Replace it: {arg(overwrite=True)}."
         )
     old = temporary
     try:

@@ -41,8 +41,7 @@ def purse(left: int) -> Spend:
         left -= amount
         if left < 0:
             raise LimitExceeded(
-                "one value copied over and over",
-                "The copies would fill the memory; the file is probably malicious.",
+                "one value copied over and over", "The copies would fill the memory; the file is probably malicious."
             )
 
     return spend

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import address, matching
-from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, Command, arg, command, input_of
+from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 
@@ -247,16 +247,14 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
-    thrown_away = DISCARDED in unknown.values() and not as_it_is
+    fix = f"{_drop(checkpoint, unknown.values())}Pass it on as it is: {arg(keep_unknown=True)}"
+    if DISCARDED in unknown.values() and not as_it_is:
+        take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
+        fix = f"Objects that loading makes and discards cannot be kept. Write only the weights: {take}"
     raise UnsafeObject(
         f"{source} {listed(names)}",
         "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written.",
-        Advice(
-            "Objects that loading makes and discards cannot be kept. Write only the weights: ",
-            command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS),
-        )
-        if thrown_away
-        else Advice(*_drop(checkpoint, unknown.values()), f"Pass it on as it is: {arg(keep_unknown=True)}"),
+        fix,
     )
 
 
@@ -266,13 +264,13 @@ _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
 _NAMED_UNKNOWN = 6
 
 
-def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> tuple[str, ...] | tuple[str, Command, str]:
+def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> str:
     """Advice to drop what cannot be passed on, where all of it is in entries of dictionaries."""
     found = [_entry(checkpoint.tree, place) for place in dict.fromkeys(places)]
     if not all(found):
-        return ()
+        return ""
     patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in dict.fromkeys(found)]
-    return "Drop it: ", command("edit", input_of(checkpoint.source), drop=patterns, out=OUT), ". "
+    return f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. "
 
 
 def _entry(tree: Any, place: str) -> str:

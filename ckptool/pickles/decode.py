@@ -103,9 +103,7 @@ def decode(
             raise _underflow().within(name) from None
         if reader.in_frame:
             raise reader.straddling().within(name) from None
-        raise Truncated(
-            f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP", "The file was cut off."
-        ) from None
+        raise Truncated(f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP") from None
     except KeyError as error:
         raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
     except UnicodeDecodeError:

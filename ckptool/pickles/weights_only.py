@@ -18,7 +18,7 @@ from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, Ordere
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import address, walk
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name, kind_of
@@ -131,7 +131,7 @@ class _Plain:
                     raise Conflict(
                         f"two keys of a dictionary would both become {str(new)!r}",
                         "One of the two values would be lost. Nothing was written.",
-                        Advice("Drop one of them first: ", command("edit", FILE, drop="ADDRESS", out=OUT)),
+                        f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
                     )
                 made[new] = result
             if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):

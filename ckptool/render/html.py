@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -14,27 +14,6 @@ from ckptool.facts import Note, Report, Table, Told, Verbatim
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
-BAR = "display:inline-block;height:0.7em;background:currentColor;opacity:0.4"
-
-
-def bar_html(part: int, whole: int) -> str:
-    """A bar as long as `part` is of `whole`."""
-    width = round(8 * part / whole, 2) if whole else 0
-    return f'<span style="{BAR};width:{width}em"></span>' if width else ""
-
-
-def page_html(title: str, facts: str, rows: Iterable[Sequence[str]], rest: str = "") -> str:
-    """A report: a title with facts, a table whose cells are HTML, and lines of text below it, as far as they fit."""
-    head = f"<b>{escape(_cut(title, 1_000))}</b>{escape(_cut(facts, 1_000))}" if title or facts else ""
-    body = ["".join(f'<td style="{CELL}">{cell}</td>' for cell in row) for row in rows]
-    table = fitting([f"<tr>{row}</tr>" for row in body], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
-    below = fitting([escape(_cut(line, 2_000)) + "\n" for line in rest.splitlines()], LIMIT // 3, "… and {} more lines")
-    return (
-        f'<div style="overflow-x:auto">{head}'
-        + (table and f"<table>{table}</table>")
-        + (below and f'<pre style="margin:0.5em 0 0">{below}</pre>')
-        + "</div>"
-    )
 
 
 def _cut(text: str, most: int) -> str:
@@ -66,11 +45,6 @@ def report_html(report: Report) -> str:
     """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
     from ckptool.render.lines import lines
 
-    told = getattr(report, "told", None)
-    if type(report).told is Report.told or told is None:  # told by a function of `render`
-        text = str(report)
-        title, _, rest = text.partition("\n")
-        return page_html("", "", (), text) if "  " in title else page_html(title, "", (), rest.strip("\n"))
     pieces: list[str] = []
     begun: list[Any] = []
 
@@ -99,10 +73,10 @@ def _parts(told: Told) -> Iterator[Any]:
 def _table(table: Table) -> Iterator[str]:
     rows, _, left = table.cells()
     if table.title:
-        yield f"<div><b>{escape(_cut(printable(table.title), 1_000))}</b></div>"
+        yield f'<p style="margin:0.5em 0 0"><b>{escape(_cut(printable(table.title), 1_000))}</b></p>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
     body = fitting([f"<tr>{row}</tr>" for row in cells], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     yield f"<table>{body}</table>"
     if left:
-        yield f"<div>{escape(table.more.format(f'{left:,}').strip())}</div>"
+        yield f'<p style="margin:0">{escape(table.more.format(f"{left:,}").strip())}</p>'

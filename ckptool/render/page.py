@@ -66,7 +66,7 @@ def page(report: CheckpointReport) -> str:
     )
     environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals.update(treemap=treemap, outline=outline, curve=Curve, path=curve_path)
+    environment.globals.update(treemap=treemap, overview=overview, outline=outline, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
     rules = [rule for file in report.files for rule in file.health.rules]
@@ -114,38 +114,22 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 
 def _about(file: FileReport, letter: str) -> dict[str, Any]:
     """What the template gets of a file.  letter: what it is called on a page about two."""
-    about: dict[str, Any] = {"name": file.diagnosis.file or "in memory", "letter": letter}
-    about |= {
-        "diagnosis": file.diagnosis,
-        "health": file.health,
-        "notes": (),
-        "parts": (),
-        "memory": "",
-        "overview": None,
-    }
-    if file.inspection is None:
-        what = "What it is, and what to do, stands below."
-        return about | {
-            "facts": file.diagnosis.is_a,
-            "verdicts": [("Does it load?", "bad", "It cannot be opened", what)],
-        }
-    found, known = file.inspection, {finding.code for finding in file.diagnosis.findings}
-    facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
-    facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
-    return about | {
-        "facts": " · ".join(filter(None, [*facts, found.part.label if found.part else ""])),
-        "verdicts": list(_verdicts(file, {note.code for note in file.inspection.notes})),
-        "notes": [note for note in file.inspection.notes if note.code not in known],
-        "memory": str(found.memory),
-        "numbers": file.inspection.statistics,
-        "parts": _parts_of(file),
-        "overview": overview(found.parts),
-    }
+    found, facts = file.inspection, [file.diagnosis.is_a]
+    if found is not None:
+        facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
+        facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
+        facts += [found.part.label] if found.part else []
+    about = {"name": file.diagnosis.file or "in memory", "letter": letter, "facts": " · ".join(filter(None, facts))}
+    own = {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
+    return {**about, **own, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)}
 
 
-def _verdicts(file: FileReport, codes: set[str]) -> Iterator[tuple[str, str, str, str]]:
+def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
     """The four questions, answered as far as was looked: question, tone (`good`, `bad`, `warn`), answer, detail."""
-    assert file.inspection is not None
+    if file.inspection is None:
+        yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, stands below."
+        return
+    codes = {note.code for note in file.inspection.notes}
     blocking = sum(finding.blocks for finding in file.diagnosis.findings)
     loads = ("bad", f"No: {counted(blocking, 'problem')}", "The notes say what to do.")
     yield ("Does it load?", *(loads if blocking else ("good", "No problem found", "Judged by its structure.")))

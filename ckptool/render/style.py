@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from ckptool.checkpoint import Note
-from ckptool.errors import quoted
 
 WIDEST = 72  # column
 
@@ -48,39 +44,6 @@ class Style:
 
     def cyan(self, text: str) -> str:
         return self._wrap("36", text)
-
-    def prose(self, text: str, indent: str = "  ") -> list[str]:
-        """A sentence in lines as wide as the terminal, cut between words only; those after the first are indented."""
-        if self.width is None or len(text) <= self.width:
-            return [text]
-        return textwrap.wrap(
-            text,
-            max(self.width, 20),
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        )
-
-    def table(self, rows: Sequence[Sequence[str]], right: Sequence[int] = (), title: str = "") -> list[str]:
-        """Rows as aligned lines, under a title with the first row as heads where there is one.
-
-        Where they are wider than the terminal: each row as its first cell, and below it the others, which nothing cuts.
-        """
-        lines = columns(rows, right)
-        head = rows[0] if title else [""] * max(map(len, rows), default=0)
-        if self.width is not None and any(len(line) > self.width for line in lines):
-            lines = [] if not title else [title]
-            for row in rows[1:] if title else rows:
-                facts = [f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell]
-                lines += self.prose(f"  {row[0]}", "    ")
-                lines += self.prose(f"      {', '.join(facts)}", " " * 6) if facts else []
-            return [self.bold(lines[0]), *lines[1:]] if title else lines
-        if title and lines[0][: len(title)].isspace():
-            lines[0] = self.bold(title) + self.dim(lines[0][len(title) :])
-        elif title:
-            lines.insert(0, self.bold(title))
-        return lines
 
     def page(self, text: str) -> str:
         """Text in lines as wide as the terminal: what is longer goes on below, between words; commands stay whole."""
@@ -132,17 +95,3 @@ def columns(
         ]
         lines.append((indent + gap.join(cells)).rstrip())
     return lines
-
-
-WHOLE = "(the whole file)"
-
-
-def notes_text(notes: Sequence[Note], style: Style = PLAIN) -> str:
-    """Notes with their codes, and the command that fixes each, ready to paste."""
-    lines = []
-    for note in notes:
-        first, *rest = style.prose(f"{note.code}: {note.message}")
-        lines += [style.yellow(note.code) + first.removeprefix(note.code), *rest]
-        if note.fix:
-            lines.append(f"  {style.cyan(' '.join(map(quoted, note.fix)))}")
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, arg, command
+from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, TextLines, UsageError, counted
 from ckptool.training import is_run
 from ckptool.training.code_paths import rooted
@@ -26,9 +26,7 @@ def read(path: str, changes: Sequence[str] = ()) -> Config:
     """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` with the line of everything wrong."""
     if is_run(path):
         raise UsageError(
-            f"{path} is a run, not a configuration",
-            "It was started before.",
-            Advice("Resume it: ", command("resume", path)),
+            f"{path} is a run, not a configuration", "It was started before.", f"Resume it: {command('resume', path)}"
         )
     text = read_small_text(path, "a configuration", MAX_FILE)
     return parsed(text, path, changes, os.path.dirname(path) or os.curdir)

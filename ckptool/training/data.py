@@ -336,8 +336,7 @@ def _loaded_set(name: str, args: dict[str, Any]) -> Any:
     made = load_named(name, BUILT_IN, "data", args)
     if not is_stream(made) and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         raise UsageError(
-            f"data: {name} returned {type(made).__name__}, which is not a Dataset",
-            "It has no length, or no items.",
+            f"data: {name} returned {type(made).__name__}, which is not a Dataset", "It has no length, or no items."
         )
     return made
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from ckptool.analysis.curves import Curve, CurveBuilder, column
 from ckptool.checkpoint.patterns import matcher
+from ckptool.commands import arg
 from ckptool.errors import NoMatch, counted, listed
 from ckptool.facts import LIVE, Report, Table, Told, bold, cyan, number
 from ckptool.training import HISTORY, METRICS
@@ -178,7 +179,7 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
     for pattern in patterns:
         if not any(pattern in found for found in names.values()):
             why = f"It logged {listed(list(names), 20)}." if names else "It has logged nothing."
-            raise NoMatch(f"the run has no curve {pattern!r}", why, "Draw all of them: omit --only")
+            raise NoMatch(f"the run has no curve {pattern!r}", why, f"Draw all of them: omit {arg('only')}")
     drawn = {name: builder.curve() for name, builder in curves.items()}
     steps: dict[str, set[int]] = defaultdict(set)
     event, step = "", None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
 from ckptool.training import CONFIG, HISTORY, is_run
@@ -26,27 +27,26 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     number, config = _config(os.path.join(name, CONFIG))
     history = list(Lines(os.path.join(name, HISTORY)).read())
     _, config = last_config(name, number, config)
-    save, by = _section(config, "save"), _section(config, "eval")
+    sections = {key: value for key, value in config.items() if isinstance(value, dict)}
+    save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
     last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
-    rules = Retention(last, best, every, metric, mode)
     there = Store(name, number).all()
-    kept, _ = rules.divide(there)
+    kept, _ = Retention(last, best, every, metric, mode).divide(there)
     rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
-    newest = max((row.step for row in rows if row.state == GOOD), default=None)
     event = history[-1] if history else {}
-    step = event.get("step")
+    times = (fact.get("total_seconds") for fact in reversed(history))
     return RunReport(
         name,
         number,
         metric,
         mode,
-        str(event.get("event", "")),
-        step if isinstance(step, int) else None,
-        newest,
-        rows,
-        _count(_section(config, "train"), "epochs") or None,
-        _seconds(history),
+        event=str(event.get("event", "")),
+        step=step if isinstance(step := event.get("step"), int) else None,
+        resumes=max((row.step for row in rows if row.state == GOOD), default=None),
+        checkpoints=rows,
+        epochs=_count(train, "epochs") or None,
+        seconds=next((value for value in times if type(value) is float and 0 < value < 1e10), None),
     )
 
 
@@ -57,7 +57,7 @@ def folder_of(run: PathLike) -> str:
         raise UsageError(
             f"{name} is not a run: it lacks run.yaml or checkpoints",
             "",
-            Advice("Look: ", command("scan", name)),
+            f"Look: {command('scan', name)}",
         )
     return name
 
@@ -76,42 +76,20 @@ def _config(path: str) -> tuple[str, dict[str, Any]]:
     return text.partition("\n")[0].removeprefix("# ckptool run ").strip(), found
 
 
-def _seconds(history: list[dict[str, Any]]) -> float | None:
-    """The time that a run was trained for, by the last event that has one."""
-    found = (fact.get("total_seconds") for fact in reversed(history))
-    return next((value for value in found if type(value) is float and 0 < value < 1e10), None)
-
-
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
 def _count(section: dict[str, Any], key: str) -> int:
     value = section.get(key)
     return value if type(value) is int and value > 0 else 0
 
 
 def _row(saved: SavedState, full: bool, kept: Iterable[str]) -> RunCheckpoint:
-    state, problem = GOOD, ""
+    state, problem, size = GOOD, "", 0
     try:
         check(saved, "full" if full else "size")
     except CkptoolError as error:
-        state, problem = error.code, error.what
+        state, problem, kept = error.code, error.what, ("damaged",)
+    with suppress(CkptoolError):  # where it is gone, `problem` says so
+        size = size_of(saved.path)
     facts = saved.sidecar or {}
     epoch, loss = facts.get("epoch"), facts.get("loss")
-    try:
-        size = size_of(saved.path)
-    except CkptoolError:
-        size = 0
-    return RunCheckpoint(
-        saved.step,
-        saved.path,
-        state,
-        problem,
-        epoch if isinstance(epoch, int) else None,
-        loss if isinstance(loss, float) else None,
-        saved.metrics,
-        size,
-        tuple(kept) if state == GOOD else ("damaged",),
-    )
+    epoch, loss = epoch if isinstance(epoch, int) else None, loss if isinstance(loss, float) else None
+    return RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, tuple(kept))

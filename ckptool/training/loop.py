@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.commands import Advice, arg, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, UsageError, counted
+from ckptool.commands import arg, command
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, counted
 from ckptool.training.config import Config
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.extensions import numbers
@@ -129,8 +129,9 @@ def _rescue(trainer: Trainer, run: ConfiguredRun, saver: Saver, error: Exception
                 _save(trainer, run, saver)
                 saver.wait()
             if isinstance(error, CkptoolError):
-                before = f"{error.fix} " if error.fix else ""
-                error.fix = Advice(f"{before}Step {trainer.step:,} is saved; resume: ", command("resume", run.folder))
+                before = error.fix + " " if error.fix else ""
+                saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder)}"
+                error.fix = Text(before, saved)
     if trainer.world.is_first:
         words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
         with suppress(CkptoolError):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ckptool.analysis.warm_start import LoadReport, described, percent
+from ckptool.analysis.warm_start import LoadReport, percent
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
@@ -243,9 +243,7 @@ def start_from(model: nn.Module, path: str, strict: bool, name: str = "main", mi
 
 
 def _skipped(report: LoadReport, name: str) -> str:
-    other = [
-        f"{printable(each.target)} ({described(each.have)} for {described(each.want)})" for each in report.mismatched
-    ]
+    other = [f"{printable(each.target)} ({each.have} for {each.want})" for each in report.mismatched]
     lists = {
         "skipped, of another shape": other,
         "not in it": [printable(each.name) for each in report.missing],
@@ -286,8 +284,7 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(found, nn.Sequential):
         there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
         raise UsageError(
-            f"activation_checkpoint: {name!r} is not an nn.Sequential",
-            f"Available: {listed(there, 8) or 'none'}.",
+            f"activation_checkpoint: {name!r} is not an nn.Sequential", f"Available: {listed(there, 8) or 'none'}."
         )
     return found
 

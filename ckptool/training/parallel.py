@@ -329,8 +329,7 @@ def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:
     for cut in cuts:
         if cut not in names or not cut:
             raise UsageError(
-                f"split.at: there is no module {cut!r}",
-                f"Available: {listed([name for name in names if name], 12)}.",
+                f"split.at: there is no module {cut!r}", f"Available: {listed([name for name in names if name], 12)}."
             )
     places = [names.index(cut) for cut in cuts]
     if places != sorted(set(places)):

@@ -23,7 +23,7 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import read_small_text
-from ckptool.commands import Advice, Command, command
+from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, UsageError, listed, printable
 from ckptool.output import make_folder
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS
@@ -144,9 +144,7 @@ def create(
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise FileProblem(
-            f"cannot make the run {folder}: it is a file",
-            "A run is a folder.",
-            f"Name another: {elsewhere}",
+            f"cannot make the run {folder}: it is a file", "A run is a folder.", f"Name another: {elsewhere}"
         )
     _refuse_run(folder, elsewhere)
     _leftovers(folder, elsewhere)
@@ -206,7 +204,7 @@ def _refuse_run(folder: str, elsewhere: str | Command) -> None:
         raise Conflict(
             f"{folder} is a run already",
             "It was left as it is.",
-            Advice("Resume it: ", command("resume", folder), f"; or name another folder: {elsewhere}"),
+            f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}",
         )
     raise _without_config(folder, elsewhere)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from ckptool.commands import Advice
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import CONFIG, LOOP, configfile, run_folder
 from ckptool.training.config import Config
@@ -81,7 +80,7 @@ def _recorded(folder: str) -> tuple[str, Config, int]:
         raise UsageError(
             f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
             "Its model and its data are made by that script.",
-            Advice("Run the script again: it resumes by itself."),
+            "Run the script again: it resumes by itself.",
         )
     config = configfile.parsed(text, path)
     revision, values = last_config(folder, number, {})

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ckptool.commands import Advice, command
-from ckptool.errors import DiskFull, RunFailed, UsageError
+from ckptool.commands import command
+from ckptool.errors import DiskFull, RunFailed, Text, UsageError
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
@@ -36,7 +36,7 @@ class Saver:
     ) -> None:
         self.run, self.world, self.background, self.step = run, world, background, step
         self._writers = world  # of sharded tensors; a thread has a process group of its own
-        self.resume = Advice(resume) if resume else Advice("resume: ", command("resume", run.folder))
+        self.resume = resume if resume else f"resume: {command('resume', run.folder)}"
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -122,7 +122,7 @@ class Saver:
             saved = committed(self.run.store, step, tree, facts, self._writers)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
-            error.fix = Advice("Make room, then ", *self.resume.parts)
+            error.fix = Text(f"Make room, then {self.resume}")
             raise
         if self.world.is_first:
             gone = self.run.prune()

@@ -25,7 +25,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Advice, Command, command
+from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
 from ckptool.output import (
     NewFolder,
@@ -277,7 +277,7 @@ def newest_whole(folder: str, there: list[SavedState], check: Callable[..., Any]
         raise NoneValid(
             f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
             "Nothing was deleted, and nothing was started from the beginning.",
-            Advice("See what is wrong with them: ", command("scan", folder)),
+            f"See what is wrong with them: {command('scan', folder)}",
         )
     return None
 

@@ -20,7 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.commands import Advice, arg, command
+from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 from ckptool.transforms.casting import rounded
@@ -115,7 +115,7 @@ def average(
         raise Conflict(
             f"the files do not hold the same weights: {listed(problems, 6)}",
             "The mean of different models is not a model. Nothing was written.",
-            Advice("See all of it: ", command("diff", names[0], names[-1])),
+            f"See all of it: {command('diff', names[0], names[-1])}",
         )
     # The name of a tensor that has several, whatever order they are in.
     named = sorted(((str(key), value) for key, value in last.items()), key=lambda item: item[0], reverse=True)

@@ -89,8 +89,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
 def _put(tree: dict[Any, Any], key: Any, value: Any) -> None:
     if key in tree:
         raise Conflict(
-            f"{key!s} exists already, next to the parts that it is made from",
-            "One of the two would be lost.",
+            f"{key!s} exists already, next to the parts that it is made from", "One of the two would be lost."
         )
     tree[key] = value
 

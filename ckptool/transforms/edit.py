@@ -186,8 +186,7 @@ def read_array(path: str) -> Array:
         raise file_problem(error, path, "read") from error
     except (ValueError, EOFError, MemoryError) as error:
         raise UsageError(
-            f"{path} is not a numpy array: {error!s}",
-            "A .npy file with one array of numbers was expected.",
+            f"{path} is not a numpy array: {error!s}", "A .npy file with one array of numbers was expected."
         ) from None
     return array
 

@@ -90,7 +90,7 @@ def export(
             extras={},
         ),
         tuple(behind),
-        tuple(_notes(plain, copy_ties)),
+        tuple(lost_views(plain, copy_ties)),
     )
 
 
@@ -156,7 +156,8 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
     ]
 
 
-def _notes(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
+def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
+    """Notes on views that a container without strides writes as their values."""
     views: dict[int, dict[Any, tuple[str, TensorEntry]]] = {}
     for key, entry in tensors.items():
         views.setdefault(id(entry.storage), {}).setdefault(entry.view, (key, entry))

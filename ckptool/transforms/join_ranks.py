@@ -23,7 +23,7 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import (
     Conflict,
     Corrupt,
@@ -88,7 +88,7 @@ def open_joined(
     found = joined(name, rules, numbers)
     if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
-        look = Advice("See what it is: ", command("inspect", name))
+        look = f"See what it is: {command('inspect', name)}"
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
     whole = found if found is not None else _whole(name, rules, part)
     return Opened(unstacked(whole, rules.unstack, optional=rules.optional), at if at is not None else place, name)

@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.checkpoint.tree import address, holders, replaced_at
-from ckptool.commands import MODEL, OUT, Advice, arg, command
+from ckptool.commands import MODEL, OUT, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 from ckptool.transforms.optimizer_state import (
@@ -32,7 +32,7 @@ from ckptool.transforms.optimizer_state import (
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
-OPTION = "--optimizer-as"
+OPTION = arg("optimizer_as")
 ADVICE = f"name the model, or a spec of it, for the order of its parameters: {arg(against='model.py:build')}"
 
 
@@ -67,12 +67,12 @@ def with_optimizers(
     return replace(part, tree=tree), lines
 
 
-def _elsewhere(whole: Checkpoint, form: str) -> Advice | None:
+def _elsewhere(whole: Checkpoint, form: str) -> str:
     """The command for the optimizer's member beside weights that stand for a folder."""
     # `optimizer.pt`, `optimizer.bin`, accelerate's folder `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights.
     name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
     if name is None or whole.source is None:
-        return None
+        return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
     is_folder = os.path.isdir(member)  # of ranks, in which the names are
@@ -80,7 +80,7 @@ def _elsewhere(whole: Checkpoint, form: str) -> Advice | None:
     if not is_folder:
         named = command("convert", member, optimizer_as="names", against=MODEL, out=OUT)
     numbered = command("convert", member, optimizer_as="ids", out=OUT)
-    return Advice(f"It is in a {'folder' if is_folder else 'file'} of its own: ", numbered if form == IDS else named)
+    return f"It is in a {'folder' if is_folder else 'file'} of its own: {numbered if form == IDS else named}"
 
 
 def _in_form(

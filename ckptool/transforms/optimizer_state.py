@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
-from ckptool.analysis.warm_start import OptimizerReport
+from ckptool.analysis.warm_start import LeftOut, OptimizerReport
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.checkpoint.state_dicts import StateDict, optimizers, without_wrappers
@@ -56,7 +56,7 @@ def carried(
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
-    left: list[tuple[str, str]] = []
+    left: list[LeftOut] = []
     for number, group in enumerate(optimizer["param_groups"]):
         for slot in group["params"]:
             name = names.get(slot)
@@ -66,7 +66,7 @@ def carried(
                 if not why and slot in optimizer["state"]:
                     state[goal] = optimizer["state"][slot]
             if why:
-                left.append((name or str(slot), why))
+                left.append(LeftOut(name or str(slot), why))
     fresh = tuple(name for name in parameters if name not in state)
     report = OptimizerReport(place, known_by, tuple(name for name in parameters if name in state), fresh, tuple(left))
     groups = [

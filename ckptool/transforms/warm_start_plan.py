@@ -29,8 +29,9 @@ from ckptool.analysis.warm_start import (
     Mismatch,
     Refusal,
     Suggestion,
+    Tied,
+    Typed,
     checked_share,
-    described,
     little,
     unmet,
 )
@@ -139,7 +140,7 @@ class _Draft:
     pairs: dict[str, str] = field(default_factory=dict)
     chosen: dict[str, Assignment] = field(default_factory=dict)
     loaded: list[Loaded] = field(default_factory=list)
-    tied: list[tuple[str, str]] = field(default_factory=list)
+    tied: list[Tied] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     changes: list[DtypeChange] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -309,7 +310,7 @@ def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
         done = SLICED if on_mismatch == "slice" else PADDED
         draft.loaded.append(Loaded(key, name, expected.kind, prod(part), done))
         draft.chosen[name] = Assignment(key, tensor, part)
-    have, want = (tensor.dtype, tensor.shape), (expected.dtype, expected.shape)
+    have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
     how = way.text if done == RESIZED and way is not None else ""
     draft.mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
 
@@ -371,7 +372,7 @@ def _tie(draft: _Draft) -> None:
                 draft.refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=other)}"))
         others = set(names) - {first}
         draft.chosen.update((name, draft.chosen[first]) for name in names if name != first)
-        draft.tied += [(name, first) for name in names if name != first and name not in draft.excluded]
+        draft.tied += [Tied(name, first) for name in names if name != first and name not in draft.excluded]
         draft.loaded = [fact for fact in draft.loaded if fact.target not in others]
         draft.mismatched = [  # a misfit is reported under whatever name; a tensor loaded in part, once
             fact for fact in draft.mismatched if fact.target not in others or fact.done in (SKIPPED, REFUSED)
@@ -484,9 +485,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     for about, fix in (("shape", shape_fix), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
-            texts = [
-                f"{printable(fact.target)} {described(fact.have)} against {described(fact.want)}" for fact in facts
-            ]
+            texts = [f"{printable(fact.target)} {fact.have} against {fact.want}" for fact in facts]
             what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
             found.append(Refusal(f"{about}-mismatch", what, fix))
     for word, names in (

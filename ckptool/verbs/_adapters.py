@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import OUT_SAFETENSORS, arg
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
@@ -31,7 +32,7 @@ ConfigOption = Annotated[
     AdapterConfig | None, option("--config FILE.json", "Its adapter_config.json, if that is not beside it.")
 ]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
-NEW_ADAPTER = "For example: -o adapter/"
+NEW_ADAPTER = f"For example: {arg(out='adapter/')}"
 RENEWED = ("Its ranks or names are others.", NEW_ADAPTER)
 _WHOLE = "1000TB"  # PEFT reads no shards
 
@@ -76,20 +77,22 @@ def write_adapter(
     )
     if change.live and (made.config is not None or made.metadata):
         what = f"{change.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
-        raise UsageError(what, "They stand in its configuration or metadata.", "Write it: -o adapter/")
+        raise UsageError(what, "They stand in its configuration or metadata.", f"Write it: {arg(out='adapter/')}")
     container = change.format(safetensors.NAME if made.config is None else SHARDED).name
     beside = None
     if made.config is not None:
         if container != SHARDED:
             what = f"{change.path or ''} would be a file, and an adapter of PEFT is a folder"
-            raise UsageError(what, f"Its scales are in {ADAPTER}.", "For example: -o adapter/")
+            raise UsageError(what, f"Its scales are in {ADAPTER}.", f"For example: {arg(out='adapter/')}")
         config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
         beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
         change = replace(change, path=None if change.path is None else os.path.join(change.path, ""))
         changed = divided(changed, _WHOLE, STEMS[PEFT])
     elif DIFFUSERS_CONFIG in made.metadata and container != safetensors.NAME:
         what = f"{container} has no place for the scales of an adapter with diffusers' names"
-        raise Unsupported(what, "They stand in the metadata of safetensors.", "Write -o OUT.safetensors, or --fold")
+        raise Unsupported(
+            what, "They stand in the metadata of safetensors.", f"Write {arg(out=OUT_SAFETENSORS)}, or {arg(fold=True)}"
+        )
     sources = [each for each in inputs if each is not None]
     saved = change.into(container).write(original, changed, inputs=sources, beside=beside)
     return saved.about(made.summary, *made.details, notes=notes, **made.facts())

@@ -9,6 +9,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Storage
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, walk
+from ckptool.commands import FILE, OUT, arg, command
 from ckptool.errors import Conflict, UsageError
 from ckptool.formats.model_folder import ModelFolder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
@@ -72,7 +73,7 @@ class FileChange(Change):
                 raise Conflict(
                     f"{name} shares its storage with {other}, which is not in {address(self.part.base)}",
                     "Both would change, or no longer be tied. Nothing was written.",
-                    "Change the whole file, without the address; or write the part alone: --extract",
+                    f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}",
                 )
 
 
@@ -92,15 +93,15 @@ def begin_change(
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         raise UsageError(
-            f"{verb} --extract was given no address",
-            "Without --extract the whole file is written.",
-            f"Name it: ckptool {verb} FILE#ADDRESS --extract -o OUT",
+            f"{verb} {arg(extract=True)} was given no address",
+            f"Without {arg(extract=True)} the whole file is written.",
+            f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}",
         )
     if extract and change.asked["in_place"]:
         raise UsageError(
-            f"{verb} was given both --extract and --in-place",
+            f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}",
             "The file itself would lose everything but the part.",
-            "Write the part to a new file: -o OUT",
+            f"Write the part to a new file: {arg(out=OUT)}",
         )
     outside: Any = None
     if part.base and not extract:

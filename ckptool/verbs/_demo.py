@@ -52,7 +52,7 @@ def demo(
         (files[name],) = torch_zip.write(Checkpoint(from_live(tree), torch_zip.NAME)).files.values()
     replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS, PAGE])
     lines = [f"demo: {printable(folder)} holds {MODEL} and {TUNED}. To try:", ""]
-    return Page("\n".join([*lines, *(f"  {each}" for each in commands(folder))]) + "\n")
+    return Page("\n".join([*lines, *(f"  {each!s}" for each in commands(folder))]) + "\n")
 
 
 def commands(folder: str) -> list[Command]:

@@ -1,14 +1,77 @@
-"""`explain`: what a code or an error message means, and what fixes it."""
+"""`explain`: what a code or an error message means, and what fixes it: the rows of `docs/codes.md`, which lies here."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated
 
-from ckptool.analysis.doctor import Diagnosis
-from ckptool.analysis.explain import Explanation, explain_text
-from ckptool.analysis.explain import explain as explained
-from ckptool.options import argument, verb
+from ckptool.analysis.findings import Diagnosis
+from ckptool.commands import Command
+from ckptool.errors import NoMatch, UsageError
+from ckptool.facts import LIVE, Report, Told, bold, cyan
+from ckptool.options import argument, nearest, verb
 from ckptool.verbs._options import standard_input
+
+WIDTH = 25  # columns of a code in the list
+_CODE = "[a-z][a-z0-9-]*"
+# Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.
+_IN_BRACKETS = re.compile(rf"^(?:.*\berror|problem |note )\[({_CODE})\]", re.MULTILINE)
+_NOTE = re.compile(rf"^({_CODE}): ", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A code. kind: the title of its table.  facts: the head of each other column -> its text; empty ones left out."""
+
+    code: str
+    kind: str
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Report):
+    """The codes that were asked for, or all, of which a list shows only the meaning."""
+
+    schema = "explain/2"
+
+    codes: tuple[Code, ...]
+    is_list: Annotated[bool, LIVE] = False
+
+    def told(self) -> Told:
+        kind = ""
+        for each in self.codes:
+            (_, meaning), *more = [(head, text.replace("`", "")) for head, text in each.facts.items()]
+            if self.is_list and each.kind != kind:
+                yield from ("", bold(each.kind))
+                kind = each.kind
+            if self.is_list:
+                yield cyan(f"{each.code:{WIDTH}}"), f" {meaning}"
+            else:
+                yield ""
+                yield bold(each.code), f" ({each.kind})"
+                yield from (f"  {meaning}", *(f"  {head}: {text}" for head, text in more))
+
+
+@cache
+def all_codes() -> dict[str, Code]:
+    """Every code, in the order of the page."""
+    codes: dict[str, Code] = {}
+    kind, heads = "", [""]
+    for line in Path(__file__).with_name("codes.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" |")]
+        if line.startswith("## "):
+            kind = line[3:]
+        elif line.startswith("| code |"):
+            heads = cells
+        elif line.startswith("| `"):
+            code, texts = cells[0].strip("`"), zip(heads[1:], cells[1:], strict=False)
+            codes[code] = Code(code, kind, {head: text for head, text in texts if text})
+    return codes
 
 
 @verb(
@@ -24,5 +87,39 @@ def explain(
         ),
     ] = "",
 ) -> Explanation | Diagnosis:
-    """The explanation of a code, or of the message that is piped in; without a code the list of all."""
-    return explain_text(standard_input()) if code == "-" else explained(code)
+    """The explanation of a code, or of the message that is piped in; without a code the list of all.
+
+    Raises `NoMatch` for an unknown code or message.
+    """
+    codes = all_codes()
+    if code == "-":
+        return explain_text(standard_input())
+    if not code:
+        return Explanation(tuple(codes.values()), is_list=True)
+    pasted = _IN_BRACKETS.match(code)  # as it is printed
+    name = pasted[1] if pasted else code.strip("[]: ").lower()
+    if name not in codes:
+        meant = nearest(name, codes)
+        see = f"See all: {Command(('ckptool', 'explain'))}"
+        raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
+    return Explanation((codes[name],))
+
+
+def explain_text(text: str) -> Explanation | Diagnosis:
+    """The explanation of the codes in what ckptool printed; of any other error message what `doctor --error` says.
+
+    Only the codes of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is no code.
+    """
+    from ckptool.analysis.error_texts import LOOK, MAX_TEXT, first_line, of_error_text, recognised
+
+    if not text.strip():
+        raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
+    shown, codes = _COLOUR.sub("", text[:MAX_TEXT]), all_codes()
+    named: Sequence[str] = _IN_BRACKETS.findall(shown)
+    if "Traceback (most" not in shown:
+        named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
+    if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
+        return Explanation(tuple(known))
+    if recognised(text) is None:
+        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", f"{LOOK[0]}{LOOK[1]}")
+    return of_error_text(text)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint.paths import file_problem, refused_place
 from ckptool.checkpoint.workers import Progress
+from ckptool.commands import OUT, command
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, split
 from ckptool.options import Watched, argument, option
@@ -123,7 +124,7 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
     if was_redirected(files):
         raise UsageError(f"{verb} was given only part of a rule: it ends at its =", *QUOTE_RULES)
     ruled = bool(rules) or more or len(files) == 1
-    example = f"For example: ckptool {verb} model.pt 'a.* => b.*' -o OUT"
+    example = f"For example: {command(verb, 'model.pt', 'a.* => b.*', out=OUT)}"
     for word in files:
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
         if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):

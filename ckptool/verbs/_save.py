@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note
+from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, storages, tensors
-from ckptool.commands import OUT_SAFETENSORS, Advice, command, function_name, input_of
+from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, function_name, input_of
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -40,6 +40,7 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
+from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, InPlace, KeepUnknown, Overwrite, Verify
 from ckptool.verbs._written import Written
 
@@ -117,9 +118,9 @@ class Change:
             raise UsageError(
                 f"{self.verb} needs to know where to write"
                 if path is None
-                else f"{self.verb} was given both an output and --in-place",
+                else f"{self.verb} was given both an output and {arg(in_place=True)}",
                 "Nothing is written unless you name an output.",
-                "A new file: -o OUT; the file itself: --in-place",
+                f"A new file: {arg(out=OUT)}; the file itself: {arg(in_place=True)}",
             )
         if asked["verify"] and not asked["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
@@ -137,7 +138,8 @@ class Change:
             raise Conflict(
                 f"{path} is the input itself",
                 "It was left as it is.",
-                f"{'Change the file itself: --in-place; or replace' if source else 'Replace'} it with a new one: -f",
+                (f"Change the file itself: {arg(in_place=True)}; or replace" if source else "Replace")
+                + f" it with a new one: {arg(overwrite=True)}",
             )
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
         if not asked["container"]:
@@ -154,6 +156,9 @@ class Change:
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
+            if container.tensors_only and not changed.tensors_only and tree_record.KEY not in changed.metadata:
+                entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
+                notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
         if container.writes_folder and container.tensors_only:
             beside = beside or model_folder(original, changed.tree)
@@ -225,21 +230,21 @@ class Change:
                 "While its files were replaced one by one, the folder would be a mix of two checkpoints."
                 if isinstance(source, Folder)
                 else "That container can be read, not written.",
-                "Write a new one: -o OUT",
+                f"Write a new one: {arg(out=OUT)}",
             )
         refuse_links(source.path)
         if self.asked["container"] not in (None, original.container):
             raise UsageError(
-                f"--in-place keeps the container ({original.container})",
+                f"{arg(in_place=True)} keeps the container ({original.container})",
                 "Another container needs a new file.",
-                "Write a new file with -o.",
+                f"Write a new file with {arg('out')}.",
             )
         return source, formats.by_name(original.container)
 
     def _append(self, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
         if not os.access(source.path, os.W_OK):
             what = f"cannot change {source}: no permission to write to it"
-            raise FileProblem(what, "It is as it was.", "Write a new file with -o.")
+            raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
         # The old records were checked before, and stay where they are.
         verify = verifier(changed, checksums=False) if self.asked["verify"] else None
 
@@ -294,7 +299,9 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object) 
     memory = any(map(in_memory, inputs))
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
-        raise UsageError(what, "What is in memory stays as it is; the result is returned.", "Leave out --in-place")
+        raise UsageError(
+            what, "What is in memory stays as it is; the result is returned.", f"Leave out {arg(in_place=True)}"
+        )
     is_word = isinstance(path, str) and "/" not in path and not formats.has_suffix(path)
     if memory and is_word and options.get("container") is None and verb != "unbundle":
         option = _OPTIONS.get(verb)
@@ -313,7 +320,8 @@ def path_of(verb: str, path: Any) -> str:
     if isinstance(path, (str, os.PathLike)):
         return os.fspath(path)
     what = f"{verb} was given {type(path).__name__} in the place of its output's path"
-    fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: -o new.pt"
+    fix = f"For example: {arg(out='new.pt')}"
+    fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
     raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
 
 
@@ -352,7 +360,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         raise Unsupported(
             f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
             "Without its program the file would no longer be that model. Nothing was written.",
-            Advice("Write only its weights, then change those: ", weights),
+            f"Write only its weights, then change those: {weights}",
         )
 
 

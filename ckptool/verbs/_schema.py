@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
-from ckptool import render
 from ckptool.checkpoint.registry import provides
-from ckptool.commands import VERBS, Advice, Command, function_name, module_of
+from ckptool.commands import VERBS, Command, function_name, module_of
 from ckptool.errors import NoMatch
-from ckptool.facts import Report, Told, bold
+from ckptool.facts import Report, Told, bold, schema_of
 from ckptool.options import argument, nearest, signature_of, verb
-from ckptool.render.json import DOCUMENTS
-from ckptool.render.reflection import BY_HAND, about, document, picked
+from ckptool.render.reflection import about, document
 
 Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -32,7 +28,7 @@ ANYWHERE: dict[str, Json] = {
         "description": "An error, in place of the answer. `done` is what was finished before it.",
         "type": "object",
         "properties": {
-            "schema": {"const": "ckptool.error/1"},
+            "schema": {"const": "ckptool.error/2"},
             "code": {**_TEXT, "description": "explained by `ckptool explain CODE`"},
             **dict.fromkeys(("what", "why", "fix"), _TEXT),
             "done": _RESULTS,
@@ -42,7 +38,7 @@ ANYWHERE: dict[str, Json] = {
     "results": {
         "description": "The answers for several files.",
         "type": "object",
-        "properties": {"schema": {"const": "ckptool.results/1"}, "results": _RESULTS},
+        "properties": {"schema": {"const": "ckptool.results/2"}, "results": _RESULTS},
         "required": ["schema", "results"],
     },
 }
@@ -105,12 +101,12 @@ def schema(
     printed = [name for name, each in names.items() if word in each.verbs] if word in VERBS else []
     if not printed and word not in names:
         meant = nearest(word, {*VERBS, *names})
-        advice = Advice("See all: ", Command(("ckptool", "schema")))
+        advice = f"See all: {Command(('ckptool', 'schema'))}"
         raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {meant}?" if meant else "", advice)
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
     used: dict[str, Json] = {}
     for name in wanted:
-        _add(name, used)
+        used |= {name: ANYWHERE[name] if name in ANYWHERE else document(_reports()[name], used)}
     references = [{"$ref": f"#/$defs/{name}"} for name in wanted]
     of = {"title": f"ckptool {verb} --json"} if printed else {}
     whole = {"anyOf": references} if len(references) > 1 else references[0]
@@ -120,17 +116,11 @@ def schema(
 @cache
 def _names() -> dict[str, Listed]:
     """Every schema by its name without its version."""
-    for module in pkgutil.iter_modules(render.__path__):
-        import_module(f"ckptool.render.{module.name}")
-    found = {
-        name: Listed(f"ckptool.{name}/1", each["about"], tuple(each["verbs"].split(", ")))
-        for name, each in _tables()[1].items()
-    }
-    found |= {name: Listed(f"ckptool.{name}/1", each["description"]) for name, each in ANYWHERE.items()}
+    found = {name: Listed(f"ckptool.{name}/2", each["description"]) for name, each in ANYWHERE.items()}
     printed = {verb: {*_reports_of(verb)} for verb in VERBS}
     for name, kind in _reports().items():
         verbs = tuple(verb for verb, kinds in printed.items() if kind in kinds)
-        found[name] = Listed(f"ckptool.{picked(kind)[0]}", about(kind), verbs)
+        found[name] = Listed(f"ckptool.{schema_of(kind)}", about(kind), verbs)
     return found
 
 
@@ -140,10 +130,7 @@ def _reports() -> dict[str, Any]:
     kinds = {
         kind for verb in VERBS for kind in _reports_of(verb) if isinstance(kind, type) and issubclass(kind, Report)
     }
-    told = {kind for kind in kinds if kind.told is not Report.told} - {Schema}
-    return {name: kind for name, (kind, _) in DOCUMENTS.items()} | {
-        picked(kind)[0].partition("/")[0]: kind for kind in sorted(told, key=picked)
-    }
+    return {schema_of(kind).partition("/")[0]: kind for kind in sorted(kinds - {Schema}, key=schema_of)}
 
 
 def _reports_of(verb: str) -> Iterator[Any]:
@@ -154,80 +141,3 @@ def _reports_of(verb: str) -> Iterator[Any]:
         yield from get_args(kind) or (kind,)
     for module, _, name in (each.rpartition(".") for each in function.verb.also):
         yield getattr(import_module(module), name)
-
-
-def _add(name: str, used: dict[str, Json]) -> None:
-    """Adds a schema or type to those that are used, and all that it refers to."""
-    if name in used:
-        return
-    used[name] = ANYWHERE.get(name, {})  # it may refer to itself
-    if name in _reports():
-        used[name] |= document(_reports()[name], used)
-        for each in [each for each in BY_HAND.values() if used.get(each) == {}]:  # what is left to the table
-            del used[each]
-            _add(each, used)
-    elif name not in ANYWHERE:
-        _add_by_hand(name, used)
-
-
-# What is not reflected yet --------------------------------------------------------------------------------------------
-
-_SIMPLE: dict[str, Json] = {
-    "any": {},
-    "text": {"type": "string"},
-    "int": {"type": "integer"},
-    "bool": {"type": "boolean"},
-    "null": {"type": "null"},
-    "object": {"type": "object"},
-    "number": {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]},
-}
-
-
-@cache
-def _tables() -> tuple[Json, dict[str, Json]]:
-    """Of what functions make: the types, and the schemas by name, `inspect` of `ckptool.inspect/1`."""
-    import yaml
-
-    text = Path(__file__).with_name("schemas.yaml").read_text(encoding="utf-8")
-    tables = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tables["types"], tables["schemas"]
-
-
-def _add_by_hand(name: str, used: dict[str, Json]) -> None:
-    types, schemas = _tables()
-    if name in schemas:
-        fields = {"schema": "", **schemas[name].get("fields", {})}
-        used[name] |= {"description": schemas[name]["about"], **_object(fields, used)}
-        used[name]["properties"]["schema"] = {"const": f"ckptool.{name}/1"}
-    else:
-        used[name] |= _object(types[name], used) if isinstance(types[name], dict) else _type(types[name], used)
-
-
-def _object(fields: Mapping[str, str | Mapping[str, Any]], used: dict[str, Json]) -> Json:
-    """An object with these fields: `name?` may be missing. A field with fields of its own is an object."""
-    kinds = {name: kind for names, kind in fields.items() for name in names.split()}
-    properties = {
-        name.rstrip("?"): _object(kind, used) if isinstance(kind, Mapping) else _type(kind, used)
-        for name, kind in kinds.items()
-    }
-    required = [name for name in kinds if not name.endswith("?")]
-    return {"type": "object", "properties": properties, "required": required}
-
-
-def _type(text: str, used: dict[str, Json]) -> Json:
-    """`TYPE`, `list of TYPE`, `map of TYPE`, `TYPE or TYPE`, `'word'`; a description follows after ` -- `."""
-    text, _, said = text.partition(" -- ")
-    described = {"description": said} if said else {}
-    alternatives = text.split(" or ")
-    if len(alternatives) > 1:
-        return {"anyOf": [_type(each, used) for each in alternatives], **described}
-    if text.startswith("list of "):
-        return {"type": "array", "items": _type(text[8:], used), **described}
-    if text.startswith("map of "):
-        return {"type": "object", "additionalProperties": _type(text[7:], used), **described}
-    if text.startswith("'"):
-        return {"const": json.loads(text.replace("'", '"')), **described}
-    if text in _SIMPLE or not text:
-        return _SIMPLE.get(text, {}) | described
-    _add(text, used)
-    return {"$ref": f"#/$defs/{text}", **described}

@@ -10,6 +10,7 @@ from ckptool.analysis.targets import Target, is_spec, names_code, of_checkpoint,
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import refused_place
+from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
 
@@ -31,7 +32,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         raise elsewhere
     if not os.path.lexists(path) and names_code(name):
         if at is not None:
-            raise UsageError("--at names a part of a checkpoint", f"{name} is code, and builds one model.")
+            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
         from ckptool.verbs._live import target_of_code
 
         return replace(target_of_code(name), name=name)
@@ -39,7 +40,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         raise UsageError(
             f"{name} is neither a file nor a name of your own code",
             "Your own code is file.py:factory or pkg.module:factory.",
-            "For example: --against model.py:build",
+            f"For example: {arg(against='model.py:build')}",
         )
     if path.endswith(".py") and os.path.isfile(path):
         raise UsageError(

@@ -10,6 +10,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole
@@ -79,9 +80,9 @@ def average(
     given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
     how = merge_of(method, count, given)
     change = change_of("average", out, options, base, *files)
-    change.refuse_in_place("It has several inputs.", "For example: -o mean.pt")
+    change.refuse_in_place("It has several inputs.", f"For example: {arg(out='mean.pt')}")
     if t is not None and weights is not None:
-        raise UsageError("--t and --weights were both given", "They are mutually exclusive.")
+        raise UsageError(f"{arg('t')} and {arg('weights')} were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
     opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
@@ -91,7 +92,10 @@ def average(
         refuse_quantized(each.checkpoint, [root.node], "Averaged")
     # What belongs to the training between the weights, an optimizer of torchtitan, stays behind.
     training = [{key for key, value in root.node.items() if is_beside(key, value)} for root, _ in roots]
-    nodes = [_without(root.node, keys) for (root, _), keys in zip(roots, training, strict=True)]
+    nodes = [
+        same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
+        for (root, _), keys in zip(roots, training, strict=True)
+    ]
     by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), count, how)
     found = means.average(nodes, names, shares, how, by_key)
     last = opened[-1].checkpoint
@@ -130,8 +134,3 @@ def average(
         base=printable(names[0]) if how.has_base else None,
         averaged=found.averaged,
     )
-
-
-def _without(node: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
-    items = {key: value for key, value in node.items() if key not in keys}
-    return same_kind(node, items) if keys else node

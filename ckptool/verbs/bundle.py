@@ -13,7 +13,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, OUT, command
+from ckptool.commands import FILE, NAME, OUT, arg, command
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
@@ -36,7 +36,8 @@ from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras
 from ckptool.verbs._written import Row, Written
 from ckptool.verbs.save import checkpoint_of
 
-_EXAMPLE = "For example: ckptool bundle -o gan.tar generator=G.pt discriminator=D.pt#state_dict epoch:=3"
+_MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
+_EXAMPLE = f"For example: {command('bundle', out='gan.tar', members=_MEMBERS, values={'epoch': 3})}"
 
 
 def _words(
@@ -132,7 +133,7 @@ def bundle(
         raise UsageError(
             f"a bundle cannot be {container.name}",
             f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            "For example: -o gan.tar; -o gan.safetensors",
+            f"For example: {arg(out='gan.tar')}; {arg(out='gan.safetensors')}",
         )
     made = replace(
         parts.checkpoint,
@@ -244,7 +245,7 @@ def _gathered(file: CheckpointLike | None, folder: PathLike | None, changes: boo
     if file is None:
         if changes:
             what = "there is no bundle whose members could be dropped or renamed"
-            raise UsageError(what, "", "Name it: ckptool bundle FILE --drop NAME -o OUT")
+            raise UsageError(what, "", f"Name it: {command('bundle', file=FILE, drop=NAME, out=OUT)}")
         empty = Checkpoint({}, formats.DEFAULT)
         return _Members(empty, empty, part)
     path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
@@ -252,7 +253,7 @@ def _gathered(file: CheckpointLike | None, folder: PathLike | None, changes: boo
         raise UsageError(
             f"{shown(file)} is a part of a file",
             "A bundle is changed as a whole.",
-            f"Take the part as a member: ckptool bundle NAME={shown(file)} -o OUT",
+            f"Take the part as a member: {command('bundle', members={'NAME': shown(file)}, out=OUT)}",
         )
     original = open_whole(path, part=part).checkpoint
     members = members_of(original)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.commands import arg
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.options import option, several, verb
@@ -49,10 +50,10 @@ def cast(
     """
     out, dtype = out_first(out, dtype)
     if dtype is None:
-        raise UsageError("cast needs a dtype", "", "For example: --dtype bf16")
+        raise UsageError("cast needs a dtype", "", f"For example: {arg(dtype='bf16')}")
     target = parse_dtype(dtype)
     if block_size and not dequantize:
-        raise UsageError("--block-size is of quantized weights", "", "Compute them: --dequantize")
+        raise UsageError(f"{arg('block_size')} is of quantized weights", "", f"Compute them: {arg(dequantize=True)}")
     change = begin_change("cast", file, out, at, options)
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
     weights: DequantizedCheckpoint | None = None
@@ -92,8 +93,7 @@ def cast(
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:
-            still = "config.json beside it still names the quantization; a folder (-o DIR/) gets one without it"
-            rows.append(still)
+            rows.append("config.json beside it still names the quantization; a folder (-o DIR/) gets one without it")
     sizes = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **sizes)
 

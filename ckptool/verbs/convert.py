@@ -16,7 +16,7 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
-from ckptool.commands import OUT, Advice, command
+from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
@@ -119,12 +119,16 @@ def convert(
     """
     folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
-        what = "--against names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
-        raise UsageError(what, "Here is nothing to name.", "For example: --optimizer-as names")
+        what = (
+            f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
+        )
+        raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in TIES:
-        raise UsageError(f"unknown --ties {ties!r}", f"Available: {', '.join(TIES)}.")
+        raise UsageError(f"unknown {arg('ties')} {ties!r}", f"Available: {', '.join(TIES)}.")
     if out is None and not in_memory(file):
-        raise UsageError("convert needs an output", "It writes a new file.", "For example: -o model.safetensors")
+        raise UsageError(
+            "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
+        )
     if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
@@ -139,19 +143,21 @@ def convert(
         taken, lines, unsaved = _plain(taken, opened.path)
         rows += lines
     if shard_size is not None or like is not None:
-        change = _only(SHARDED, change, "--like" if shard_size is None else "--shard-size")
+        change = _only(SHARDED, change, arg("like" if shard_size is None else "shard_size"))
     if ranks is not None:
-        change = _only(DCP, change, "--ranks")
+        change = _only(DCP, change, arg("ranks"))
     elif shard_dim is not None:
         why = "Without a number of ranks nothing is divided."
-        raise UsageError("--shard-dim was given without --ranks", why, "For example: --ranks 8 --shard-dim 0")
+        raise UsageError(
+            f"{arg('shard_dim')} was given without {arg('ranks')}", why, f"For example: {arg(ranks=8, shard_dim=0)}"
+        )
     if change.asked["container"] is None and (change.path or "").endswith("/"):
         change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:
         if container.tensors_only and not all:
-            what = f"--optimizer-as is about the optimizer, and {container.name} takes only weights"
-            fix = "For example: -o checkpoint.pt; or --all"
+            what = f"{arg('optimizer_as')} is about the optimizer, and {container.name} takes only weights"
+            fix = f"For example: {arg(out='checkpoint.pt')}; or {arg(all=True)}"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizer_names import with_optimizers
         from ckptool.verbs._target import find_target
@@ -192,10 +198,10 @@ def _opened(
 ) -> Opened:
     if rules_file is not None:
         if not isinstance(file, (str, os.PathLike)):
-            what = f"--rules joins the files of ranks, and was given {shown(file)}"
+            what = f"{arg('rules_file')} joins the files of ranks, and was given {shown(file)}"
             raise UsageError(what, "They are in a folder.", "Name the folder.")
         if against is not None:
-            what = "--against takes FSDP's flat parameters apart, and --rules joins other files"
+            what = f"{arg('against')} takes FSDP's flat parameters apart, and {arg('rules_file')} joins other files"
             raise UsageError(what, "No folder needs both.", "Leave out one of them.")
         from ckptool.transforms.join_ranks import open_by_rules
 
@@ -215,10 +221,10 @@ def _opened(
         return Opened(rebuilt(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
 
 
-_EXAMPLES = {SHARDED: "-o DIR --shard-size 5GB", DCP: "-o model.dcp --ranks 8"}
+_EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="model.dcp", ranks=8)}
 
 
-def _only(name: str, change: Change, option: str) -> Change:
+def _only(name: str, change: Change, option: Command) -> Change:
     """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
     another."""
     container, wanted = change.format(name), by_name(name)
@@ -256,9 +262,9 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     lost = lost_tensors(part.tree, plain.checkpoint.tree)
     places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
-    fix = Advice("Write the weights of one model alone, by its address: FILE#ADDRESS")
+    fix = "Write the weights of one model alone, by its address: FILE#ADDRESS"
     if 0 < len(patterns) <= MANY_LOST:
-        fix = Advice("Leave them out first: ", command("edit", path, drop=patterns, out=OUT))
+        fix = f"Leave them out first: {command('edit', path, drop=patterns, out=OUT)}"
     refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
     lines = [f"converted {place or 'the top'}: {word}" for place, word in plain.converted]
     lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
@@ -273,13 +279,15 @@ def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str],
     """The whole tree, as safetensors can carry it. Raises `UsageError` for other containers and a choice of keys."""
     if not container.keeps_tree:
         raise UsageError(
-            f"--all writes safetensors, not {container.name}",
+            f"{arg(all=True)} writes safetensors, not {container.name}",
             "The whole tree is kept in the metadata of one safetensors file.",
-            "For example: -o model.safetensors",
+            f"For example: {arg(out='model.safetensors')}",
         )
     if only or exclude:
-        fix = Advice("Drop entries first: ", command("edit", path, drop="ADDRESS", out=OUT))
-        raise UsageError("--all keeps everything; --only and --exclude leave something out", "", fix)
+        fix = f"Drop entries first: {command('edit', path, drop=ADDRESS, out=OUT)}"
+        raise UsageError(
+            f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out", "", fix
+        )
     packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from ckptool.analysis.doctor import Diagnosis, Values, of_checkpoint, of_error_text, of_folder, of_problem
-from ckptool.analysis.inspect import Listing, listing
-from ckptool.analysis.targets import Target
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, UsageError
-from ckptool.formats import named
-from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.analysis.findings import Diagnosis
+from ckptool.commands import command
+from ckptool.errors import CkptoolError, UsageError
+from ckptool.formats.opening import CheckpointLike, open_file
 from ckptool.options import argument, option, verb
-from ckptool.pickles.weights_only import weights_only
-from ckptool.training import is_run
-from ckptool.transforms.flatten import lost_tensors
 from ckptool.verbs._options import standard_input
 
 
@@ -49,11 +43,14 @@ def doctor(
     error: the text of an error; without a file it is answered from that alone.
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
+    from ckptool.analysis.error_texts import of_error_text  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened, of_unopened, target_of
+
     path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
-        raise UsageError("doctor was given nothing to look at", "", "For example: ckptool doctor model.pt")
+        raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     target = target_of(against) if against is not None else None
     try:
         return of_opened(open_file(file), target)
@@ -63,57 +60,10 @@ def doctor(
 
 def _devices(file: CheckpointLike) -> list[str] | None:
     """The devices that a file's tensors are tagged with, but for the CPU; None where it cannot be opened."""
+    from ckptool.analysis.inspect import listing
+
     try:
-        found = listing(open_file(file).taken)
+        tags = dict.fromkeys(row.tensor.location for row in listing(open_file(file).taken).tensors)
     except CkptoolError:
         return None
-    return list(dict.fromkeys(row.tensor.location for row in found.tensors if row.tensor.location != "cpu"))
-
-
-def target_of(against: CheckpointLike) -> Target:
-    """The model that a checkpoint is to be loaded into."""
-    from ckptool.verbs._target import find_target
-
-    return find_target(against).as_it_loads
-
-
-def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
-    """The diagnosis of a checkpoint that is open already. known: its listing, if that is made."""
-    checkpoint = opened.taken
-    found = known if known is not None and opened.at is None else listing(checkpoint)
-    refused = _values(checkpoint, found)
-    if target is None:
-        return of_checkpoint(checkpoint, found, opened.path, refused)
-    from ckptool.verbs.layouts import translation_to  # all layouts, which no other diagnosis needs
-
-    return of_checkpoint(checkpoint, found, opened.path, refused, target, translation_to)
-
-
-def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
-    """The diagnosis of what could not be opened. Raises the problem where the file cannot be read at all."""
-    if isinstance(problem, FileProblem) and not os.path.islink(path):
-        raise problem
-    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.analysis.scan import scan
-
-        return of_folder(problem, path, is_run(path), scan(path).latest)
-    return of_problem(problem, path)
-
-
-def _values(checkpoint: Checkpoint, found: Listing) -> Values:
-    """The values that `weights_only` refuses. Lossy: `convert --weights-only` would write nothing, or lose a tensor."""
-    try:
-        plain = weights_only(checkpoint)
-    except Conflict:
-        refused, lossy = ["keys that would become the same text"], True
-        dropped: tuple[str, ...] = ()
-    else:
-        refused = plain.refused
-        dropped = tuple(place for place, _ in plain.dropped)
-        nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
-        lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
-    asked = lossy or named(found.container).is_folder
-    weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
-    parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
-    plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
-    return Values(tuple(refused), lossy, dropped, plain_parts)
+    return [tag for tag in tags if tag != "cpu"]

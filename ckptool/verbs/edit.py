@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
@@ -52,7 +53,8 @@ def edit(
         raise UsageError(
             "edit was given nothing to do",
             "",
-            "For example: --drop 'optimizer*', --set epoch:=3, --tensor state_dict/fc.bias=bias.npy",
+            f"For example: {arg(drop='optimizer*')}, {arg(set={'epoch': 3})}, "
+            f"{arg(tensor={'state_dict/fc.bias': 'bias.npy'})}",
         )
     arrays = {place: _array(place, given) for place, given in (tensor or {}).items()}
     values = checkpoint_of({place: _number(value) for place, value in (set or {}).items()}).tree

@@ -30,4 +30,4 @@ def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tupl
     layout, turned = between
     names = (layout.old.name, layout.new.name) if not turned else (layout.new.name, layout.old.name)
     why = f"names and shapes are those of {names[0]}, and the model has those of {names[1]} ({layout.title})"
-    return why, command("translate", FILE, rules=layout.name, out=OUT)
+    return why, command("translate", FILE, rules_file=layout.name, out=OUT)

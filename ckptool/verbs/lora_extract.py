@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
@@ -56,7 +55,10 @@ def lora_extract(
     names = printable(opened[0].name), printable(opened[1].name)
     configs = [configuration(each.checkpoint) for each in opened]
     config = configs[1] or configs[0]  # PEFT loads the adapter into the base
-    first, second = (in_memory(_bare(node), config, name) for node, name in zip(nodes, names, strict=True))
+    # Modules in memory, into which PEFT loads an adapter, have no wrappers' prefixes.
+    bare = [{without_wrappers(key) if type(key) is str else key: node[key] for key in node} for node in nodes]
+    nodes = [each if len(each) == len(node) else node for each, node in zip(bare, nodes, strict=True)]
+    first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
     made = extract(
         first.tree,
@@ -71,9 +73,3 @@ def lora_extract(
         exclude=several(exclude),
     )
     return write_adapter(change, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
-
-
-def _bare(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state dict without wrappers' prefixes, which modules in memory do not have when PEFT loads an adapter."""
-    bare = {without_wrappers(key) if type(key) is str else key: value for key, value in node.items()}
-    return bare if len(bare) == len(node) else node

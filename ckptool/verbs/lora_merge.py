@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.commands import OUT, Advice, command
+from ckptool.commands import OUT, arg, command
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
@@ -53,9 +53,9 @@ def lora_merge(
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
-    change.refuse_in_place("It has two inputs.", "For example: -o merged.safetensors")
+    change.refuse_in_place("It has two inputs.", f"For example: {arg(out='merged.safetensors')}")
     if not math.isfinite(scale):
-        raise UsageError(f"a scale of {scale} is no number", "", "For example: --scale 0.8")
+        raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
@@ -64,7 +64,7 @@ def lora_merge(
     if not changed_base and (notes := [note for note in found.notes if note.code == "changed-base"]):
         why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
         again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
-        fix = Advice("If this is the changed base: ", again)
+        fix = f"If this is the changed base: {again}"
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     merged = _merged(root.node, found, checkpoint, opened.name, scale)
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
+from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.options import Watched, argument, option, several, verb
 from ckptool.training.reports import CommandProof, Proof
@@ -65,7 +66,7 @@ def prove(
         if config is not None or set or exhaustive or processes is not None or steps != 300:
             raise UsageError(
                 "a command has no configuration and no length",
-                "Of the options, it takes --kills, --seed and --timeout.",
+                f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}.",
             )
         return _of_command(command, kills, seed, timeout, told)
     if config is None:

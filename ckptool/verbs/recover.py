@@ -12,6 +12,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
+from ckptool.commands import OUT, arg
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
 from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
@@ -159,11 +160,11 @@ def recover(
     source, _ = open_source(file)
     if out is None:
         why = "It writes a new file, and leaves the damaged one as it is."
-        raise UsageError("recover needs an output", why, "For example: -o recovered.pt")
+        raise UsageError("recover needs an output", why, f"For example: {arg(out='recovered.pt')}")
     target = os.fspath(out)
     if source.is_at(target):
         why = "More may yet be recovered from it; it was left as it is."
-        raise Conflict(f"{target} is the damaged file itself", why, "Choose another name: -o OUT")
+        raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     damage: CkptoolError | None = None
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import locations
@@ -42,7 +43,9 @@ def remap(
     """
     out, to = out_first(out, to)
     if to is None and not moves:
-        raise UsageError("remap needs a device", "", "For example: --to cpu, or --map cuda:1=cuda:0")
+        raise UsageError(
+            "remap needs a device", "", f"For example: {arg(to='cpu')}, or {arg(moves={'cuda:1': 'cuda:0'})}"
+        )
     change = begin_change("remap", file, out, at, options)
     done = locations.remap(change.part, to, moves)
     saved = change.save(done.checkpoint, changes=done.changed > 0)

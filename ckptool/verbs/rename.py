@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.commands import FILE, OUT, command
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, option, several, verb
@@ -56,7 +57,7 @@ def rename(
         raise UsageError(
             "rename was given no rule",
             "A rule is OLD => NEW.",
-            "For example: ckptool rename FILE 'backbone.* => encoder.*' -o OUT",
+            f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}",
         )
     change = begin_change("rename", file, out, at, options)
     renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)

@@ -9,15 +9,15 @@ from heapq import nlargest
 from typing import Annotated
 
 from ckptool.analysis.diff import Diff, diff_files
-from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
-from ckptool.analysis.statistics import MOST_THUMBNAILS, Statistics, TensorPicture, detail, pictured
+from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Advice, command
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
@@ -123,7 +123,7 @@ def report(
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
     from ckptool.training.inspect_run import inspect_run
-    from ckptool.verbs.doctor import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened, target_of  # what only the work needs, and not the help
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -186,7 +186,7 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
     except UsageError:
         raise
     except CkptoolError as problem:
-        from ckptool.verbs.doctor import of_unopened
+        from ckptool.verbs._diagnosis import of_unopened
 
         path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
@@ -199,39 +199,38 @@ def _file_report(opened: Opened, files: int) -> FileReport:
 
     files: on the page; the pictures of all of them have to fit.
     """
-    from ckptool.verbs.doctor import of_opened
+    from ckptool.verbs._diagnosis import of_opened
 
     found = listing(opened.checkpoint, opened.at or "")
-    numbers: dict[str, Statistics] = {}
-    pictures: dict[str, TensorPicture] = {}
-    dead: dict[str, int | None] = {}
+    values: dict[str, Values] = {}
     skipped: dict[str, str] = {}
     views: dict[tuple[object, ...], tuple[TensorEntry, list[str]]] = {}
     for row in found.tensors:
         entry = row.tensor
         if isinstance(entry, Composite):
             skipped[row.address] = entry.kind
-        elif entry.dtype.kind == "bits" or not entry.nbytes:
-            skipped[row.address] = f"{entry.dtype.name} is packed" if entry.dtype.kind == "bits" else "empty"
+        elif entry.dtype.kind == "bits":
+            skipped[row.address] = f"{entry.dtype.name} is packed"
+        elif not entry.nbytes:
+            skipped[row.address] = "empty"
         else:
             views.setdefault((*entry.view, entry.flags), (entry, []))[1].append(row.address)
-    side, values = detail(len(views) * files)
+    side, sample = detail(len(views) * files)
     largest = nlargest(MOST_THUMBNAILS, (entry.numel for entry, _ in views.values()))
     room = len(largest)
     for entry, places in views.values():
         shown = room > 0 and entry.numel >= largest[-1]
         room -= shown
         try:
-            seen = pictured(entry, side if shown else 0, values)
+            values |= dict.fromkeys(places, values_of(entry, side if shown else 0, sample))
         except FileProblem:
             raise
         except CkptoolError as problem:
-            skipped.update(dict.fromkeys(places, problem.what))
-            continue
-        for place in places:
-            numbers[place], pictures[place], dead[place] = seen
+            skipped |= dict.fromkeys(places, problem.what)
+    numbers = {place: one.numbers for place, one in values.items()}
+    pictures = {place: one.picture for place, one in values.items()}
     inspection = with_statistics(found, numbers, opened.path)
-    return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, numbers, dead, skipped))
+    return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, values, skipped))
 
 
 def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> Diff:
@@ -255,7 +254,7 @@ def _newest(about: RunReport) -> str:
         if one.step == about.resumes:
             return one.path
     what = f"{about.path} has no checkpoint that is whole"
-    raise UsageError(what, "A run is shown with its newest one.", Advice("Look: ", command("inspect", about.path)))
+    raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
 
 
 def _norms(about: RunReport) -> NormsOverTime:

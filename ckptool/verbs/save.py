@@ -8,7 +8,6 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
-from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
@@ -42,7 +41,9 @@ def save(
     made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
     with no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
-    put_in_place(plan, path, overwrite=overwrite, inputs=_sources(made))
+    ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
+    sources = list({id(data.file): data.file for data in ranges}.values())
+    put_in_place(plan, path, overwrite=overwrite, inputs=sources)
 
 
 def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
@@ -55,13 +56,3 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
 
         read = from_torch
     return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
-
-
-def _sources(checkpoint: Checkpoint) -> list[Source]:
-    """The files that the tree's storages lie in."""
-    found = {
-        id(storage.data.file): storage.data.file
-        for storage in storages(checkpoint.tree)
-        if isinstance(storage.data, FileRange)
-    }
-    return list(found.values())

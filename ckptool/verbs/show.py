@@ -177,11 +177,13 @@ def _holder(checkpoint: Checkpoint, at: str) -> Any:
 
 def _part(entry: TensorEntry, text: str) -> TensorEntry:
     """The part of a tensor that `'0:4,:'` names; dimensions that are missing at the end are whole. Nothing is read."""
-    spans = [match for part in text.split(",") if (match := _SPAN.fullmatch(part))]
-    if len(spans) != text.count(",") + 1 or len(spans) > len(entry.shape):
+    parts, length = text.split(","), len(entry.shape)
+    spans = [match for part in parts if (match := _SPAN.fullmatch(part))]
+    if len(spans) < len(parts) or len(parts) > length:
+        many = f"It has {counted(len(parts), 'part')} for {counted(length, 'dimension')}."
         raise UsageError(
             f"the slice '{text}' does not fit the shape {list(entry.shape)}",
-            "A part is FIRST:END, of which either may be left out; numbers count from 0.",
+            many if len(parts) > length else "A part is FIRST:END, either of which may be left out; both count from 0.",
             "Write one part for each dimension, as in '0:4,:'.",
         )
     for axis, span in enumerate(spans):

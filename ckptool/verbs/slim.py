@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
+from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import slim as slimming
@@ -30,7 +31,9 @@ def slim(
     """
     if options.get("in_place"):
         raise UsageError(
-            "slim writes a new file", "In place, the dropped bytes would stay in the file.", "For example: -o small.pt"
+            "slim writes a new file",
+            "In place, the dropped bytes would stay in the file.",
+            f"For example: {arg(out='small.pt')}",
         )
     change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
+from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
@@ -104,7 +105,7 @@ def translate(
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
     if rest not in REST:
-        raise UsageError(f"unknown --rest {rest!r}", f"Available: {', '.join(REST)}.")
+        raise UsageError(f"unknown {arg('rest')} {rest!r}", f"Available: {', '.join(REST)}.")
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
         rules_file = texts.pop()  # as the option of the command is called
@@ -116,7 +117,8 @@ def translate(
         raise UsageError(
             "translate was given no rule",
             "A rule is OLD => NEW : OPERATION.",
-            "For example: ckptool translate FILE '*.qkv.{p} => *.{q,k,v}.{p} : split 0' -o OUT; or --rules LAYOUT",
+            f"For example: {command('translate', FILE, '*.qkv.{p} => *.{q,k,v}.{p} : split 0', out=OUT)}; "
+            f"or {arg(rules_file=Slot('LAYOUT'))}",
         )
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
@@ -137,7 +139,7 @@ def translate(
         sides = {layout.side_of(root.node, reverse, config) for root in roots}
         if len(sides) > 1:
             what = f"the sets of weights are of several sides of {layout.name}"
-            raise Conflict(what, "One translation goes one way.", "Name one of them: --at ADDRESS")
+            raise Conflict(what, "One translation goes one way.", f"Name one of them: {arg(at=ADDRESS)}")
         translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()

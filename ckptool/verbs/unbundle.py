@@ -15,7 +15,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import FILE, OUT, Advice, command
+from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
@@ -57,7 +57,9 @@ def unbundle(
     """
     change = change_of("unbundle", folder, options, file)
     if change.asked["in_place"] or (folder is None and not change.live):
-        raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", "For example: -d gan")
+        raise UsageError(
+            "unbundle writes a folder", "Each member becomes a file in it.", f"For example: {arg(folder='gan')}"
+        )
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
@@ -66,7 +68,7 @@ def unbundle(
         raise UsageError(
             f"members cannot be written as {container.name}",
             f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            "For example: --to safetensors",
+            f"For example: {arg(container='safetensors')}",
         )
     refuse_extras(checkpoint, container)
     members = members_of(checkpoint)
@@ -89,7 +91,9 @@ def unbundle(
         ]
         ordered = isinstance(checkpoint.tree, OrderedDict)
         record = bundle_json.BundleRecord(container_of(checkpoint), tuple(entries), ties, ordered)
-        parts = {files[name]: _member(checkpoint, name, tree[name]) for name in files}
+        alone = replace(checkpoint, origin=None, tensors_only=False, notes=())
+        marked = {name: marks.recovered_in_part(checkpoint.metadata, (name,)) for name in files}
+        parts = {files[name]: replace(alone, tree=tree[name], metadata=marked[name]) for name in files}
         plan = _plan(parts, bundle_json.text(record), container, bool(change.asked["keep_unknown"]))
         if change.asked["verify"] and not change.asked["dry_run"]:
             refuse_damaged(checkpoint)
@@ -119,15 +123,9 @@ def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
         raise Conflict(
             f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
             f"{bundle_json.NAME} cannot express that.",
-            Advice("Drop it: ", command("edit", FILE, drop="ADDRESS", out=OUT), "; or take others: --only NAME"),
+            f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
         )
     return {name: f"{name}{container.suffixes[0]}" for name in names}
-
-
-def _member(checkpoint: Checkpoint, name: Any, tree: Any) -> Checkpoint:
-    """A member as a checkpoint of its own; of the mark of a recovered file, what is about it."""
-    metadata = marks.recovered_in_part(checkpoint.metadata, (name,))
-    return replace(checkpoint, tree=tree, origin=None, metadata=metadata, tensors_only=False, notes=())
 
 
 def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:

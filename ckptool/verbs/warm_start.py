@@ -11,11 +11,12 @@ from ckptool import formats
 from ckptool.analysis.fixes import Chain
 from ckptool.analysis.quantization import refuse_codes
 from ckptool.analysis.targets import PARAMETER, Target
-from ckptool.analysis.warm_start import LoadReport, Suggestion, refusal
+from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
@@ -27,7 +28,8 @@ from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, change_of
 
 if TYPE_CHECKING:
-    from ckptool.transforms.warm_start_plan import WarmStartPlan
+    from ckptool.transforms.warm_start import Filled
+    from ckptool.verbs._written import Written
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
@@ -101,8 +103,9 @@ def warm_start(
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
-    from ckptool.transforms.optimizer_state import carried
+    from ckptool.transforms.optimizer_state import as_state_dict, carried
     from ckptool.transforms.translate import translated_items, translation_in
+    from ckptool.transforms.warm_start import filled
     from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
     from ckptool.verbs._target import find_target
 
@@ -120,8 +123,9 @@ def warm_start(
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:
-        fix = "First translate both: ckptool translate FILE --rules RULES -o OUT"
-        raise UsageError("--optimizer does not go with rules that change tensors", "Nothing was changed.", fix)
+        what = f"{arg(optimizer=True)} does not go with rules that change tensors"
+        fix = f"First translate both: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
+        raise UsageError(what, "Nothing was changed.", fix)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
@@ -130,108 +134,82 @@ def warm_start(
     elif not optimizer:
         root = as_named(root, opened.checkpoint, target.tensors)
     plan = plan_warm_start(root, opened.name, target, wanted, remark)
-    refuse_codes(opened.checkpoint, root.node, plan.report)
-    if plan.report.missing or plan.report.mismatched:
-        plan = replace(plan, report=_with_translation(plan.report, root, target))
-    if suggest is not None and _has_rules(plan.report):
+    report = plan.report
+    refuse_codes(opened.checkpoint, root.node, report)
+    if report.missing or report.mismatched:
+        report = _with_translation(report, root, target)
+    has_rules = any(suggestion.rules for suggestion in report.suggestions)
+    if suggest is not None and has_rules:
         check_target(suggest, overwrite=overwrite)
-    names = _parameters(target)
-    moved = carried(opened.checkpoint, root, target, plan.chosen, names) if optimizer else None
-    report = replace(plan.report, optimizer=moved.report) if moved is not None else plan.report
+    parameters = [expected.name for expected in target.unique if expected.kind == PARAMETER]
+    moved = carried(opened.checkpoint, root, target, plan.chosen, parameters) if optimizer else None
+    if moved is not None:
+        report = replace(report, optimizer=moved.report)
     if change.live and not dry_run and not report.accepted:
         raise refusal(report)
+    made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        report = _write(opened.checkpoint, root, target, plan, report, moved, change)
-    report = report if suggest is None else _with_rules_file(report, suggest, overwrite, dry_run)
-    return report.output.made[0] if change.live and not dry_run else report
+        change.refuse_in_place("The checkpoint stays what it was.", f"A new file: {arg(out=OUT)}")
+        full = filled(target, plan.chosen)
+        state = as_state_dict(moved, parameters) if moved is not None else None
+        saved = _written(change, opened.checkpoint, root, target, full, state)
+        made, notes = saved.made, (*report.normalised, *saved.notes)
+        file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
+        report = replace(report, taken=full.taken, output=file_of, normalised=notes, applied=not dry_run)
+    if suggest is not None and not has_rules:
+        what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
+        report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
+    elif suggest is not None:
+        if not dry_run:
+            from ckptool.transforms.suggest import rules_file as rules_text
+
+            content = rules_text(report.suggestions).encode()
+            replace_file(Plan({"": [InlineBytes(content)]}), suggest, overwrite=overwrite)
+        report = replace(report, rules_file=os.fspath(suggest))
+    return made[0] if made else report
 
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
     """The report with the command that makes the weights those of the model's layout, where they are of another."""
     from ckptool.verbs.layouts import translation_to
 
-    found = translation_to({without_wrappers(k): v for k, v in root.node.items() if type(k) is str}, target.tensors)
-    if found is None:
+    weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
+    translation = translation_to(weights, target.tensors)
+    if translation is None:
         return report
-    why, translate = found
-    fix = str(Chain(report.source, report.root).fill(translate))
-    refused = tuple(
-        replace(each, fix=f"Translate it first: {fix}") if each.code in TRANSLATED else each for each in report.refused
-    )
-    return replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {fix}"),), refused=refused)
+    why, translate = translation
+    line = str(Chain(report.source, report.root).fill(translate))
+    fix = f"Translate it first: {line}"
+    refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
+    return replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
 
 
-def _parameters(target: Target) -> list[str]:
-    return [expected.name for expected in target.unique if expected.kind == PARAMETER]
-
-
-def _write(
-    checkpoint: Checkpoint,
-    root: StateDict,
-    target: Target,
-    plan: WarmStartPlan,
-    report: LoadReport,
-    moved: Any,
-    change: Change,
-) -> LoadReport:
-    change.refuse_in_place("The checkpoint stays what it was.", "A new file: -o OUT")
-    from ckptool.transforms.optimizer_state import as_state_dict
-    from ckptool.transforms.warm_start import filled
-
-    full = filled(target, plan.chosen)
+def _written(
+    change: Change, checkpoint: Checkpoint, root: StateDict, target: Target, full: Filled, state: Any
+) -> Written:
+    """Writes what the model is loaded with, and the state of its optimizer where there is one."""
     tree: Any = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
-    if moved is not None:
-        _refuse_tensors_only(change, kind)
-        tree = {WEIGHTS: tree, "optimizer_state_dict": as_state_dict(moved, _parameters(target))}
+    if state is not None:
+        if (container := change.format(kind)).tensors_only:
+            raise UsageError(
+                f"{container.name} holds tensors under names, and no optimizer state",
+                "The groups and their settings are no tensors. Nothing was written.",
+                f"Write a torch file: {arg(out=OUT_PT)}",
+            )
+        tree = {WEIGHTS: tree, "optimizer_state_dict": state}
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
-    mark = marks.with_recovered_part({}, () if moved is None else (WEIGHTS,), marks.recovered_in_parts(parts))
-    made = Checkpoint(tree, kind, mark, checkpoint.source)
-    _refuse_target(target, change)
-    beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
-    original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
-    saved = change.write(original, made, beside=beside if beside is not None and beside.files else None)
-    notes = (*report.normalised, *saved.notes)
-    return replace(report, taken=full.taken, output=saved, normalised=notes, applied=not change.asked["dry_run"])
-
-
-def _refuse_target(target: Target, change: Change) -> None:
-    """The model's own checkpoint is replaced only where that was asked for."""
-    source = target.checkpoint.source if target.checkpoint is not None else None
-    if source is not None and source.is_at(change.path or "") and not change.asked["overwrite"]:
+    mark = marks.with_recovered_part({}, () if state is None else (WEIGHTS,), marks.recovered_in_parts(parts))
+    model = target.checkpoint.source if target.checkpoint is not None else None
+    if model is not None and model.is_at(change.path or "") and not change.asked["overwrite"]:
         raise UsageError(
             f"{change.path or ''} is the target itself",
             "It was left as it is.",
-            "Replace it: -f, or name another file.",
+            f"Replace it: {arg(overwrite=True)}, or name another file.",
         )
-
-
-def _refuse_tensors_only(change: Change, kind: str) -> None:
-    container = change.format(kind)
-    if container.tensors_only:
-        raise UsageError(
-            f"{container.name} holds tensors under names, and no optimizer state",
-            "The groups and their settings are no tensors. Nothing was written.",
-            "Write a torch file: -o OUT.pt",
-        )
-
-
-def _has_rules(report: LoadReport) -> bool:
-    return any(suggestion.rules for suggestion in report.suggestions)
-
-
-def _with_rules_file(report: LoadReport, path: PathLike, overwrite: bool, dry_run: bool) -> LoadReport:
-    """Writes the suggestions as a rules file; where there are none, says so and writes nothing."""
-    if not _has_rules(report):
-        note = Note(
-            "no-suggestions", f"no rules were found that would make more fit; {os.fspath(path)} was not written"
-        )
-        return replace(report, normalised=(*report.normalised, note))
-    if not dry_run:
-        from ckptool.transforms.suggest import rules_file as rules_text
-
-        plan = Plan({"": [InlineBytes(rules_text(report.suggestions).encode())]})
-        replace_file(plan, path, overwrite=overwrite)
-    return replace(report, rules_file=os.fspath(path))
+    beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
+    original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
+    made = Checkpoint(tree, kind, mark, checkpoint.source)
+    return change.write(original, made, beside=beside if beside is not None and beside.files else None)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.analysis import statistics
-from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, pictured
+from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, values_of
 from ckptool.checkpoint import blocks
 from tests.support.entries import entry_of
 from tests.support.looped import examples
@@ -29,7 +29,7 @@ def shown_values(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def judge(tensor: torch.Tensor, side: int, values: int) -> None:
-    found, picture, dead = pictured(entry_of(tensor), side, values)
+    found, picture, dead = values_of(entry_of(tensor), side, values)
     expected = asdict(statistics.statistics(entry_of(tensor)))
     for name, value in asdict(found).items():  # parts are cut elsewhere: only sums may differ, in the last bits
         assert value == (
@@ -142,7 +142,7 @@ def test_larger_tensors(number: int) -> None:
 
 
 def test_an_expanded_tensor_is_shown_once() -> None:
-    found, picture, dead = pictured(entry_of(torch.tensor([1.0, 2.0, 3.0]).expand(1 << 40, 3)), 8, 100)
+    found, picture, dead = values_of(entry_of(torch.tensor([1.0, 2.0, 3.0]).expand(1 << 40, 3)), 8, 100)
     assert found.count == 3 << 40 and picture.counted == 3 and dead is None
     assert picture.means == ((1.0, 2.0, 3.0),)
 
@@ -152,7 +152,7 @@ def test_a_sample_sees_every_column(shape: tuple[int, ...]) -> None:
     """One column in fifty holds other values; a sample in step with the columns sees none, or only them."""
     tensor = torch.zeros(shape)
     tensor.view(shape[0], -1)[:, ::50] = 1
-    _, picture, _ = pictured(entry_of(tensor), 0, 1 << 12)
+    _, picture, _ = values_of(entry_of(tensor), 0, 1 << 12)
     assert picture.counts[-1] / picture.counted == pytest.approx(0.02, abs=0.01)
 
 

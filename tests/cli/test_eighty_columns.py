@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(text: str) -> list[str]:
-    """Bars are shorter on a narrow terminal; a colour is no word."""
-    return re.sub(r"\x1b\[[0-9;]*m|[█▏▎▍▌▋▊▉]", "", text).split()
+def words(text: str) -> Counter[str]:
+    """Bars are shorter on a narrow terminal; a colour is no word, nor are the commas between the cells of a row."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|[█▏▎▍▌▋▊▉]", "", text)
+    return Counter(word.rstrip(",") for word in plain.split())
 
 
 def check(report: Any, options: dict[str, Any]) -> None:
     wide = Answer(report, options).text(PLAIN)
     for style in (Style(width=WIDTH), Style(colour=True, width=WIDTH)):
         text = Answer(report, options).text(style)
-        assert words(text) == words(wide)
+        # The heads of a table may stand in each of its rows, but for that of the names.
+        assert not words(wide) - words(text) - Counter(["file"])
         for line in re.sub(r"\x1b\[[0-9;]*m", "", text).split("\n"):
             whole = line.split()
             command = re.search(r"(^|\s)ckptool [a-z-]+ ", line)

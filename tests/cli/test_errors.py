@@ -114,7 +114,7 @@ def test_errors_are_json_where_json_was_asked_for(name: str, folder: Path, run: 
     found = json.loads(ran.out)
     assert (ran.code, ran.err) == (code, "")
     assert list(found) == ["schema", "code", "what", "why", "fix"]
-    assert (found["schema"], found["code"]) == ("ckptool.error/1", kind)
+    assert (found["schema"], found["code"]) == ("ckptool.error/2", kind)
 
 
 @pytest.mark.permissions

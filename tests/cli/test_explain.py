@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.analysis.explain import all_codes, explain_text
 from ckptool.cli import main
+from ckptool.verbs._explain import all_codes, explain_text
 from tests.support.cli import Run, done
 from tests.support.files import saved, weights
 from tests.support.programs import TORCH, path_with, programs

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import ckptool
 from tests.support.all_hostile import everything
 from tests.support.cli import Run, done
-from tests.support.looped import looped
+from tests.support.looped import looped, sliced
 from tests.support.repositories import commit, git_output, needs_lfs, run_git
 
 LFS_LINES = b"*.pt filter=lfs diff=lfs merge=lfs -text\n*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
@@ -51,9 +51,9 @@ def textconv_runs(*words: str) -> tuple[str, int]:
     return found.stdout, len(re.findall(r"run_command:.*--textconv", found.stderr))
 
 
-@pytest.mark.parametrize("everywhere", [False, True], ids=["here", "global"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(
+    ("content", "config", "everywhere"), sliced(itertools.product(CONTENTS, CONFIGS, [False, True]), 18)
+)
 def test_remove_leaves_the_bytes_that_were_there(
     content: str, config: str, everywhere: bool, repository: Path, run: Run
 ) -> None:

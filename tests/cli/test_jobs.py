@@ -22,8 +22,8 @@ from ckptool import errors
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.workers import MAX_JOBS, in_turn
 from ckptool.cli import main
-from ckptool.commands import FILE, INTO, OUT, Advice, command, other_program
-from ckptool.errors import CkptoolError, RunFailed, UsageError
+from ckptool.commands import FILE, INTO, OUT, command, other_program
+from ckptool.errors import CkptoolError, RunFailed, Text, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, torch_bytes
@@ -103,12 +103,12 @@ def test_what_comes_after_a_failure_is_as_it_was(tmp_path: Path, capfd: pytest.C
     data[-2_000_000] ^= 1
     (tmp_path / "m2.pt").write_bytes(data)
     files = [str(tmp_path / f"m{number}.pt") for number in range(5)]
-    assert main(["convert", *files, "--to", "safetensors", "-d", str(tmp_path / "out"), "--jobs", "4"]) == 2
+    assert main(["convert", *files, "--to", "safetensors", "-d", str(tmp_path / "out"), "--jobs", "2"]) == 2
     told = capfd.readouterr().err
     assert "error[corrupt]" in told and "m2.pt" in told and "2 of 5 files were done before" in told
     assert sorted(os.listdir(tmp_path / "out")) == ["m0.safetensors", "m1.safetensors"]
     before = contents(tmp_path)
-    assert main(["cast", *files, "--dtype", "bf16", "--in-place", "--verify", "--jobs", "4"]) == 2
+    assert main(["cast", *files, "--dtype", "bf16", "--in-place", "--verify", "--jobs", "2"]) == 2
     changed = {name for name, content in contents(tmp_path).items() if content != before[name]}
     assert changed == {"m0.pt", "m1.pt"}
 
@@ -155,7 +155,7 @@ KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issu
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_keep_their_parts_and_commands_on_the_way(kind: type[CkptoolError]) -> None:
     line = other_program("cat", "a b", into="c d")
-    fix = Advice("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
+    fix = Text("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
     error = kind("what", "why", fix)
     got = ForkingPickler.loads(ForkingPickler.dumps(error))
     assert type(got) is kind and (got.what, got.why, got.fix) == ("what", "why", fix) and str(got) == str(error)

@@ -41,6 +41,6 @@ def test_the_others_are_looked_at(words: list[str], tmp_path: Path, run: Run, mo
     every = run(*words, "a.pt", *bad, "z.pt", "--json")
     rows = json.loads(every.out)["results"]
     assert every.code == 2 and not every.err and len(rows) == len(bad) + 2
-    errors = [row["what"] for row in rows if row["schema"] == "ckptool.error/1"]
-    assert len(errors) > 2 and rows[0]["schema"] == rows[-1]["schema"] != "ckptool.error/1"
+    errors = [row["what"] for row in rows if row["schema"] == "ckptool.error/2"]
+    assert len(errors) > 2 and rows[0]["schema"] == rows[-1]["schema"] != "ckptool.error/2"
     assert not any("bug" in row.get("code", "") for row in rows)

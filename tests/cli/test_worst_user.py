@@ -203,7 +203,7 @@ def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pyte
     finally:
         signal.alarm(0)
     out, err = capsys.readouterr()
-    told = re.sub(r'seen as: .*|"seen_as": "[^"]*"', "", out + err)  # what torch says, as doctor quotes it
+    told = re.sub(r'seen as: .*|"says": "[^"]*"', "", out + err)  # what torch says, as doctor quotes it
     if code not in ((0, 1, 2, 3, 130, 143) if command[0] in HARNESS else (0, 1, 2)):
         return f"ends with {code}"
     for word in (

@@ -191,7 +191,7 @@ def test_round_trip(how: str, tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-@looped("name", TRAPS)
+@looped("name", TRAPS, here=1 / 3)
 def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = read(contract.vector(name, tmp_path))
     error = contract.refusal(lambda: npz.write(checkpoint))

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded.writing import NUMBERED, _split, _Unit, size_in_bytes
-from tests.support.files import carry_out, opened, saved
+from tests.support.files import carry_out, contents, opened, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state
@@ -178,7 +177,7 @@ def test_an_unchanged_folder_is_copied(tmp_path: Path) -> None:
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_torch_shards_stay_torch_shards(tmp_path: Path) -> None:
+def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
     shared = torch.randn(4, 6)
     parts = [
         OrderedDict(a=shared, b=shared.t(), c=torch.nn.Parameter(torch.ones(3))),
@@ -186,15 +185,20 @@ def test_torch_shards_stay_torch_shards(tmp_path: Path) -> None:
     ]
     parts[0]._metadata = OrderedDict({"": {"version": 1}, "a": {"version": 2}})  # type: ignore[attr-defined]
     folder = bins(tmp_path / "model", parts)
-    before = read(folder)
-    assert before.tree.metadata == {"": {"version": 1}, "a": {"version": 2}}
-    ckptool.add_module(folder, tmp_path / "out", verify=True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in folder.iterdir())
+    assert read(folder).tree.metadata == {"": {"version": 1}, "a": {"version": 2}}
+    done = ckptool.add_module(folder, tmp_path / "out", verify=True)
+    assert [note.code for note in done.notes] == ["sharing-lost"]
+    assert sorted(p.name for p in (tmp_path / "out").glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        INDEX,
+    ]
     ckptool.strip_module(tmp_path / "out", tmp_path / "back", verify=True)
-    assert_same_tree(before, read(tmp_path / "back"))
-    loaded = torch.load(tmp_path / "back/pytorch_model-00001-of-00002.bin", weights_only=True)
-    assert loaded["a"].data_ptr() == loaded["b"].data_ptr() and loaded["b"].stride() == (1, 6)
-    assert isinstance(loaded["c"], torch.nn.Parameter) and loaded._metadata["a"] == {"version": 2}
+    assert_values(read(tmp_path / "back"), {**parts[0], **parts[1]})
+    assert read(tmp_path / "back").tree.metadata["a"] == {"version": 2}
+    unchanged = ckptool.strip_module(folder, tmp_path / "copy", verify=True)
+    assert unchanged.how == "copy" and not unchanged.notes
+    assert contents(tmp_path / "copy").keys() == contents(folder).keys()
 
 
 def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
@@ -205,19 +209,6 @@ def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert len(index["weight_map"]) == 3
     assert_values(read(tmp_path / "out"), {**parts[0], **parts[1]})
-
-
-def test_torch_shards_stay_divided_with_what_shares_bytes_together(tmp_path: Path) -> None:
-    both = torch.arange(8.0)
-    parts = [{"a": both[:4], "x": torch.ones(2)}, {"b": torch.zeros(4)}]
-    found = read(bins(tmp_path / "model", parts))
-    entry = found["a"]
-    tree = {**found.tree, "b": TensorEntry(entry.storage, entry.dtype, (4,), (1,), 4)}
-    plan = sharded.write(Checkpoint(tree, "sharded", origin=found.origin))
-    again = read(carried_out(plan, tmp_path / "out"))
-    assert again["a"].storage is again["b"].storage and again["b"].bytes() == both[4:].numpy().tobytes()
-    with pytest.raises(Unsupported, match="are strings, unlike 1"):
-        sharded.write(Checkpoint({1: entry}, "sharded", origin=found.origin))
 
 
 def test_a_sharded_checkpoint_is_divided_anew_and_merged(tmp_path: Path) -> None:

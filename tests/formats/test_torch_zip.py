@@ -30,7 +30,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 # The law --------------------------------------------------------------------------------------------------------------
 
 
-@looped("name", TRAPS)
+@looped("name", TRAPS, here=1 / 3)
 def test_every_trap_comes_back_as_the_same_tree(name: str, tmp_path: Path) -> None:
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"
     checkpoint = read(original)
@@ -57,7 +57,7 @@ def test_an_untouched_file_is_written_byte_for_byte(name: str, tmp_path: Path) -
     assert (tmp_path / "out.pt").read_bytes() == original.read_bytes()
 
 
-@looped("name", TRAPS)
+@looped("name", TRAPS, here=1 / 3)
 def test_every_trap_comes_back_with_new_records(name: str, tmp_path: Path) -> None:
     """As a tree from another container is written: no record of the old file is copied."""
     original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"

@@ -46,7 +46,7 @@ def in_memory(tree: Any) -> Checkpoint:
     return Checkpoint(tree, "torch-zip")
 
 
-@looped("name", TRAPS)
+@looped("name", TRAPS, here=1 / 3)
 def test_every_trap_comes_back_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
     original = contract.vector(name, tmp_path)
     checkpoint = read(original)
@@ -63,7 +63,7 @@ def test_every_trap_comes_back_or_is_refused_by_name(name: str, tmp_path: Path) 
     contract.same_for_torch(original, tmp_path / "back.pt", mmap=True)
 
 
-@looped("name", [n for n in TRAPS if n not in REFUSED])
+@looped("name", [n for n in TRAPS if n not in REFUSED], here=1 / 3)
 def test_safetensors_opens_it_and_sees_the_values(name: str, tmp_path: Path) -> None:
     carry(read(contract.vector(name, tmp_path)), tmp_path / "a.safetensors")
     value = TRAPS[name]()

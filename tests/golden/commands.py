@@ -40,9 +40,10 @@ class Facts:
 
 def facts_of(file: str, inspection: dict[str, Any] | None, model: str) -> Facts:
     """The facts from what `inspect --json` printed, or None where it was refused."""
-    if inspection is None or "roots" not in inspection:
+    parts = (inspection or {}).get("parts") or (inspection or {}).get("roots")  # the latter until inspect/2
+    if inspection is None or not parts:
         return Facts(file, model=model)
-    weights = next((root["path"] for root in inspection["roots"] if root["kind"] == "model weights"), [])
+    weights = next((part["path"] for part in parts if part["kind"] == "model weights"), [])
     tensors = [fact["path"] for fact in inspection["tensors"] if fact["path"][: len(weights)] == weights]
     tensor = tensors[0] if tensors else []
     plain = all(isinstance(segment, str) and not set(segment) & set("/\\# \n") for segment in [*weights, *tensor])

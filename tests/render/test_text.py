@@ -13,8 +13,9 @@ from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.facts import bar, short, size
+from ckptool.facts import Table, bar, dim, short, size
 from ckptool.render.error import error_text
+from ckptool.render.lines import lines
 from ckptool.render.lines import text as report_text
 from ckptool.render.style import PLAIN, Style, columns
 
@@ -167,6 +168,15 @@ def test_a_narrow_terminal_cuts_no_name_and_wraps_parts() -> None:
     text = style.page(text_of(tree, style=style))
     assert "long" * 20 in text and "…" not in text.replace("y …}", "")  # a long value is shortened anywhere
     assert max(len(line) for line in text.split("\n") if "long" not in line) <= 80
+
+
+def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
+    text = "one two three four five six seven"
+    table = Table([("a" * 9, "1", dim(text)), ("b", "22", "x")], right=(1,), indent=0, hang=5)
+    assert list(lines([table])) == [f"aaaaaaaaa   1  {text}", "b      22  x"]
+    first, second, last = lines([table], Style(True, 38))
+    assert first == "aaaaaaaaa   1  \x1b[2mone two three four five\x1b[0m" and last == "b      22  x"
+    assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
 
 
 def test_differences_in_groups() -> None:

@@ -13,12 +13,12 @@ import torch
 
 import ckptool
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.explain import explain
 from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
 from ckptool.facts import Page
 from ckptool.training.history import RunHistory
 from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
+from ckptool.verbs._explain import explain
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._git_setup import GitSetup
 from ckptool.verbs._schema import schema
@@ -51,6 +51,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
     "explanation": lambda: explain("non-finite"),
     "schema": lambda: schema("inspect"),
+    "schemas": lambda: schema(),
     "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
     "git check": lambda: git_check("cut.pt"),
     "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),

@@ -18,8 +18,8 @@ from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import Conflict, PlanRefused
 from ckptool.pickles.reduce import array_entry
+from ckptool.render.lines import text as text_of
 from ckptool.render.style import Style
-from ckptool.render.warm_start import warm_start_html, warm_start_json, warm_start_text
 from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizer_state import slot_names
@@ -60,7 +60,7 @@ def test_every_name_of_both_sides_is_in_the_report() -> None:
         ("b.weight", (4,), (3,), "refused")
     ]
     assert (report.elements, report.total) == (7, 6 + 3 + 7 + 5 + 2 + 1) and not report.accepted
-    facts = json.loads(json.dumps(warm_start_json(report)))
+    facts = json.loads(json.dumps(report.to_dict()))
     theirs_told = (
         [f["target"] for f in facts["loaded"] + facts["mismatched"]]
         + [f["name"] for f in facts["missing"]]
@@ -78,19 +78,19 @@ def test_the_text() -> None:
     layers = {f"layer_{n}_{end}": (2,) for n in range(12) for end in ("weight", "bias")}
     gaps = {f"block_{n}_weight": (2,) for n in (0, 2, 4)}
     report = planned(checkpoint(**layers), checkpoint(**layers, **gaps, head_weight=(9,)))
-    text = warm_start_text(report)
+    text = str(report)
     assert "ours.pt into theirs.pt: 76.19 % of 63 values, 24 of 28 names" in text
     assert "layer.{0..11}.{weight, bias}  (24)" in text and "block.{0, 2, 4}.weight  (3)" in text
-    assert str(report) == text.rstrip("\n") and "\x1b" not in text
-    coloured = warm_start_text(report, style=Style(colour=True, width=30))
+    assert "\x1b" not in text
+    coloured = text_of(report, style=Style(colour=True, width=30))
     assert "\x1b[1;32m76.19 % of 63 values" in coloured
-    html = warm_start_html(report)
-    assert report._repr_html_() == html and "<table>" in html and "layer.{0..11}.{weight, bias}" in html
+    html = report._repr_html_()
+    assert "<table>" in html and "layer.{0..11}.{weight, bias}" in html
 
 
 def test_html_is_escaped() -> None:
     bad = checkpoint(**{"<script>alert(1)</script>": (1,)})
-    html = warm_start_html(planned(bad, checkpoint(a_weight=(1,))))
+    html = planned(bad, checkpoint(a_weight=(1,)))._repr_html_()
     assert "<script" not in html and "&lt;script" in html
 
 

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import ckptool
-from ckptool.analysis.doctor import Diagnosis
+from ckptool.analysis.findings import Diagnosis
 from ckptool.cli import main
 from fixtures import lab
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -25,12 +26,12 @@ def sliced(values: Iterable[Any], here: int) -> list[Any]:
     """Values of which `here` are for every run, drawn with a seed, and the others for `make soak`; in order. A tuple
     has one for each name."""
     given = [value if isinstance(value, tuple) else (value,) for value in values]
-    drawn = _drawn(len(given), here)
+    drawn = _drawn(len(given), here, len(given))
     return [pytest.param(*value, marks=() if index in drawn else pytest.mark.soak) for index, value in enumerate(given)]
 
 
-def _drawn(count: int, here: int) -> set[int]:
-    return set(random.Random(count).sample(range(count), min(here, count)))
+def _drawn(count: int, here: int, seed: int | str) -> set[int]:
+    return set(random.Random(seed).sample(range(count), min(here, count)))
 
 
 def looped(
@@ -39,11 +40,12 @@ def looped(
     ids: Any = None,
     *,
     at_once: int = AT_ONCE,
-    here: int | None = None,
+    here: int | float = 1.0,
 ) -> Callable[[Any], Any]:
     """`pytest.mark.parametrize` for values that take little: `at_once` of them are one test, which lists what fails.
 
-    here: so many of them, drawn with a seed, are for every run, the others for `make soak`. Each has a `tmp_path` and a
+    here: so many of them, or such a share, are for every run, the others for `make soak`. They are drawn with a seed; a
+    share with one of the test's name, so that tests of the same values have others. Each has a `tmp_path` and a
     `monkeypatch` of its own; other fixtures are shared.
     """
     arguments = tuple(names.replace(",", " ").split()) if isinstance(names, str) else tuple(names)
@@ -54,13 +56,16 @@ def looped(
         name = next(named) if named else name or (ids or str)(value)
         single = len(arguments) == 1 and not isinstance(value, ParameterSet)
         rows.append((str(name)[:100], dict(zip(arguments, (given,) if single else given, strict=True))))
-    drawn = _drawn(len(rows), len(rows) if here is None else here)
-    now, later = ([row for index, row in enumerate(rows) if (index in drawn) is wanted] for wanted in (True, False))
-    parts = [some[at : at + at_once] for some in (now, later) for at in range(0, len(some), at_once)]
-    first_of_soak = -(-len(now) // at_once)
     part = f"part_of_{'_'.join(arguments)}"
 
     def decorate(test: Callable[..., None]) -> Any:
+        share = isinstance(here, float)
+        drawn = _drawn(
+            len(rows), math.ceil(len(rows) * here) if share else int(here), test.__name__ if share else len(rows)
+        )
+        now, later = ([row for index, row in enumerate(rows) if (index in drawn) is wanted] for wanted in (True, False))
+        parts = [some[at : at + at_once] for some in (now, later) for at in range(0, len(some), at_once)]
+        first_of_soak = -(-len(now) // at_once)
         wanted = inspect.signature(test).parameters
         others = [name for name in wanted if name not in arguments]
 

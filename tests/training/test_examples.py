@@ -12,6 +12,7 @@ import torch
 import ckptool
 from ckptool.training import configfile
 from ckptool.training.start import rehearse, start
+from tests.support.looped import sliced
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(EXAMPLES, path / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sliced(NAMES, 12))
 def test_an_example_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     if name == "warm_start":

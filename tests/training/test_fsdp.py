@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint.default_planner
 import torch.distributed.fsdp  # once, and not in every process
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter

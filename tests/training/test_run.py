@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import ckptool
 from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
 from ckptool.training.start import first_difference
 from ckptool.training.store import Store
+from tests.support.looped import sliced
 from tests.support.own_loops import parts, seeded, train
 from tests.support.programs import python
 from tests.support.ranks import torchrun
@@ -69,9 +71,7 @@ def end(folder: Path, steps: int) -> Any:
     return torch.load(folder / "checkpoints" / f"step-{steps:08d}.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 7])
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize(("seed", "name", "at"), sliced(product([None, 11], LOADERS, [1, 4, 5, 7]), 16))
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_the_same(
     tmp_path: Path, name: str, at: int, seed: int | None
 ) -> None:

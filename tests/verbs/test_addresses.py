@@ -124,7 +124,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(training(), tmp_path_factory.mktemp("addresses") / "f.pt")
 
 
-@looped(("verb", "place", "way"), list(cases()))
+@looped(("verb", "place", "way"), list(cases()), here=1 / 3)
 def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
     verb: str, place: str, way: str, original: Path, tmp_path: Path
 ) -> None:

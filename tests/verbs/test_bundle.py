@@ -187,7 +187,7 @@ def test_the_command(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     capsys.readouterr()
     assert main(["bundle", "gan.tar", "--rename", "generator=G", "-o", "new.tar", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["schema"] == "ckptool.written/1" and answer["verb"] == "bundle"
+    assert answer["schema"] == "ckptool.written/2" and answer["verb"] == "bundle"
     assert [m["name"] for m in answer["facts"]["members"]] == ["G", "discriminator", "why", "ema", "step"]
     assert list(load(gan_files / "new.tar")) == ["G", "discriminator", "why", "ema", "step"]
 

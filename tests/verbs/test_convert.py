@@ -203,7 +203,7 @@ def test_from_safetensors(name: str, tmp_path: Path) -> None:
     assert again.keys() == stock.keys() and all(torch.equal(again[key], value) for key, value in stock.items())
 
 
-@looped("name", KINDS)
+@looped("name", KINDS, here=1 / 3)
 def test_all_of_every_fixture_and_back(name: str, tmp_path: Path) -> None:
     file, there = make(name, tmp_path), tmp_path / "all.safetensors"
     done = ckptool.convert(file, there, all=True, verify=True)

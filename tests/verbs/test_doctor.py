@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.analysis.doctor import Diagnosis
-from ckptool.analysis.error_texts import KNOWN, recognised
+from ckptool.analysis.error_texts import known_errors, recognised
+from ckptool.analysis.findings import Diagnosis
 from ckptool.cli import main
 from tests.support.cli import Run
 from tests.support.files import CORPUS, saved
@@ -133,7 +133,7 @@ def test_a_git_lfs_pointer_names_another_program(tmp_path: Path, capsys: pytest.
     assert "git lfs pull   (another program: git)" in capsys.readouterr().out
     assert main(["doctor", str(file), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["fixes"] == [{"command": "git lfs pull", "ckptool": False}]
+    assert finding["fixes"] == ["git lfs pull"]
 
 
 def test_a_compressed_file(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_an_unknown_error_says_so() -> None:
 def test_every_command_of_the_table_exists() -> None:
     from ckptool.commands import VERBS as COMMANDS
 
-    for known in KNOWN:
+    for known in known_errors():
         for fix in known.fixes:
             assert fix[0] == "ckptool" and fix[1] in COMMANDS, fix
 

@@ -56,6 +56,27 @@ def test_a_note_on_what_is_not_finite(tmp_path: Path) -> None:
     assert (note.code, note.message) == ("non-finite", "2 of 3 tensors hold NaN or Inf: a.w, b.w")
 
 
+def test_json_has_the_rows_with_their_statistics(tmp_path: Path) -> None:
+    state = {"w": torch.tensor([0.0, 2.0]), "n": torch.nn.Parameter(torch.ones(1)), "s": torch.eye(2).to_sparse()}
+    found = ckptool.inspect(saved({"model": state, "epoch": 3}, tmp_path / "in.pt"), stats=True).to_dict()
+    w, n, s = found["tensors"]
+    assert w["path"] == ["model", "w"] and (w["shape"], w["stride"], w["storage"]) == ([2], [1], 0)
+    assert (w["statistics"]["max"], w["statistics"]["zeros"]) == (2.0, 1) and "kind" not in w
+    assert n["parameter"] is n["requires_grad"] is True and s["kind"] == "sparse coo" and s["stride"] is None
+    assert [part["path"] for part in found["parts"]] == [["model"], ["epoch"]]
+    assert (found["parts"][0]["tensors"], found["memory"]["sets"], found["unlisted"]) == (3, 1, 0)
+    assert found["entries"] == [{"path": ["epoch"], "type": "int", "value": 3}]
+
+
+def test_a_file_that_is_one_tensor_or_has_no_parts(tmp_path: Path, run: Callable[..., Any]) -> None:
+    alone = str(saved(torch.ones(2), tmp_path / "alone.pt"))
+    assert run("inspect", alone, "-q").out == "(the whole file)\n"
+    assert "(the whole file)  8 B" in run("inspect", alone).out
+    entries = str(saved({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "in.pt"))
+    found = run("inspect", entries, "--only", "epoch")
+    assert found.code == 0 and found.out.split("\n")[2:5] == ["entries", "  epoch  3", ""]
+
+
 @looped("name", TRAPS)
 def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path) -> None:
     found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)

@@ -47,7 +47,7 @@ def test_only_chooses_by_address_or_key_everywhere(pattern: str, file: str, run:
     facts = json.loads(run("inspect", file, "--only", pattern, "--json").out)
     assert ["/".join(map(str, row["path"])) for row in facts["tensors"]] == [row.address for row in chosen.tensors]
     assert (
-        sum(root["tensors"] for root in facts["roots"]) == len(chosen.tensors)
+        sum(part["tensors"] for part in facts["parts"]) == len(chosen.tensors)
         and run("inspect", file, "--only", pattern).code == 0
     )
 

@@ -306,7 +306,7 @@ EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch
         ),
         (EMBEDDING, {}, {"to": "diffusers", "component": "te"}, Unsupported, "e has embeddings"),
         ({}, {}, {"to": "kohya"}, UsageError, "does not say which model it is for"),
-        ({}, {}, {"to": "diffusers", "component": "vae"}, UsageError, "component vae does not say"),
+        ({}, {}, {"to": "diffusers", "component": "vae"}, UsageError, "component='vae' does not say"),
         ({}, {}, {"to": "comfy"}, UsageError, "unknown naming scheme 'comfy'"),
         (halves("a.b") | halves("a_b"), {}, TO_KOHYA, Conflict, "two tensors would be called lora_te_a_b"),
     ],

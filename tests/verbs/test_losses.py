@@ -142,7 +142,7 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
 @pytest.mark.filterwarnings("ignore")  # of torch, about its quantization
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
-@looped("kind", KINDS)
+@looped("kind", KINDS, here=1 / 3)
 def test_every_tensor_is_written_or_listed_or_nothing_is(kind: str, shape: str, way: str, tmp_path: Path) -> None:
     torch.manual_seed(len(kind) + 100 * len(shape))
     noise, out = Noise(), tmp_path / "out"

@@ -19,8 +19,7 @@ import torch
 
 import ckptool
 from ckptool.analysis.fixes import Chain
-from ckptool.commands import Advice
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Text
 from fixtures import lab
 from fixtures.make import make
 from fixtures.torch_tar import save_tar
@@ -202,7 +201,7 @@ def test_the_commands_of_an_error_run(
     with pytest.raises(CkptoolError) as caught:
         attempt(file)
     error = caught.value
-    assert error.code == code and isinstance(error.fix, Advice) and error.fix.commands, (error.code, str(error))
+    assert error.code == code and isinstance(error.fix, Text) and error.fix.commands, (error.code, str(error))
     chain = Chain(file)
     for each in error.fix.commands:
         line = str(chain.fill(each))

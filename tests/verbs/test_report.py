@@ -99,6 +99,21 @@ def test_a_file_that_cannot_be_opened_is_a_page_with_its_diagnosis(kind: str, fo
     assert found.to_dict()["files"][0]["inspection"] is None and found.html()
 
 
+def test_a_page_is_of_one_file_or_two(folder: Path, run: Run) -> None:
+    ran = run("report", "a.pt", "b.pt", "a.pt", "-o", "page.html")
+    assert ran.code == 2 and not Path("page.html").exists(), ran
+    with pytest.raises(TypeError):
+        ckptool.report("a.pt", "b.pt", "a.pt")  # type: ignore[call-arg,misc]
+
+
+def test_the_pictures_of_two_files_are_as_many_as_those_of_one(folder: Path) -> None:
+    saved({f"l.{number}.weight": torch.randn(40, 40) for number in range(40)}, folder / "many.pt")
+    one, two = ckptool.report("many.pt"), ckptool.report("many.pt", "many.pt")
+    assert [len(found.files[-1].pictures["l.0.weight"].means) for found in (one, two)] == [32, 16]
+    assert one.files[0].inspection is not None and two.files[1].inspection is not None
+    assert one.files[0].inspection.statistics == two.files[1].inspection.statistics
+
+
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(FileProblem):
         ckptool.report("none.pt", out="page.html")
@@ -274,6 +289,20 @@ def test_a_damaged_checkpoint_of_a_run_is_named_and_the_rest_is_shown(a_run: Pat
         ckptool.report(a_run)
 
 
+def test_a_checkpoint_whose_data_cannot_be_read_is_left_out_of_the_norms(a_run: Path) -> None:
+    before = ckptool.report(a_run).norms
+    assert before is not None and len(before.steps) > 2
+    damaged = next(one for one in ckptool.inspect_run(a_run).checkpoints if one.step == before.steps[1])
+    path = Path(damaged.path)
+    content = path.read_bytes()
+    at = content.index(b"/data/0FB")  # of the first record, not of its entry in the directory
+    path.write_bytes(content[:at] + b"/dxta" + content[at + 5 :])
+    found = ckptool.report(a_run).norms
+    assert found is not None and list(found.unread) == [damaged.step] and found.unread[damaged.step]
+    assert found.steps == (before.steps[0], *before.steps[2:])
+    assert all(norms == (before.norms[name][0], *before.norms[name][2:]) for name, norms in found.norms.items())
+
+
 def test_of_very_many_checkpoints_some_are_read(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptool.verbs.report.MOST_STEPS", 2)
     found = ckptool.report(a_run).norms
@@ -292,7 +321,7 @@ def test_a_page_replaces_nothing_in_a_run(a_run: Path) -> None:
 # Files of others ------------------------------------------------------------------------------------------------------
 
 
-@looped("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name)
+@looped("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name, here=1 / 3)
 def test_every_file_of_others_gives_a_report(path: Path) -> None:
     found = ckptool.report(path)
     assert isinstance(found, CheckpointReport)
@@ -307,7 +336,7 @@ def test_every_file_of_others_gives_a_report(path: Path) -> None:
     assert len(found._repr_html_().encode()) <= 30_000 and "<title>" in found.html()
 
 
-@looped("name", sorted(PRODUCERS))
+@looped("name", sorted(PRODUCERS), here=1 / 3)
 def test_every_kind_of_fixture_gives_a_report(name: str, tmp_path: Path) -> None:
     try:
         found = ckptool.report(make(name, tmp_path), out=tmp_path / "page.html")

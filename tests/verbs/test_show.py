@@ -11,6 +11,7 @@ import torch
 import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import UsageError
+from ckptool.render.lines import text as report_text
 from fixtures.traps import TRAPS
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -64,6 +65,32 @@ def test_of_a_big_tensor_only_the_corners(file: Path) -> None:
     assert numpy.array_equal(found.corners[numpy.ix_(places, places)], whole[numpy.ix_(kept, kept)])
     everything = ckptool.show(f"{file}#model/big", all=True)
     assert not everything.truncated and numpy.array_equal(everything.values, whole)
+
+
+def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
+    text = "\n# a\n\n\nb: \x1b[31m\n"
+    saved_at = saved(
+        {"config": text, "none": "", "long": {"text": "a\n" * 9}, "flat": [[1, 2], {"x": ()}]}, tmp_path / "t.pt"
+    )
+    assert report_text(ckptool.show(saved_at, at="config")) == "\n# a\n\n\nb: \\x1b[31m\n\n"
+    assert report_text(ckptool.show(saved_at, at="none")) == "\n"
+    assert str(ckptool.show(saved_at, at="long")) == "text: a text of 9 lines"
+    assert str(ckptool.show(saved_at, at="flat")) == "0: [1, 2]\n1:\n  x: ()"
+    assert str(ckptool.show(saved({"w": torch.ones(2, 2, 1, 1)}, tmp_path / "w.pt"), at="w")).count("\n\n\n") == 1
+
+
+def test_json_has_everything(file: Path) -> None:
+    found = ckptool.show(f"{file}#model/a.w", slice="0:1,:2").to_dict()
+    assert (found["schema"], found["values"], found["slice"]) == ("ckptool.show/2", [[0.0, 1.0]], "0:1,:2")
+    assert (found["tensor"]["shape"], found["tensor"]["nbytes"], found["type"]) == ([4, 6], 96, None)
+    big = ckptool.show(f"{file}#model/big").to_dict()
+    assert big["truncated"] and big["values"] is None and big["tensor"]["dtype"] == "i64"
+    entry = ckptool.show(f"{file}#epoch").to_dict()
+    assert (entry["type"], entry["value"], entry["tensor"], entry["truncated"]) == ("int", 3, None, False)
+    odd = {"c": torch.tensor([1 + 2j, complex("nan")]), "b": torch.tensor([1.5, float("inf")]).bfloat16()}
+    path = saved(odd, file.with_name("odd.pt"))
+    assert ckptool.show(path, at="c").to_dict()["values"] == [[1.0, 2.0], ["NaN", 0.0]]
+    assert ckptool.show(path, at="b").to_dict()["values"] == [1.5, "Infinity"]
 
 
 def test_other_entries(file: Path) -> None:

@@ -386,8 +386,8 @@ def test_the_command(tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[s
     assert aside == "building\n" and not Path(out).exists()
     ended, told, _ = run(file, "--against", f"{code}:build", "-o", out, "--on-mismatch", "skip", "--json")
     facts = json.loads(told)
-    assert ended == 0 and facts["schema"] == "ckptool.warm_start/1" and facts["from_target"] == ["3.weight", "3.bias"]
-    assert facts["output"]["written"] and Path(out).exists()
+    assert ended == 0 and facts["schema"] == "ckptool.warm_start/2" and facts["taken"] == ["3.weight", "3.bias"]
+    assert facts["applied"] and facts["output"]["output"] == out and Path(out).exists()
     ended, _, aside = run(file, "--against", f"{code}:raises")
     assert (
         ended == 2 and "error[user-code]" in aside and '\n    raise ValueError("the data' in aside.replace("\n  ", "\n")

@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
-from ckptool.commands import Advice, command, other_program
+from ckptool.commands import command, other_program
 from ckptool.errors import (
     CkptoolError,
     Corrupt,
@@ -102,7 +102,7 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
         return Truncated(
             f"{folder} holds {METADATA}.tmp and no {METADATA}",
             "It is renamed when all of it is written: the run was stopped while it saved, or between the two.",
-            Advice("Try whether it is whole: ", other_program("cp", f"{table}.tmp", table), ", then verify the folder"),
+            f"Try whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
         )
     what = f"{folder} holds {SUFFIX} files and no {METADATA}"
     why = "It is written last: the run was stopped while it saved, or the file was not copied along."
@@ -136,7 +136,7 @@ def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
     if not tree:
         what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
         why = "It may be left from another run; its tensors have no names."
-        raise Unsupported(what, why, Advice("See the checkpoint beside it: ", command("inspect", tables.folder.path)))
+        raise Unsupported(what, why, f"See the checkpoint beside it: {command('inspect', tables.folder.path)}")
     discarded = (*tables.discarded, *payloads.discarded)
     return Checkpoint(tree, NAME, {}, tables.folder, None, (), discarded, part=_share_of(tables, file, len(tree)))
 

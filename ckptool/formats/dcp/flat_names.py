@@ -17,7 +17,7 @@ from ckptool.checkpoint.graph import MAX_DEPTH, visit
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, replaced_at
-from ckptool.commands import FILE, OUT, Advice, arg, command
+from ckptool.commands import FILE, OUT, arg, command
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 
 # Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.
@@ -53,7 +53,7 @@ class FlatNames:
             raise Unsupported(
                 f"{address(place)} and another entry would both be called {name}",
                 "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
-                Advice("Rename one first: ", command("rename", FILE, "OLD => NEW", out=OUT)),
+                f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
             )
         if len(self.values) >= self.most:
             most = counted(self.most, "name")
@@ -120,7 +120,7 @@ def _refuse_loop(loops: bool, place: tuple[Any, ...]) -> None:
         raise Conflict(
             f"{address(place)} contains itself",
             "It has no end of names. Nothing was written.",
-            Advice("Leave it out first: ", command("edit", FILE, drop=escape(address(place)), out=OUT)),
+            f"Leave it out first: {command('edit', FILE, drop=escape(address(place)), out=OUT)}",
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.commands import Advice, other_program
+from ckptool.commands import other_program
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -116,7 +116,7 @@ class Tables:
         if _class(decoded.root) != "Metadata":
             what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
             why = "Another program wrote it."
-            raise NotACheckpoint(what, why, Advice("Name the file: ", other_program("ls", self.folder.path)))
+            raise NotACheckpoint(what, why, f"Name the file: {other_program('ls', self.folder.path)}")
         self.discarded += decoded.aside()
         fields: dict[Any, Any] = decoded.root.attributes
         return fields
@@ -133,8 +133,7 @@ class Tables:
                 raise self.damaged(f"has an entry {len(places):,} without a place", name)
             if key in places:
                 raise Ambiguous(
-                    f"{self.folder}: its {name} has two places for {key[0]}",
-                    "Readers disagree about which one counts.",
+                    f"{self.folder}: its {name} has two places for {key[0]}", "Readers disagree about which one counts."
                 )
             places[key] = place
         if missing := self.folder.missing(files):

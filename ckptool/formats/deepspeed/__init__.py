@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input, read_small
-from ckptool.commands import Advice, command, other_program
+from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.parts import names_in
 
@@ -108,7 +108,7 @@ def _tag(folder: Folder) -> str:
     if name := tag_of(folder):
         return name
     tags = _tags(folder)
-    advice = Advice("Name one: ", command("inspect", os.path.join(folder.path, tags[-1]))) if tags else ""
+    advice = f"Name one: {command('inspect', os.path.join(folder.path, tags[-1]))}" if tags else ""
     latest = next((latest for latest in LATEST if latest in folder), None)
     if latest is None:
         shown = listed(tags, 3)
@@ -124,4 +124,4 @@ def _tag(folder: Folder) -> str:
         raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
     what = f"{path} names {name[:200]}, which is not there"
     why = "The folder of that tag was moved, deleted or not copied along."
-    raise Corrupt(what, why, advice or Advice("See what is there: ", other_program("ls", folder.path)))
+    raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', folder.path)}")

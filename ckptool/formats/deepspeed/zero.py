@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.commands import Advice, other_program
+from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Chunk, Joiner, begin_alike
 from ckptool.formats.deepspeed.flat import Range, RankVector, Vector, bare, in_a_row, join
@@ -504,4 +504,4 @@ class Models:
         if empty and (self.stage > 2 or any("zero_pp_rank" in name for name in self.tag.models.values())):
             what = f"{self.tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
             why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
-            raise Corrupt(what, why, Advice("See what is there: ", other_program("ls", self.tag.folder.path)))
+            raise Corrupt(what, why, f"See what is there: {other_program('ls', self.tag.folder.path)}")

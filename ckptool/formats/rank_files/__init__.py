@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.commands import OUT, Advice, command
+from ckptool.commands import OUT, Slot, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD
@@ -68,9 +68,9 @@ def _flat(folder: Folder) -> Unsupported:
     return Unsupported(
         f"{folder} holds FSDP's flat parameters (LOCAL_STATE_DICT), one vector for each wrapped module",
         "The names and shapes of the parameters in it are not in the files, so they alone do not give the model.",
-        Advice("Take these from a spec or another checkpoint of the model: ",
-            command("convert", folder.path, against="SPEC", out=OUT)),
-    )  # fmt: skip
+        "Take these from a spec or another checkpoint of the model: "
+        f"{command('convert', folder.path, against=Slot('SPEC'), out=OUT)}",
+    )
 
 
 @dataclass(slots=True, eq=False)

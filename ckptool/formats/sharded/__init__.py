@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import Advice, arg, command
+from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
     Conflict,
@@ -129,7 +129,7 @@ def _no_index(folder: Folder) -> OnlyAPart:
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(folder):
         what += ", which torch consolidated and did not finish"
-        return OnlyAPart(what, why, Advice("Read what they were to be made of: ", command("inspect", pieces)))
+        return OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
     return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -281,7 +281,7 @@ def _check_agreement(index: _Index) -> None:
     if lacking or strange:
         raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
             "They come from two runs, or a shard was replaced.",
-            _AGAIN,
+            _AGAIN
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, Ordere
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import flipped, in_storage_order, row_major
 from ckptool.checkpoint.tree import address, walk
-from ckptool.commands import FILE, OUT, Advice, arg, command
+from ckptool.commands import ADDRESS, FILE, OUT, arg, command
 from ckptool.errors import LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.tree_record import KEY, RESERVED, SCHEMA, STAND_INS
@@ -49,11 +49,8 @@ def _refuse_unknown(checkpoint: Checkpoint) -> None:
         raise Unsupported(
             f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
             "Only a pickle can restore them, by running their code.",
-            Advice(
-                "Leave them out: ",
-                command("edit", FILE, drop="ADDRESS", out=OUT),
-                f"; or convert only the weights: without {arg(all=True)}",
-            ),
+            f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
+            f"or convert only the weights: without {arg(all=True)}",
         )
 
 

@@ -7,11 +7,8 @@ Sources: the `__reduce__` methods of the standard library (Python 3.8 to 3.14), 
 from __future__ import annotations
 
 import datetime
-import decimal
-import fractions
 import os
 import pathlib
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -162,7 +159,15 @@ def _fraction(node: Object) -> Any:
     args = _stateless(node)
     if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
         raise ValueError("not as it is written")
-    return _of_arguments(fractions.Fraction, str, int)(node)
+    from fractions import Fraction  # with decimal, which next to no file needs
+
+    return _of_arguments(Fraction, str, int)(node)
+
+
+def _decimal(node: Object) -> Any:
+    from decimal import Decimal
+
+    return _of_arguments(Decimal, str)(node)
 
 
 def _timezone(node: Object) -> Any:
@@ -174,7 +179,9 @@ def _uuid(node: Object) -> Any:
     number = node.attributes["int"]
     if type(number) is not int or node.args:
         raise TypeError("no number")
-    return uuid.UUID(int=number)
+    from uuid import UUID
+
+    return UUID(int=number)
 
 
 def _path(posix: bool, pure: bool) -> Make:
@@ -190,7 +197,7 @@ _PYTHON: dict[str, Make] = {
     "time": _of_bytes(datetime.time),
     "timedelta": _of_arguments(datetime.timedelta, int),
     "timezone": _timezone,
-    "decimal": _of_arguments(decimal.Decimal, str),
+    "decimal": _decimal,
     "fraction": _fraction,
     "uuid": _uuid,
     "posix path": _path(posix=True, pure=False),

@@ -18,7 +18,7 @@ from ckptool.checkpoint.adapter_keys import PEFT
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
-from ckptool.commands import FILE, OUT, PATTERN, Advice, arg, command
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
@@ -71,7 +71,7 @@ class _Extraction:
             raise Unsupported(
                 f"{key} is quantized: its numbers are codes, whose scales stand elsewhere",
                 "The difference of codes is no difference of weights. Nothing was written.",
-                Advice("Dequantize it first: ", command("cast", FILE, dequantize=True, dtype="bf16", out=OUT)),
+                f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}",
             )
         is_depthwise = len(shape) > 2 and shape[1] == 1
         if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):

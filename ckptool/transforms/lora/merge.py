@@ -17,7 +17,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.patterns import match_within_limit
-from ckptool.commands import OUT, OUT_SAFETENSORS, Advice, command
+from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
@@ -222,14 +222,12 @@ class _Merge:
     # Refusals
 
     def _refuse_lost(self, lost: list[str]) -> None:
-        drop = command("edit", self.name, drop="PATTERN", out=OUT)
+        drop = command("edit", self.name, drop=PATTERN, out=OUT)
         raise NoMatch(
             f"{len(lost):,} of {counted(self._count(), 'key')} of {self.name} have no place in {self.base_name}: "
             f"{listed(lost)}",
             "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
-            Advice(
-                "See what the adapter is for: ", command("inspect", self.name), "; leave keys out on purpose: ", drop
-            ),
+            f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}",
         )
 
     def _refuse_missing(self) -> None:
@@ -279,7 +277,7 @@ class _Merge:
                 one = next(key for key in keys if key in self.changed)
                 apart = command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS)
                 others = listed([key for key in keys if key != one])
-                self._refuse_one_side(one, others, Advice("Write the base without ties first: ", apart))
+                self._refuse_one_side(one, others, f"Write the base without ties first: {apart}")
         changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:

@@ -21,7 +21,7 @@ from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, 
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import FILE, OUT, PATTERN, Advice, arg, command
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
@@ -164,7 +164,7 @@ def convert(
     names = {each: _component(each, components, scheme, component, name) for each in components}
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
-        advice = Advice("Drop the keys of the others first: ", command("edit", name, drop="PATTERN", out=OUT))
+        advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
     modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
     deltas = []

@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import FILE, OUT, Advice, arg, command
+from ckptool.commands import FILE, OUT, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, bold, dim
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
@@ -212,7 +212,7 @@ class LayoutRules:
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides()):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
-            return Conflict(what, why, Advice("Remove it first: ", command("strip-module", FILE, out=OUT)))
+            return Conflict(what, why, f"Remove it first: {command('strip-module', FILE, out=OUT)}")
         lacking = next((each for each in side.has if not _holds(each, node)), "")
         without = f": there is no {lacking}" if lacking else ""
         what = f"the weights are not of the layout {self.name}{without}"
