@@ -87,20 +87,15 @@ _HOMES = {
     "save_for_cpu": "verbs.save_for_cpu",
 }
 
-# Types that are no reports and offer what a layer above them does -> the module with the functions. A report's are in
-# the module of `render/` that is called like its own; `checkpoint/registry.py` finds both. `Type.form`: that form.
+# Types that offer what a layer above them does -> the module with the functions; `Type.form`: that form.
 PROVIDERS = {
     "Checkpoint.entry": "checkpoint.tree",
     "Checkpoint.html": "render.html",
     "Checkpoint.names": "checkpoint.tree",
     "Checkpoint.tensors": "checkpoint.tree",
-    "CkptoolError": "render.error",
     "Composite": "bridge",
     "Composite.cast": "transforms.casting",
     "Memory": "bridge.live",
-    "Report.html": "render.html",
-    "Report.json": "render.json",
-    "Report.text": "render.lines",
     "TensorEntry": "bridge",
     "TensorEntry.cast": "transforms.casting",
 }

@@ -263,12 +263,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        facts: dict[str, Any] = _provide("json", self)
+        facts: dict[str, Any] = import_module("ckptool.render.json").report_json(self)
         return facts
 
     def __str__(self) -> str:
         """The text that the command prints."""
-        text: str = _provide("text", self)
+        text: str = import_module("ckptool.render.lines").text(self)
         return text.rstrip("\n")
 
     def __repr__(self) -> str:
@@ -276,7 +276,7 @@ class Report:
         return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
 
     def _repr_html_(self) -> str:
-        html: str = _provide("html", self)
+        html: str = import_module("ckptool.render.html").report_html(self)
         return html
 
     def __bool__(self) -> bool:
@@ -301,7 +301,3 @@ class Page(Report):
 def schema_of(kind: type[Report]) -> str:
     """The name and version of a report's JSON."""
     return vars(kind).get("schema") or f"{kind.__name__.lower()}/2"
-
-
-def _provide(form: str, report: Report) -> Any:
-    return import_module("ckptool.checkpoint.registry").provide(form, report)

@@ -1,4 +1,4 @@
-"""Finds functions that a lower layer offers and a higher one defines: `.torch()`, a report as text, JSON, HTML.
+"""Finds functions that a lower layer offers and a higher one defines: `.torch()`, `.cast()`, what notebooks show.
 
 A function is registered for a type where it is defined. The package itself, which is above all layers, knows the module
 that does so (`ckptool/__init__.py`). It is imported when one of its functions is first asked for.
@@ -10,15 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from ckptool.facts import Report as Report
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FUNCTIONS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def provides(form: str, *kinds: type) -> Callable[[Function], Function]:
-    """Registers a function as the one that gives values of these types a form: `torch`, `text`, `json`, `html`."""
+    """Registers a function as the one that gives values of these types a form: `torch`, `cast`, `html`."""
 
     def register(function: Function) -> Function:
         _FUNCTIONS.update({(kind, form): function for kind in kinds})

@@ -17,11 +17,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.workers import Task, in_turn
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.facts import bar, size
 from ckptool.options import nearest
+from ckptool.render import lines
 from ckptool.render.style import Style
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class Answer(NamedTuple):
     exit_code: int = 0
 
     def text(self, style: Style) -> str:
-        text: str = provide("text", self.report, style=style, **self.options)
+        text = lines.text(self.report, style=style, **self.options)
         return text if self.options.get("quiet") else style.page(text)  # quiet: every line is one name, spaces and all
 
     def json(self) -> Json:
-        fields: Json = provide("json", self.report)
+        fields: Json = self.report.to_dict()
         return fields
 
 

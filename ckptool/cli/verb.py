@@ -12,7 +12,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, get_args
 
-from ckptool.checkpoint.registry import provider
 from ckptool.checkpoint.workers import Progress, checked_jobs
 from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
@@ -86,12 +85,7 @@ def _views(functions: tuple[Any, ...]) -> Iterator[Any]:
         kind = signature_of(function).return_annotation
         for each in get_args(kind) or (kind,):
             if isinstance(each, type) and issubclass(each, Report):
-                yield view_of(each)
-
-
-def view_of(kind: type[Report]) -> Any:
-    """What makes the text of a report of this class: its keyword arguments are the options of its printing."""
-    return kind.told if kind.told is not Report.told else provider("text", kind)
+                yield each.told
 
 
 def answers(verb: str, function: Any, typed: Arguments) -> Answers:
@@ -167,7 +161,7 @@ def _report(
 
 
 def _answer(report: Any, given: Arguments, exits: bool = True) -> Answer:
-    return Answer(report, _named(view_of(type(report)), given), report.exit() if exits else 0)
+    return Answer(report, _named(report.told, given), report.exit() if exits else 0)
 
 
 @contextmanager

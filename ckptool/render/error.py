@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptool.checkpoint.registry import provides
 from ckptool.errors import CkptoolError
 from ckptool.render.json import Json
 from ckptool.render.style import PLAIN, Style
 
 
-@provides("text", CkptoolError)
 def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     """The three parts of an error, a line each: what happened, what it means, what to type."""
     lines = [f"{style.red(f'error[{error.code}]')}: {error.what}"]
@@ -19,7 +17,6 @@ def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     return style.page("\n".join(lines) + "\n")
 
 
-@provides("json", CkptoolError)
 def error_json(error: CkptoolError, done: Sequence[Json] = ()) -> Json:
     """`ckptool.error/2`: the three parts and the code; `done`: what was finished before."""
     facts = {"schema": "ckptool.error/2", "code": error.code, "what": error.what, "why": error.why, "fix": error.fix}

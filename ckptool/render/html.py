@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.facts import Note, Report, Table, Told, Verbatim
+from ckptool.render.lines import lines
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
@@ -40,11 +41,8 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     return report_html(replace(listing(checkpoint), notes=()))
 
 
-@provides("html", Report)
 def report_html(report: Report) -> str:
     """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
-    from ckptool.render.lines import lines
-
     pieces: list[str] = []
     begun: list[Any] = []
 

@@ -1,6 +1,7 @@
 """Reports as JSON: one object with a versioned schema, strictly valid, stable from run to run.
 
-NaN and infinities are texts; what is not ASCII is escaped, so no control character of a file passes raw.
+NaN and infinities are texts; what is not ASCII is escaped, so no control character of a file passes raw. Keys are in
+the order of the fields.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.registry import Report, provides
-from ckptool.facts import facts_of, schema_of
+from ckptool.facts import Report, facts_of, schema_of
 
 Json = dict[str, Any]
 
@@ -27,7 +27,7 @@ def dumps(value: Any) -> str:
 def finite(value: Any) -> Any:
     """Plain facts with NaN and infinities as the texts "NaN", "Infinity", "-Infinity", and tuples as lists.
 
-    Of a report what it prints itself, of any other dataclass or named tuple its facts.
+    Of a report what it prints itself, of any other dataclass its fields.
     """
     if type(value) in (str, int, bool):
         return value
@@ -55,7 +55,6 @@ def facts_json(value: Any) -> Json:
     }
 
 
-@provides("json", Report)
 def report_json(report: Report) -> Json:
     """What `--json` prints: the schema, then the facts."""
     return {"schema": f"ckptool.{schema_of(type(report))}", **facts_json(report)}

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any
 
-from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable, quoted
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
 from ckptool.render.style import PLAIN, WIDEST, Style, columns
 
 
-@provides("text", Report)
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
     """What a report tells, in lines.  view: options of its `told`."""
     return "".join(f"{line}\n" for line in lines(report.told(**view), style))

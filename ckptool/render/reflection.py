@@ -18,11 +18,11 @@ NUMBER: Json = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Inf
 _PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
 
 
-def document(kind: type[Report], used: Json) -> Json:
+def document(kind: Any, used: Json) -> Json:
     """The schema of what is printed of a report; the types that it refers to are added to `used`."""
     row = _row(kind, used)
-    row["properties"] = {"schema": {"const": f"ckptool.{schema_of(kind)}"}, **row["properties"]}
-    return {"description": about(kind), **row, "required": ["schema", *row["required"]]}
+    properties = {"schema": {"const": f"ckptool.{schema_of(kind)}"}, **row["properties"]}
+    return {"description": about(kind), "type": "object", "properties": properties, "required": list(properties)}
 
 
 def about(kind: type) -> str:

@@ -1,4 +1,4 @@
-"""The style of text: colours, width, sizes and counts for people, columns."""
+"""The style of text: colours, width, columns."""
 
 from __future__ import annotations
 

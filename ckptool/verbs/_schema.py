@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, get_args
 
-from ckptool.checkpoint.registry import provides
 from ckptool.commands import VERBS, Command, function_name, module_of
 from ckptool.errors import NoMatch
 from ckptool.facts import Report, Told, bold, schema_of
@@ -74,11 +73,9 @@ class Schema(Report):
     def told(self) -> Told:
         return json.dumps(self.document, indent=2).split("\n")
 
-
-@provides("json", Schema)
-def schema_json(found: Schema) -> Json:
-    """The schema itself, which is JSON."""
-    return found.document
+    def to_dict(self) -> Json:
+        """The schema itself, which is JSON."""
+        return self.document
 
 
 @verb(
@@ -104,9 +101,9 @@ def schema(
         advice = f"See all: {Command(('ckptool', 'schema'))}"
         raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {meant}?" if meant else "", advice)
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
-    used: dict[str, Json] = {}
+    used = {name: ANYWHERE.get(name, {}) for name in wanted}  # a schema may refer to itself
     for name in wanted:
-        used |= {name: ANYWHERE[name] if name in ANYWHERE else document(_reports()[name], used)}
+        used[name] |= document(_reports()[name], used) if name not in ANYWHERE else {}
     references = [{"$ref": f"#/$defs/{name}"} for name in wanted]
     of = {"title": f"ckptool {verb} --json"} if printed else {}
     whole = {"anyOf": references} if len(references) > 1 else references[0]

@@ -13,9 +13,8 @@ import torch
 
 import ckptool
 from ckptool.analysis.curves import Curve
-from ckptool.checkpoint.registry import Report
 from ckptool.cli import main
-from ckptool.facts import Page
+from ckptool.facts import Page, Report
 from ckptool.training.history import RunHistory
 from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
 from ckptool.verbs._explain import explain
