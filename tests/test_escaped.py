@@ -338,7 +338,7 @@ def test_advice_notes_and_names_looked_for_are_escaped(odd: str) -> None:
     advice = CkptoolError("a.pt", "", Text(f"Look at {name}: ", command("inspect", name, only=name))).fix
     assert isinstance(advice, Text) and advice.isprintable() and advice == "".join(map(str, advice.parts))
     assert [*advice.commands] == [("ckptool", "inspect", name, "--only", name)], "a command is typed as it was"
-    assert advice.filled(lambda each: each).isprintable() and pickle.loads(pickle.dumps(advice)).parts == advice.parts
+    assert advice.python.isprintable() and pickle.loads(pickle.dumps(advice)).parts == advice.parts
     error = MissingKey.among(f"{name}y", lambda: [name], f"in {name}")
     assert all(text.isprintable() and printable(name) in text for text in (error.what, error.why, error.fix))
     note = Note("odd", f"{name} is odd", ("ckptool", "show", name))

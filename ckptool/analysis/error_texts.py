@@ -14,7 +14,7 @@ from ckptool.errors import listed, printable
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
-LOOK = ("Look at the file instead: ", command("doctor", FILE))
+LOOK = f"Look at the file instead: {command('doctor', FILE)}"
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
@@ -74,7 +74,7 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
-        finding = Finding(UNKNOWN, what, first_line(text), advice="".join(map(str, LOOK)))
+        finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK)
         return Diagnosis(file, "", (finding,))
     words = known.found(text)
     fixes = tuple(fix.with_words(words) for fix in known.fixes)

@@ -70,11 +70,10 @@ def _parts(told: Told) -> Iterator[Any]:
 
 def _table(table: Table) -> Iterator[str]:
     rows, _, left = table.cells()
-    if table.title:
-        yield f'<p style="margin:0.5em 0 0"><b>{escape(_cut(printable(table.title), 1_000))}</b></p>'
+    title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
-    body = fitting([f"<tr>{row}</tr>" for row in cells], LIMIT // 2, "<tr><td>… and {} more</td></tr>")
-    yield f"<table>{body}</table>"
-    if left:
-        yield f'<p style="margin:0">{escape(table.more.format(f"{left:,}").strip())}</p>'
+    more = f'<td colspan="9">{escape(table.more.format(f"{left:,}").strip())}</td>'
+    body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
+    lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
+    yield f"<table>{title if table.title else ''}{lines}</table>"

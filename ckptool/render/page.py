@@ -415,7 +415,7 @@ def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
         "equal": equal,
         "remarks": remarks,
         "lists": [each for each in lists if each[2]],
-        "heatmap": _heatmap(report, diff, moved) if moved else None,
+        "heatmap": _heatmap(report, diff, moved) if moved else {},
     }
 
 
@@ -473,6 +473,8 @@ def _heatmap(report: CheckpointReport, diff: Diff, moved: Mapping[str, int]) -> 
                 counts = sums.setdefault((layer or name, kind), [0, 0])
                 counts[0] += moved.get(name, 0)
                 counts[1] += max(prod(row.tensor.shape or (1,)), 1)
+    if not sums:
+        return {}  # what moved is in no model
     layers = list(dict.fromkeys(layer for layer, _ in sums))
     common = {kind for kind, _ in kinds.most_common(KINDS)}
     shares = {place: count / total for place, (count, total) in sums.items()}

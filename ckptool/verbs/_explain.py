@@ -121,5 +121,5 @@ def explain_text(text: str) -> Explanation | Diagnosis:
     if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
         return Explanation(tuple(known))
     if recognised(text) is None:
-        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", f"{LOOK[0]}{LOOK[1]}")
+        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", LOOK)
     return of_error_text(text)

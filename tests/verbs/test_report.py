@@ -114,6 +114,17 @@ def test_the_pictures_of_two_files_are_as_many_as_those_of_one(folder: Path) -> 
     assert one.files[0].inspection.statistics == two.files[1].inspection.statistics
 
 
+ODD = {"number": int, "list": lambda n: [n], "tensors": lambda n: [torch.ones(3) * n], "empty": lambda n: []}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_page_of_what_is_no_model(kind: str, inside: bool, folder: Path) -> None:
+    for number in (1, 2):
+        saved({"o": ODD[kind](number)} if inside else ODD[kind](number), folder / f"{number}.pt")
+    assert ckptool.report("1.pt").html().count("</html>") == ckptool.report("1.pt", "2.pt").html().count("</html>") == 1
+
+
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(FileProblem):
         ckptool.report("none.pt", out="page.html")
