@@ -144,7 +144,10 @@ class Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """Something about a file that its user should know, escaped. `fix`: the command that fixes it, as argv."""
+    """Something about a file that its user should know, escaped.
+
+    code: explained by `ckptool explain CODE`.  fix: the command that fixes it, as argv.
+    """
 
     code: str
     message: str

@@ -40,7 +40,7 @@ _CONTAINERS = {
 
 @dataclass(frozen=True, slots=True)
 class RefusedValues:
-    """RefusedValues of a checkpoint that `weights_only` refuses, in words.
+    """Values of a checkpoint that `weights_only` refuses, in words.
 
     lossy: plain values would lose some of it; plain_parts: the addresses of the sets of weights without such values.
     dropped: the addresses of what `convert --weights-only` leaves out, as it has no plain form.

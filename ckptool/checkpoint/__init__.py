@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
@@ -18,6 +18,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
 from ckptool.checkpoint.registry import provide
 from ckptool.errors import BadTensor, printable
+from ckptool.facts import LIVE
 from ckptool.facts import Note as Note
 
 if TYPE_CHECKING:
@@ -412,8 +413,8 @@ class PartOf:
     number: int | None = None
     count: int | None = None
     whole: str = ""
-    index: str = ""
-    join: tuple[str, ...] = ()
+    index: Annotated[str, LIVE] = ""
+    join: Annotated[tuple[str, ...], LIVE] = ()
 
     @property
     def is_complete(self) -> bool:

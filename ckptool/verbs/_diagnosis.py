@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptool.analysis.doctor import Values, of_checkpoint, of_folder, of_problem
+from ckptool.analysis.doctor import RefusedValues, of_checkpoint, of_folder, of_problem
 from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.inspect import Listing, listing
 from ckptool.analysis.targets import Target
@@ -46,7 +46,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     return of_problem(problem, path)
 
 
-def _values(checkpoint: Checkpoint, found: Listing) -> Values:
+def _values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
     """The values that `weights_only` refuses. Lossy: `convert --weights-only` would write nothing, or lose a tensor."""
     try:
         plain = weights_only(checkpoint)
@@ -61,4 +61,4 @@ def _values(checkpoint: Checkpoint, found: Listing) -> Values:
     weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
     parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
     plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
-    return Values(tuple(refused), lossy, dropped, plain_parts)
+    return RefusedValues(tuple(refused), lossy, dropped, plain_parts)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptool
 from ckptool import cli
@@ -17,6 +18,7 @@ from ckptool.errors import RunFailed, UsageError
 from ckptool.training.prove import command as module
 from ckptool.training.prove import watch
 from ckptool.training.prove.trace import NOT_RESTORED, Trace, TracedStep, divergence, place_of
+from ckptool.training.prove.tracer import Tracer
 from ckptool.training.reports import CommandProof
 
 # A loop by hand with one fault, or none. 8 steps an epoch, saved every 5.
@@ -275,6 +277,12 @@ def step(number: int, **facts: Any) -> TracedStep:
     values = {"samples": [str(number)], "state": str(number), "lr": [1.0], "random": {"torch": str(number)}}
     values |= {"found": found | facts.pop("found", {})} | facts
     return TracedStep(0, str(facts.pop("weights", number)), **{k: v for k, v in values.items() if k != "weights"})
+
+
+def test_variables_are_those_of_the_programs_own_files(tmp_path: Path) -> None:
+    own = Tracer(str(tmp_path)).is_own
+    assert own("/home/me/train.py") and own("train.py")
+    assert not any(map(own, (None, 3, json.__file__, torch.__file__, module.__file__, "<frozen importlib._bootstrap>")))
 
 
 REFERENCE = [step(number) for number in range(10)]
