@@ -512,10 +512,10 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
         if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
             message = f"{address(path)} is outside what was changed, and has the old names: {listed(old, 3)}"
             notes.append(Note("old-names", message))
-    roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
-    of_roots = [
-        f"{at or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for at, changed, keys in renamed.roots
+    roots: list[dict[str, Any]] = [
+        {"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots
     ]
+    lines = [f"{row['root'] or 'the whole file'}: {row['changed']:,} of {counted(row['keys'], 'key')}" for row in roots]
     more = len(renamed.names) - len(renamed.examples)
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
