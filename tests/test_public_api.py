@@ -17,7 +17,7 @@ import ckptool
 from ckptool import commands, errors
 from ckptool.checkpoint import registry
 from ckptool.facts import Report
-from ckptool.verbs import _change, _save, _schema
+from ckptool.verbs import _save, _schema
 from tests.support.looped import looped
 
 VERBS = sorted(
@@ -104,7 +104,7 @@ def test_help_shows_every_option(name: str) -> None:
     shown = inspect.signature(function).parameters
     declared = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__.get("options")))
     assert "options" not in shown
-    options = vars(_save) | vars(_change)
+    options = vars(_save)
     for option in options[declared[1]].__annotations__ if declared else ():
         assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
         assert f"{option}: " in (function.__doc__ or "")

@@ -79,11 +79,7 @@ PLAIN = Style()
 
 
 def columns(
-    rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
-    indent: str = "  ",
-    gap: str = "  ",
-    widest: int = WIDEST,
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", gap: str = "  ", widest: int = WIDEST
 ) -> list[str]:
     """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]

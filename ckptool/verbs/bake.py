@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
@@ -21,8 +21,7 @@ def bake(
     *,
     at: ChangedAt = None,
     form: Annotated[
-        str,
-        option("--form", "plain folds; old and new rename the parts of weight norm.", choices=("plain", "old", "new")),
+        Literal["plain", "old", "new"], option("--form", "plain folds; old and new rename the parts of weight norm.")
     ] = "plain",
     **options: Unpack[SavePart],
 ) -> Written | Any:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, unchanged
@@ -40,7 +40,6 @@ from ckptool.transforms.flatten import (
 from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
-TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
@@ -60,10 +59,7 @@ def convert(
     only: Only = (),
     exclude: Exclude = (),
     ties: Annotated[
-        str,
-        option(
-            "--ties", "Tied tensors: stored once and recorded, or copied for each name.", choices=("record", "copy")
-        ),
+        Literal["record", "copy"], option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
     ] = "record",
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
@@ -76,12 +72,8 @@ def convert(
     ] = None,
     part: IsPart = False,
     optimizer_as: Annotated[
-        str | None,
-        option(
-            "--optimizer-as",
-            "Optimizer state by parameter name, by number, or as state.NAME.KEY.",
-            choices=("names", "ids", "flat"),
-        ),
+        Literal["names", "ids", "flat"] | None,
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
     ] = None,
     against: Annotated[
         CheckpointLike | None,
@@ -122,8 +114,8 @@ def convert(
             f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
         )
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
-    if ties not in TIES:
-        raise UsageError(f"unknown {arg('ties')} {ties!r}", f"Available: {', '.join(TIES)}.")
+    if ties not in ("record", "copy"):
+        raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
     if out is None and not in_memory(file):
         raise UsageError(
             "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"

@@ -116,9 +116,7 @@ def report(
 ) -> CheckpointReport:
     """The contents, values and health of a checkpoint as a page: `.html()`, written to `out` where that is given.
 
-    other: is compared with the first, as `diff` does.
-    run: the folder of a run, whose checkpoints and curves are shown; as `file`, it stands for its newest good one.
-    against: the model that `file` is for, as for `doctor`.  overwrite: replace an existing `out`.
+    Two are compared as `diff` does; the folder of a run stands for its newest good checkpoint.
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """

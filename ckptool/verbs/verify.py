@@ -53,12 +53,10 @@ def verify(
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
-    Where a container stores no checksums the report says so. at: only the data of that part.  finite: look for NaN and
-    Inf. digest: the digests of the tensors of one set of weights (the only one, the model beside its EMA, or the part
-    `at`). write_digest: keep them in this file.  against: compare with those in this file.  jobs: how many
-    members of a folder are read at a time, each in a process of its own.  progress: told bytes as they are read, with
-    more jobs not those of members. Raises what opening raises for a file that is no checkpoint or cannot be read, and
-    `UsageError` where several sets of weights could be meant.
+    Where a container stores no checksums the report says so. Digests are those of one set of weights: the only one, the
+    model beside its EMA, or the part `at`. progress: told bytes as they are read, with more jobs not those of members.
+    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
+    of weights could be meant.
     """
     given: tuple[Input | Checkpoint, str | None]
     given = (open_file(file).checkpoint, None) if in_memory(file) else open_source(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptool import formats
 from ckptool.analysis.fixes import Chain
@@ -54,26 +54,19 @@ def warm_start(
     *,
     at: At = None,
     rename: Annotated[
-        Texts | Mapping[str, str],
-        option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True),
+        Texts | Mapping[str, str], option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True)
     ] = (),
     rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = (),
     exclude: Exclude = (),
     on_mismatch: Annotated[
-        str,
-        option(
-            "--on-mismatch",
-            "Tensors of another shape: refuse, keep the model's, slice, pad, resize.",
-            choices=("error", "skip", "slice", "pad", "resize"),
-        ),
+        Literal["error", "skip", "slice", "pad", "resize"],
+        option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad, resize."),
     ] = "error",
     resize: Annotated[
         Texts | Mapping[str, str],
         option(
-            "--resize PATTERN=HOW",
-            "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.",
-            several=True,
+            "--resize PATTERN=HOW", "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.", several=True
         ),
     ] = (),
     min_loaded: Annotated[
@@ -90,15 +83,10 @@ def warm_start(
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
-    For weights in memory, and without `out`, gives back such a state dict. against: a module, another checkpoint (or
-    `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs torch), or a spec.  at: the weights
-    in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also with operations, as `translate` has them.
-    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
-    shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
-    min_loaded: the share of the model's values, 0 to 1, that must load; by default half (not counting what `only`,
-    `exclude` and skipped shapes leave out), and no less than the suggested rules would load.  strict: no missing and no
-    unexpected names.  optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would
-    make more fit.  part: take also a part of a checkpoint (a rank's share, one shard of several).
+    For weights in memory, and without `out`, gives back such a state dict. The model is also a module; your own code
+    needs torch. Rules may have operations, as those of `translate`; `only` and `exclude` are patterns for names of the
+    model, and so is that of `resize`. Of the share that must load, the half does not count what `only`, `exclude` and
+    skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
@@ -170,7 +158,7 @@ def warm_start(
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
     """The report with the command that makes the weights those of the model's layout, where they are of another."""
-    from ckptool.verbs.layouts import translation_to
+    from ckptool.transforms.translate.layouts import translation_to
 
     weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
     translation = translation_to(weights, target.tensors)
