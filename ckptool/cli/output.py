@@ -53,8 +53,7 @@ class Answer(NamedTuple):
         return text if self.options.get("quiet") else style.page(text)  # quiet: every line is one name, spaces and all
 
     def json(self) -> Json:
-        fields: Json = self.report.to_dict()
-        return fields
+        return dict(self.report.to_dict())
 
 
 class Printed(NamedTuple):
@@ -67,8 +66,7 @@ class Printed(NamedTuple):
         return str(self.content)
 
     def json(self) -> Json:
-        fields: Json = self.content
-        return fields
+        return dict(self.content)
 
 
 Answering = Callable[[Any, "Progress | None"], Answer]
@@ -136,12 +134,9 @@ def style_of(stream: TextIO) -> Style:
     return Style(colour, _width(stream) if terminal else None)
 
 
-LEAST_WIDTH = 20  # columns: what is narrower was not meant
-
-
 def _width(stream: TextIO) -> int | None:
     columns = os.environ.get("COLUMNS", "")
-    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= LEAST_WIDTH:
+    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= 20:  # what is narrower was not meant
         return int(columns)
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
@@ -190,10 +185,6 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-AFTER = 0.5  # seconds
-EVERY = 0.1
-
-
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress | None]:
     """Something to tell the bytes done and in all; None where nobody would see it. The line is wiped at the end."""
@@ -201,14 +192,14 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
         yield None
         return
     start, drawn = time.monotonic(), False
-    following = start + AFTER
+    following = start + 0.5  # seconds
 
     def update(done: int, total: int) -> None:
         nonlocal following, drawn
         now = time.monotonic()
         if now < following or not total:
             return
-        following, drawn = now + EVERY, True
+        following, drawn = now + 0.1, True
         speed = size(int(done / (now - start)))
         facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {speed}/s"
         tell(f"\r\x1b[K{label} {facts}")

@@ -128,7 +128,11 @@ def report(
         run = file
     about = inspect_run(run) if run is not None else None
     if about is not None and file is run:
-        file = _newest(about)
+        newest = next((one.path for one in about.checkpoints if one.step == about.resumes), None)
+        if newest is None:
+            what = f"{about.path} has no checkpoint that is whole"
+            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
+        file = newest
     target = target_of(against) if against is not None else None
     if out is not None:
         _check_output(os.fspath(out), (given, other, run, against), overwrite)
@@ -244,15 +248,6 @@ def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
-
-
-def _newest(about: RunReport) -> str:
-    """The checkpoint that stands for a run."""
-    for one in about.checkpoints:
-        if one.step == about.resumes:
-            return one.path
-    what = f"{about.path} has no checkpoint that is whole"
-    raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
 
 
 def _norms(about: RunReport) -> NormsOverTime:
