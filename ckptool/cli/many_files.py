@@ -28,11 +28,9 @@ def write_each(verb: str, files: Sequence[str], given: Given, write: Write, ways
     """
     chosen = [flag for flag, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if given.get(name)]
     if len(chosen) != 1:
-        raise UsageError(
-            f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write",
-            "They are mutually exclusive." if chosen else "Nothing is written unless you name an output.",
-            ways,
-        )
+        what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+        why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
+        raise UsageError(what, why, ways)
     outs: list[str | None] = [given.get("out")] * len(files)
     if chosen == ["-o"] and len(files) > 1:
         what = f"{counted(len(files), 'file')} cannot be written to one"
@@ -121,11 +119,9 @@ def _in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]
         out = os.path.join(folder, name)
         if other := taken.get(out):
-            raise Conflict(
-                f"{other} and {file} would both be written to {out}",
-                "One would replace the other. Nothing was written.",
-                "Write them into different folders.",
-            )
+            what = f"{other} and {file} would both be written to {out}"
+            why = "One would replace the other. Nothing was written."
+            raise Conflict(what, why, "Write them into different folders.")
         taken[out] = file
     if not given.get("overwrite"):
         from ckptool.output import check_folder, check_target

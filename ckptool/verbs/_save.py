@@ -315,11 +315,8 @@ class Change:
             )
         refuse_links(source.path)
         if self.asked["container"] not in (None, original.container):
-            raise UsageError(
-                f"{arg(in_place=True)} keeps the container ({original.container})",
-                "Another container needs a new file.",
-                f"Write a new file with {arg('out')}.",
-            )
+            what = f"{arg(in_place=True)} keeps the container ({original.container})"
+            raise UsageError(what, "Another container needs a new file.", f"Write a new file with {arg('out')}.")
         return source, formats.by_name(original.container)
 
     def _append(self, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
@@ -476,26 +473,19 @@ def begin_change(
     opened = opening(file, at)
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
-        raise UsageError(
-            f"{verb} {arg(extract=True)} was given no address",
-            f"Without {arg(extract=True)} the whole file is written.",
-            f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}",
-        )
+        what = f"{verb} {arg(extract=True)} was given no address"
+        why = f"Without {arg(extract=True)} the whole file is written."
+        raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
     if extract and change.asked["in_place"]:
-        raise UsageError(
-            f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}",
-            "The file itself would lose everything but the part.",
-            f"Write the part to a new file: {arg(out=OUT)}",
-        )
+        what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
+        why = "The file itself would lose everything but the part."
+        raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
     outside: Any = None
     if part.base and not extract:
         around = {id(holder) for holder in holders(whole.tree, part.base)}
         if any(id(node) in around for node in visit(part.tree)):  # a copy put back would change the rest
-            raise UsageError(
-                f"{address(part.base)} contains itself",
-                "It cannot be changed on its own.",
-                "Change the whole file, without the address.",
-            )
+            what = f"{address(part.base)} contains itself"
+            raise UsageError(what, "It cannot be changed on its own.", "Change the whole file, without the address.")
         outside = replaced_at(whole.tree, part.base, None)
     own: Any = {each.name: getattr(change, each.name) for each in fields(change)}
     return FileChange(**own, original=whole, part=part, named=opened.at is not None, outside=outside, extract=extract)
@@ -546,11 +536,9 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
     if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
         weights = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
-        raise Unsupported(
-            f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
-            "Without its program the file would no longer be that model. Nothing was written.",
-            f"Write only its weights, then change those: {weights}",
-        )
+        what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
+        why = "Without its program the file would no longer be that model. Nothing was written."
+        raise Unsupported(what, why, f"Write only its weights, then change those: {weights}")
 
 
 def put_in_place(

@@ -220,11 +220,8 @@ def _only(name: str, change: Change, option: Command) -> Change:
     another."""
     container, wanted = change.format(name), by_name(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
-        raise UsageError(
-            f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}",
-            "Nothing else is divided into files.",
-            f"For example: {_EXAMPLES[name]}",
-        )
+        what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
+        raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")
     return change.into(container.name)
 
 
@@ -269,11 +266,9 @@ Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> Outcome:
     """The whole tree, as safetensors can carry it. Raises `UsageError` for other containers and a choice of keys."""
     if not container.keeps_tree:
-        raise UsageError(
-            f"{arg(all=True)} writes safetensors, not {container.name}",
-            "The whole tree is kept in the metadata of one safetensors file.",
-            f"For example: {arg(out='model.safetensors')}",
-        )
+        what = f"{arg(all=True)} writes safetensors, not {container.name}"
+        why = "The whole tree is kept in the metadata of one safetensors file."
+        raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
     if only or exclude:
         fix = f"Drop entries first: {command('edit', path, drop=ADDRESS, out=OUT)}"
         raise UsageError(

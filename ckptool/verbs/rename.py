@@ -53,11 +53,9 @@ def rename(
     parsed = [parse_rule(rule) for rule in several(rules, " => ")]
     parsed += read_rules(rules_file) if rules_file is not None else []
     if not parsed:
-        raise UsageError(
-            "rename was given no rule",
-            "A rule is OLD => NEW.",
-            f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}",
-        )
+        what = "rename was given no rule"
+        why = "A rule is OLD => NEW."
+        raise UsageError(what, why, f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}")
     change = begin_change("rename", file, out, at, options)
     renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)
     return renamed_file(change, renamed, clean="the rules leave every key as it is")

@@ -30,11 +30,9 @@ def slim(
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place"):
-        raise UsageError(
-            "slim writes a new file",
-            "In place, the dropped bytes would stay in the file.",
-            f"For example: {arg(out='small.pt')}",
-        )
+        what = "slim writes a new file"
+        why = "In place, the dropped bytes would stay in the file."
+        raise UsageError(what, why, f"For example: {arg(out='small.pt')}")
     change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
     unused = any(note.code in ("unused-record", "superseded-pickle") for note in change.part.notes)

@@ -58,11 +58,9 @@ def _words(
     if not find:
         return {"file": files, "rules": rules}
     if len(files) != 2 or rules or options.get("folder") or options.get("in_place"):
-        raise UsageError(
-            "translate --find takes two checkpoints and no rules",
-            "It finds the rules that make the second of the first.",
-            "For example: ckptool translate --find a.pt b.pt -o rules.yaml",
-        )
+        what = "translate --find takes two checkpoints and no rules"
+        why = "It finds the rules that make the second of the first."
+        raise UsageError(what, why, "For example: ckptool translate --find a.pt b.pt -o rules.yaml")
     return find_rules(*files, **{name: options[name] for name in ("out", "overwrite", "dry_run") if name in options})
 
 

@@ -64,11 +64,9 @@ def unbundle(
     checkpoint = opened.taken
     container = formats.by_name(change.asked["container"] or container_of(checkpoint))
     if container.name not in CONTAINERS:
-        raise UsageError(
-            f"members cannot be written as {container.name}",
-            f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            f"For example: {arg(container='safetensors')}",
-        )
+        what = f"members cannot be written as {container.name}"
+        why = f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        raise UsageError(what, why, f"For example: {arg(container='safetensors')}")
     refuse_extras(checkpoint, container)
     members = members_of(checkpoint)
     refuse_unnamed(checkpoint.tree)

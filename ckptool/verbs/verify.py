@@ -22,11 +22,8 @@ from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
 def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, Any]:
     if write_digest is not None and len(file) > 1:
-        raise UsageError(
-            f"the digests of {counted(len(file), 'file')} cannot be saved to one file",
-            "A file of digests describes one set of weights.",
-            "Verify them one by one.",
-        )
+        what = f"the digests of {counted(len(file), 'file')} cannot be saved to one file"
+        raise UsageError(what, "A file of digests describes one set of weights.", "Verify them one by one.")
     return {}
 
 

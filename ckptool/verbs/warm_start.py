@@ -179,11 +179,9 @@ def _written(
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     if state is not None:
         if (container := change.format(kind)).tensors_only:
-            raise UsageError(
-                f"{container.name} holds tensors under names, and no optimizer state",
-                "The groups and their settings are no tensors. Nothing was written.",
-                f"Write a torch file: {arg(out=OUT_PT)}",
-            )
+            what = f"{container.name} holds tensors under names, and no optimizer state"
+            why = "The groups and their settings are no tensors. Nothing was written."
+            raise UsageError(what, why, f"Write a torch file: {arg(out=OUT_PT)}")
         tree = {WEIGHTS: tree, "optimizer_state_dict": state}
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
@@ -191,11 +189,8 @@ def _written(
     mark = marks.with_recovered_part({}, () if state is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     model = target.checkpoint.source if target.checkpoint is not None else None
     if model is not None and model.is_at(change.path or "") and not change.asked["overwrite"]:
-        raise UsageError(
-            f"{change.path or ''} is the target itself",
-            "It was left as it is.",
-            f"Replace it: {arg(overwrite=True)}, or name another file.",
-        )
+        what = f"{change.path or ''} is the target itself"
+        raise UsageError(what, "It was left as it is.", f"Replace it: {arg(overwrite=True)}, or name another file.")
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
     made = Checkpoint(tree, kind, mark, checkpoint.source)
