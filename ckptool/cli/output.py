@@ -226,8 +226,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
     line each elsewhere."""
-    style = style_of(sys.stderr)
-    drawn = False
+    style, drawn = style_of(sys.stderr), False
 
     def told(fact: dict[str, Any], rate: float) -> None:
         nonlocal drawn
@@ -237,7 +236,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
         drawn = True
         share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
         line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
-        tell(f"\r\x1b[K{style.fit(line)}")
+        tell(f"\r\x1b[K{line if len(line) <= style.width else line[: max(style.width - 1, 0)] + '…'}")
 
     try:
         yield told

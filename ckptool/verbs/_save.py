@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDic
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, Source
+from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import optimizers
@@ -282,27 +282,8 @@ class Change:
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
-        source, container = self._writable(original)
-        keep_unknown = bool(self.asked["keep_unknown"])
-        if not changes:
-            notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-            return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
-        _refuse_repeated(original)
-        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
-        plan = container.append(changed, keep_unknown=keep_unknown)
-        if plan is None:
-            plan = container.write(changed, keep_unknown=keep_unknown)
-            own = replace(self, asked={**self.asked, "overwrite": True})
-            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
-            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
-        if not self.asked["dry_run"]:
-            self._append(plan, source, changed, inputs)
-        nbytes = plan.keep + plan.nbytes
-        return self.written(original, source.path, container.name, "in place", plan.nbytes, nbytes, notes)
-
-    def _writable(self, original: Checkpoint) -> tuple[Source, Format]:
-        """The file that is changed in place, and its container. Raises `UsageError` where that cannot be done."""
-        source = original.source
+        """Changes the file itself. Raises `UsageError` where that cannot be done."""
+        source, asked = original.source, self.asked
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or formats.writer(original.container) is None:
@@ -314,26 +295,38 @@ class Change:
                 f"Write a new one: {arg(out=OUT)}",
             )
         refuse_links(source.path)
-        if self.asked["container"] not in (None, original.container):
+        if asked["container"] not in (None, original.container):
             what = f"{arg(in_place=True)} keeps the container ({original.container})"
             raise UsageError(what, "Another container needs a new file.", f"Write a new file with {arg('out')}.")
-        return source, formats.by_name(original.container)
+        container, keep_unknown = formats.by_name(original.container), bool(asked["keep_unknown"])
+        if not changes:
+            notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
+            return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
+        _refuse_repeated(original)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+        plan = container.append(changed, keep_unknown=keep_unknown)
+        if plan is None:
+            plan = container.write(changed, keep_unknown=keep_unknown)
+            own = replace(self, asked={**asked, "overwrite": True})
+            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
+            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
+        if not asked["dry_run"]:
+            if not os.access(source.path, os.W_OK):
+                what = f"cannot change {source}: no permission to write to it"
+                raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
+            # The old records were checked before, and stay where they are.
+            verify = verifier(changed, checksums=False) if asked["verify"] else None
 
-    def _append(self, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
-        if not os.access(source.path, os.W_OK):
-            what = f"cannot change {source}: no permission to write to it"
-            raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
-        # The old records were checked before, and stay where they are.
-        verify = verifier(changed, checksums=False) if self.asked["verify"] else None
+            def confirm(path: str) -> None:
+                for given in inputs:
+                    if given is not source:
+                        given.check_unchanged()
+                if verify is not None:
+                    verify(path)
 
-        def confirm(path: str) -> None:
-            for given in inputs:
-                if given is not source:
-                    given.check_unchanged()
-            if verify is not None:
-                verify(path)
-
-        append_in_place(plan, source, verify=confirm, progress=self.asked["progress"])
+            append_in_place(plan, source, verify=confirm, progress=asked["progress"])
+        nbytes = plan.keep + plan.nbytes
+        return self.written(original, source.path, container.name, "in place", plan.nbytes, nbytes, notes)
 
     def put(
         self,
