@@ -120,6 +120,14 @@ _CONTROLS = dict(zip("abefnrtv", "\a\b\x1b\f\n\r\t\v", strict=True))
 
 def words_of(line: str, fish: bool = False) -> list[Word]:
     """The words of a line as a shell takes them apart; the last, which is being typed, is empty after a space."""
+
+    def decoded(code: re.Match[str]) -> str:
+        if code[1]:
+            return os.fsdecode(bytes(int(each, 16) for each in re.split(r"\\[xX]", code[1])[1:]))
+        if code[2]:
+            return chr(int(code[2], 16))
+        return chr(ord(code[3]) & 31) if code[3] else _CONTROLS.get(code[4], code[4])
+
     words = [Word("", "", "")]
     for found in (_FISH if fish else _POSIX).finditer(line.lstrip()):
         kind = found.lastgroup or ""
@@ -129,19 +137,11 @@ def words_of(line: str, fish: bool = False) -> list[Word]:
         text, opening = found[kind], _OPENING.get(kind, "")
         is_open = opening and len(found[0]) == len(opening) + len(text)
         if kind in ("ansi", "codes"):
-            text = _CODE.sub(_decoded, text)
+            text = _CODE.sub(decoded, text)
         elif kind == "double" or (kind == "single" and fish):
             text = re.sub(r"\\([$`\"\\\n])" if kind == "double" else r"\\([\\'])", r"\1", text)
         words[-1] = Word(words[-1].raw + found[0], words[-1].text + text, opening if is_open else "")
     return words
-
-
-def _decoded(code: re.Match[str]) -> str:
-    if code[1]:
-        return os.fsdecode(bytes(int(each, 16) for each in re.split(r"\\[xX]", code[1])[1:]))
-    if code[2]:
-        return chr(int(code[2], 16))
-    return chr(ord(code[3]) & 31) if code[3] else _CONTROLS.get(code[4], code[4])
 
 
 def quoted_on(text: str, quote: str = "") -> str:

@@ -269,7 +269,12 @@ def in_words(error: Exception) -> CkptoolError:
     """The error for people, whatever was raised."""
     if isinstance(error, CkptoolError):
         return error
-    if _has_run_out(error):
+    # The system refuses a module, a thread or a file for want of room, and Python says so in four ways.
+    words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
+    has_run_out = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
+    if isinstance(error, OSError):
+        has_run_out = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    if has_run_out:
         return FileProblem(
             f"a system limit was reached: {error!s}",
             "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
@@ -293,14 +298,6 @@ def in_words(error: Exception) -> CkptoolError:
 def failed_silently(error: Exception) -> bool:
     """True where C code could not even make its `MemoryError`."""
     return isinstance(error, SystemError) and "without exception set" in str(error)
-
-
-def _has_run_out(error: Exception) -> bool:
-    """True where the system refuses a module, a thread or a file for want of room; Python says so in four ways."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-    words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
-    return isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
 
 
 def unknown_command(name: str, known: Iterable[str]) -> UsageError:

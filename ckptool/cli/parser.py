@@ -26,15 +26,15 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
         typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
     except _BadUsage as error:
         raise _refusal(verb, parameters, error) from error
-    return {each.name: _value(each, typed[each.name]) for each in parameters}
-
-
-def _value(parameter: Parameter, typed: Any) -> Any:
-    """The value of what was typed, else the default; None where there is none."""
-    if typed in (None, ()):
-        return None if parameter.default is inspect.Parameter.empty else parameter.default
-    value = typed.value if isinstance(typed, Enum) else list(typed) if isinstance(typed, tuple) else typed
-    return value if parameter.option.parse is None else parameter.option.parse(value)
+    values: dict[str, Any] = {}
+    for name, _, default, option in parameters:
+        value = typed[name]
+        if value in (None, ()):
+            values[name] = None if default is inspect.Parameter.empty else default
+        else:
+            value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+            values[name] = value if option.parse is None else option.parse(value)
+    return values
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:

@@ -42,7 +42,6 @@ _AS_FORM = Parameter("as_form", str, None, _FORM)
 
 
 def function_of(verb: str) -> Any:
-    """The function of a verb."""
     return getattr(import_module(module_of(verb)), function_name(verb))
 
 

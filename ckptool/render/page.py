@@ -368,7 +368,6 @@ def _change_of(diff: Diff) -> Any:
 
 
 def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
-    """Two files compared."""
     values = tensors_changed(diff)
     groups = [(text, *group_facts(members, 0)[:4]) for text, members in folded(values)]
     only, both = ("", "what"), ("", "old → new")

@@ -42,14 +42,15 @@ def doctor(
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
     from ckptool.analysis.error_texts import of_error_text  # what only the work needs, and not the help
-    from ckptool.verbs._diagnosis import of_opened, of_unopened, target_of
+    from ckptool.verbs._diagnosis import of_opened, of_unopened
+    from ckptool.verbs._target import find_target
 
     path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
-    target = target_of(against) if against is not None else None
+    target = find_target(against).as_it_loads if against is not None else None
     try:
         return of_opened(open_file(file), target)
     except CkptoolError as problem:

@@ -74,7 +74,6 @@ def edit(
 
 
 def _array(place: str, given: Any) -> Any:
-    """The array of new values for a tensor."""
     if isinstance(given, (str, os.PathLike)):
         return edits.read_array(os.fspath(given))
     if hasattr(getattr(given, "dtype", None), "newbyteorder"):

@@ -121,7 +121,8 @@ def report(
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
     from ckptool.training.inspect_run import inspect_run
-    from ckptool.verbs._diagnosis import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened  # what only the work needs, and not the help
+    from ckptool.verbs._target import find_target
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -133,7 +134,7 @@ def report(
             what = f"{about.path} has no checkpoint that is whole"
             raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
         file = newest
-    target = target_of(against) if against is not None else None
+    target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
         _check_output(os.fspath(out), (given, other, run, against), overwrite)
     files = [_opened(each) for each in ([file] if other is None else [file, other])]
