@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -71,32 +72,8 @@ class Marked(str):
         return marked
 
 
-def bold(text: str) -> Marked:
-    return Marked(text, "bold")
-
-
-def dim(text: str) -> Marked:
-    return Marked(text, "dim")
-
-
-def red(text: str) -> Marked:
-    return Marked(text, "red")
-
-
-def green(text: str) -> Marked:
-    return Marked(text, "green")
-
-
-def yellow(text: str) -> Marked:
-    return Marked(text, "yellow")
-
-
-def blue(text: str) -> Marked:
-    return Marked(text, "blue")
-
-
-def cyan(text: str) -> Marked:
-    return Marked(text, "cyan")
+_MARKS = ("bold", "dim", "red", "green", "yellow", "blue", "cyan")
+bold, dim, red, green, yellow, blue, cyan = (partial(Marked, mark=mark) for mark in _MARKS)
 
 
 class Verbatim(str):
@@ -199,17 +176,9 @@ class Fact(NamedTuple):
     unit: Unit
 
 
-_FACTS: dict[Any, Mapping[str, Fact]] = {}
-
-
+@cache
 def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
-    if kind not in _FACTS:
-        _FACTS[kind] = _reflected(kind)
-    return _FACTS[kind]
-
-
-def _reflected(kind: Any) -> Mapping[str, Fact]:
     hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}

@@ -154,8 +154,9 @@ class Comparer:
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
         aspects: Aspects = {}
-        if self.identity and not self._stand_for_each_other(a, b):
-            self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
+        if self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY):  # stand for each other?
+            if self.rights.setdefault(id(a), id(b)) != id(b) or self.lefts.setdefault(id(b), id(a)) != id(a):
+                self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
         if arrays := _arrays(a, b):
             one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
             self.mixed |= one != other
@@ -172,20 +173,13 @@ class Comparer:
             if (id(a), id(b)) not in self.seen:
                 self.seen.add((id(a), id(b)))
                 yield from self._containers(path, a, b)
-        elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
-            aspects["value"] = (a, b)
+        elif not _same_plain(a, b):
+            # An optimizer has names of one parameter, which may differ by a prefix.
+            named = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
+            is_same = named and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
+            aspects |= {} if is_same else {"value": (a, b)}
         if aspects:
             self.changed.append(Difference(path, a, b, aspects))
-
-    def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
-        """True for an optimizer's names of one parameter where prefixes do not count."""
-        names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
-        return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
-
-    def _stand_for_each_other(self, a: Any, b: Any) -> bool:
-        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
-            return True
-        return self.rights.setdefault(id(a), id(b)) == id(b) and self.lefts.setdefault(id(b), id(a)) == id(a)
 
     # Containers -------------------------------------------------------------------------------------------------------
 

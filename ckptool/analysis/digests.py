@@ -110,7 +110,8 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
                 f"Name another part: {arg(at=ADDRESS)}",
             )
         views[_view(tensor)] = tensor
-    plain = [key for key, tensor in views.items() if isinstance(tensor, TensorEntry) and _is_plain(tensor)]
+    entries = [(key, tensor) for key, tensor in views.items() if isinstance(tensor, TensorEntry)]
+    plain = [key for key, each in entries if each.is_contiguous and isinstance(each.storage.data, FileRange)]
     batches = [[views[key] for key in plain[at : at + _BATCH]] for at in range(0, len(plain), _BATCH)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as pool:
         read = pool.map(lambda batch: [*map(tensor_digest, batch)], batches)
@@ -127,10 +128,6 @@ def readable_bytes(tree: Any) -> int:
 
 def _view(tensor: Tensor) -> Any:
     return id(tensor) if isinstance(tensor, Composite) else tensor.view
-
-
-def _is_plain(entry: TensorEntry) -> bool:
-    return entry.is_contiguous and isinstance(entry.storage.data, FileRange)
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -238,9 +235,8 @@ def read_digests(file: PathLike) -> Digests:
     rows = record.get("tensors")
     digests = table([_row(row, source) for row in rows] if isinstance(rows, list) else [])
     if digests.root != record.get("root"):
-        raise Corrupt(
-            f"{source} does not match its own root digest", "The file of digests itself was changed or damaged."
-        )
+        what = f"{source} does not match its own root digest"
+        raise Corrupt(what, "The file of digests itself was changed or damaged.")
     return digests
 
 

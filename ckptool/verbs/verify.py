@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.digests import Digests, compared, digests_file, read_digests, root_digests
-from ckptool.analysis.verify import Progress, Verification, verified
+from ckptool.analysis.verify import Verification, verified
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
