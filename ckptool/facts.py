@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -176,16 +176,21 @@ class Fact(NamedTuple):
     unit: Unit
 
 
-@cache
+_FACTS: dict[Any, Mapping[str, Fact]] = {}
+
+
 def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
+    if kind in _FACTS:
+        return _FACTS[kind]
     hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
         if isinstance(value, property) and not name.startswith("_"):
             facts[name] = typing.get_type_hints(value.fget, localns=_classes(), include_extras=True)["return"]
-    return {name: Fact(hint, _unit(hint)) for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
 
 def _unit(hint: Any) -> Unit:

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from ckptool.errors import UsageError
@@ -104,25 +105,18 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
     return declare
 
 
+@cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    whole: inspect.Signature | None = vars(function).get("whole")
-    if whole is None:
-        found = inspect.signature(function)
-        parameters = [each for one in found.parameters.values() for each in _spread(function, one)]
-        whole = inspect.Signature(parameters, return_annotation=_evaluated(function, found.return_annotation))
-        vars(function)["whole"] = whole
-    return whole
-
-
-def _spread(function: Any, parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    options = _options_of(function, parameter)
-    if options is None:
-        yield parameter.replace(annotation=_evaluated(function, parameter.annotation))
-        return
-    for name, kind in get_type_hints(options, include_extras=True).items():
-        default = None if type(None) in get_args(_plain(kind)) else False
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    given, parameters = inspect.signature(function), list[inspect.Parameter]()
+    for each in given.parameters.values():
+        if (options := _options_of(function, each)) is None:
+            parameters.append(each.replace(annotation=_evaluated(function, each.annotation)))
+            continue
+        for name, kind in get_type_hints(options, include_extras=True).items():
+            default = None if type(None) in get_args(_plain(kind)) else False
+            parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
+    return inspect.Signature(parameters, return_annotation=_evaluated(function, given.return_annotation))
 
 
 def _options_of(function: Any, parameter: inspect.Parameter) -> Any:
@@ -144,7 +138,11 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
     for name, each in signature_of(function).parameters.items():
         for meta in getattr(each.annotation, "__metadata__", ()):
             if isinstance(meta, Option):
-                yield Parameter(name, _typed(each.annotation.__origin__, meta), each.default, meta)
+                # Flags and numbers are what they are, and lists are of texts; anything else is a text.
+                kinds = get_args(each.annotation.__origin__) or (each.annotation.__origin__,)
+                is_text = meta.parse or str in kinds
+                kind = str if is_text else next((kind for kind in (bool, int, float) if kind in kinds), str)
+                yield Parameter(name, list[str] if meta.several or meta.each else kind, each.default, meta)
 
 
 def watched(function: Any) -> dict[str, str]:
@@ -152,14 +150,6 @@ def watched(function: Any) -> dict[str, str]:
     annotations = ((name, each.annotation) for name, each in signature_of(function).parameters.items())
     metas = ((name, meta) for name, kind in annotations for meta in getattr(kind, "__metadata__", ()))
     return {name: meta.how for name, meta in metas if isinstance(meta, Watched)}
-
-
-def _typed(kind: Any, option: Option) -> Any:
-    """The type on the command line: flags and numbers as they are, lists of texts; anything else is a text."""
-    kinds = get_args(kind) or (kind,)
-    if option.several or option.each:
-        return list[str]
-    return str if option.parse or str in kinds else next((each for each in (bool, int, float) if each in kinds), str)
 
 
 _FLAG = re.compile(r"--[a-z-]+")

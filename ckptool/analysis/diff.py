@@ -232,11 +232,10 @@ def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     by_text: dict[str, list[tuple[str, None]]] = {}
     for name, text in rows:
         by_text.setdefault(text, []).append((name, None))
-    return [
-        ((group or WHOLE) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
-        for text, names in by_text.items()
-        for group, members in folded(names)
-    ]
+    groups = (
+        (group or WHOLE, len(members), text) for text, names in by_text.items() for group, members in folded(names)
+    )
+    return [(f"{group}  ({count:,})" if count > 1 else group, text) for group, count, text in groups]
 
 
 def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
@@ -325,9 +324,8 @@ def diff(
     Raises `UsageError` for another name, `NoMatch` for a pattern that matches nothing.
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
-        raise UsageError(
-            f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}", f"Available: {', '.join(IGNORABLE)}."
-        )
+        what = f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}"
+        raise UsageError(what, f"Available: {', '.join(IGNORABLE)}.")
     # In a folder that only its engine writes, which tensors share a storage and in what order they come follows from
     # how the ranks divide them, not from the model.
     containers = [named(side.container) for side in (left, right)]

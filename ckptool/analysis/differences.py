@@ -130,8 +130,8 @@ class Comparer:
         default_factory=dict
     )
     seen: set[tuple[int, int]] = field(default_factory=set)
-    rights: dict[int, int] = field(default_factory=dict)  # what stands for each object of the left tree, by id
-    lefts: dict[int, int] = field(default_factory=dict)
+    rights: dict[int, Any] = field(default_factory=dict)  # what stands for each object of the left tree, by its id
+    lefts: dict[int, Any] = field(default_factory=dict)
     # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
     bare: dict[int, Any] = field(default_factory=dict)
 
@@ -154,9 +154,9 @@ class Comparer:
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
         aspects: Aspects = {}
-        if self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY):  # stand for each other?
-            if self.rights.setdefault(id(a), id(b)) != id(b) or self.lefts.setdefault(id(b), id(a)) != id(a):
-                self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
+        has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
+        if has_identity and (self.rights.setdefault(id(a), b) is not b or self.lefts.setdefault(id(b), a) is not a):
+            self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
         if arrays := _arrays(a, b):
             one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
             self.mixed |= one != other

@@ -127,7 +127,8 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     for key, value in not_tensors(root).items():
         # Of an array `convert --weights-only` makes a tensor: it has that command already.
         array = expand(value) if isinstance(value, Object) else None
-        if not (isinstance(array, Array) and array_tensor(array) is not None or address((*root.path, key)) in gone):
+        is_array = isinstance(array, Array) and array_tensor(array) is not None
+        if not is_array and address((*root.path, key)) not in gone:
             odd[key] = value
     if not odd:
         return

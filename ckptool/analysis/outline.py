@@ -182,14 +182,12 @@ def _folded(branches: list[Branch]) -> list[Branch]:
             else:
                 runs.append([each])
         if all(len(run) < FOLDED for run in runs):
-            folded += siblings
-            continue
+            runs = [[each] for each in siblings]
         for run in runs:
-            first = run[0]
             if len(run) < FOLDED:
                 folded += run
                 continue
-            label = f"{prefix}{{{first.label[at:]}..{run[-1].label[at:]}}}"
+            first, label = run[0], f"{prefix}{{{run[0].label[at:]}..{run[-1].label[at:]}}}"
             times, size = first.times * len(run), sum(each.size for each in run)
             folded.append(Branch(first.part, first.items, first.depth, label, times, size, first.depth, len(run)))
     return folded
@@ -277,10 +275,7 @@ def root_detail(part: PartSummary) -> str:
         return value_text(root.node, 100)
     kind = root.node.name if isinstance(root.node, Object) else type(root.node).__name__
     what = root.detail or (root.kind if root.kind != PLAIN else "dictionary" if isinstance(root.node, dict) else kind)
-    facts = [
-        counted(len(part.rows), "tensor"),
-        counted(part.elements, "element", shown=short),
-        " + ".join(part.dtypes[:3]),
-    ]
+    facts = [counted(len(part.rows), "tensor"), counted(part.elements, "element", shown=short)]
+    facts.append(" + ".join(part.dtypes[:3]))
     facts += [listed(part.locations, 3)] if part.locations and part.locations != ("cpu",) else []
     return f"{what}: {', '.join(facts)}" if part.rows else what

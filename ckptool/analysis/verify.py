@@ -153,10 +153,10 @@ class Verification(Report):
         facts = [counted(self.tensors, "tensor"), size(self.bytes)]
         facts += [counted(self.files, "file")] if self.files > 1 else []
         if self.checked:
-            sums = f"checked against {form(self.checked, 'its', 'their')} checksums"
-            facts.append(
-                f"{counted(self.checked, 'record')} {sums}{' (not all data has one)' * (self.checksums != ALL)}"
+            sums = (
+                f"{form(self.checked, 'its', 'their')} checksums{' (not all data has one)' * (self.checksums != ALL)}"
             )
+            facts.append(f"{counted(self.checked, 'record')} checked against {sums}")
         yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
             yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
@@ -289,16 +289,13 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     # A file that was recovered is not what was once written, whatever its checksums say.
     said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
-        names_lost = (*said["filled"], *said["lost"])
-        why = "It is not the file that was written."
-        problems.append(Problem(note.code, note.message, why, tensors=names_lost))
+        why, places = "It is not the file that was written.", (*said["filled"], *said["lost"])
+        problems.append(Problem(note.code, note.message, why, tensors=places))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents, others = {extent} if count else set(), 0
     for name, member in _members(folder, names, progress, jobs) if folder is not None else ():
-        problems += [
-            replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
-            for problem in member.problems
-        ]
+        for problem in member.problems:
+            problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
         checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
         extents |= {member.checksums} if member.storages else set()
         others += 0 if name.partition("/")[0] in own else member.files
