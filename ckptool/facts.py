@@ -237,21 +237,18 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        facts: dict[str, Any] = import_module("ckptool.render.json").report_json(self)
-        return facts
+        return dict(import_module("ckptool.render.json").report_json(self))
 
     def __str__(self) -> str:
         """The text that the command prints."""
-        text: str = import_module("ckptool.render.lines").text(self)
-        return text.rstrip("\n")
+        return str(import_module("ckptool.render.lines").text(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         line = str(self).partition("\n")[0]
         return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module("ckptool.render.html").report_html(self)
-        return html
+        return str(import_module("ckptool.render.html").report_html(self))
 
     def __bool__(self) -> bool:
         if self.verdict:

@@ -30,6 +30,9 @@ from ckptool.pickles.plain.text import summary
 
 ARRAY = "numpy array"
 Aspects = dict[str, tuple[Any, Any]]
+_Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
+# The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
+_NODE, _ATTRIBUTE = object(), object()
 _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
@@ -126,9 +129,7 @@ class Comparer:
     only_right: list[Unpaired] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)
-    compared: dict[tuple[int, int], tuple[Aspects, ValueDifference | None, Tensor, Tensor]] = field(
-        default_factory=dict
-    )
+    compared: dict[tuple[int, int], _Outcome] = field(default_factory=dict)
     seen: set[tuple[int, int]] = field(default_factory=set)
     rights: dict[int, Any] = field(default_factory=dict)  # what stands for each object of the left tree, by its id
     lefts: dict[int, Any] = field(default_factory=dict)
@@ -197,7 +198,7 @@ class Comparer:
             self.metadata.append(address(path))
         for key in common:
             one, other, segment = left[key], right[key], ours.get(key, key)
-            if type(key) is tuple and key[0] is _Node:
+            if type(key) is tuple and key[0] is _NODE:
                 yield (*path, segment), segment, theirs[key]
             if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
                 yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
@@ -223,7 +224,7 @@ class Comparer:
                 self.bare[id(part)] = part
             key = _comparable(name, counts)
             if key in parts and "prefix" not in self.skipped:
-                key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
+                key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
                 one, other = str(originals.get(key, key)), str(segment)
                 raise Conflict(
@@ -324,14 +325,6 @@ def _shape_of(node: Any) -> Any:
     return None
 
 
-class _Node:
-    """The kind of a key that is, or holds, an inert object or a tensor."""
-
-
-class _Attribute:
-    """The kind of a name that an item has too."""
-
-
 def _comparable(key: Any, counts: Counter[str]) -> Any:
     """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
     place among those alike."""
@@ -341,7 +334,7 @@ def _comparable(key: Any, counts: Counter[str]) -> Any:
         return type(key), key
     text = summary(key, 200)
     counts[text] += 1
-    return _Node, (text, counts[text])
+    return _NODE, (text, counts[text])
 
 
 def _holds_node(key: Any) -> bool:

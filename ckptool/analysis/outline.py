@@ -117,7 +117,11 @@ class Branch:
 def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
     """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
     base = len(part.root.path)
-    names = [_name(row.path, base) for row in part.rows]
+    names = []
+    for row in part.rows:
+        first = row.path[base] if len(row.path) == base + 1 else None
+        is_plain = isinstance(first, str) and "/" not in first and "~" not in first
+        names.append(str(first) if is_plain else address(row.path[base:]))
     items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(names)]
     top = Branch(part, items, 0, "", 1, part.bytes, 0)
     while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
@@ -144,12 +148,6 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
                 count += 1
                 heapq.heappush(queue, (level + 1, -child.size, count, child))
     return top
-
-
-def _name(path: Path, base: int) -> str:
-    first = path[base] if len(path) == base + 1 else None
-    is_plain = isinstance(first, str) and "/" not in first and "~" not in first
-    return str(first) if is_plain else address(path[base:])
 
 
 def _compressed(branch: Branch, start: int) -> Branch:
@@ -225,20 +223,23 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
         runs += [run] if is_one else [[part] for part in run]
     shown = runs if depth is not None else runs[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
-    outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
+    first = [run[0] for run in shown if run[0] not in alike]
+    several = [part for part in first if len(part.rows) > 1 or (part.rows and part.rows[0].path != part.root.path)]
+    # Optimizers repeat the model's names: their one line is enough, unless a depth was asked for.
+    outlined = [part for part in several if depth is not None or part.root.is_model or part.root.kind == PLAIN]
     if depth is None:
         outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
     with_outline, rows = set(outlined), []
     for run in shown:
-        first = run[0]
-        name = " … ".join([part.root.address or WHOLE for part in (first, *run[1:][-1:])])
-        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(first)
-        if first in alike:
-            twins = zip(_weights(first), _weights(alike[first]), strict=True)
+        part = run[0]
+        name = " … ".join([each.root.address or WHOLE for each in (part, *run[1:][-1:])])
+        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
+        if part in alike:
+            twins = zip(_weights(part), _weights(alike[part]), strict=True)
             same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {alike[first].root.address or WHOLE}"
-        below = outline(first, room // len(outlined), depth) if first in with_outline else None
-        rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
+            detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
+        below = outline(part, room // len(outlined), depth) if part in with_outline else None
+        rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
 
 
@@ -261,12 +262,6 @@ def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
     """The tensors of a set of weights by their paths in it, without the counter of an average."""
     base = len(part.root.path)
     return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
-
-
-def _has_outline(part: PartSummary, depth: int | None) -> bool:
-    """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
-    several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
-    return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN)
 
 
 def root_detail(part: PartSummary) -> str:

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -271,7 +271,11 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
     problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
     archive = archive_of(checkpoint)
-    archives = [archive] if archive is not None else [*_archives(files, elsewhere)] if not checkpoint.base else []
+    archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
+    for file in files.values() if archive is None and not checkpoint.base else ():
+        if id(file) not in taken and file.read(0, min(2, file.size)) == b"PK":
+            with suppress(CkptoolError):  # .distcp files are many, end to end
+                archives.append(read_archive(file, case_matters=True))
     checked = nbytes = 0
     for each in archives:
         elsewhere.append(each.source.file)
@@ -328,18 +332,6 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
 def _count(tree: Any) -> int:
     """How many tensors there are, each once, under however many names."""
     return len({id(tensor) for _, tensor in tensors(tree)})
-
-
-def _archives(files: dict[str, Source], elsewhere: Sequence[Source]) -> Iterator[Archive]:
-    """The zips among files, but those that are read elsewhere; .distcp files are many, end to end."""
-    others = {id(file) for file in elsewhere}
-    for file in files.values():
-        if id(file) not in others and file.read(0, min(2, file.size)) == b"PK":
-            try:
-                archive = read_archive(file, case_matters=True)
-            except CkptoolError:
-                continue
-            yield archive
 
 
 def _members(
