@@ -64,7 +64,9 @@ class CkptoolError(Exception):
 
     def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
-        cls.code, cls.exit_code, cls.meaning = code or cls.code, exit_code or cls.exit_code, why or cls.meaning
+        cls.exit_code, cls.meaning = exit_code or cls.exit_code, why or cls.meaning
+        if code:
+            cls.code = code
 
     def __init__(self, what: str, why: str = "", fix: str | Command = "") -> None:
         self.what, self.why, self.fix = map(escaped, (what, why or self.meaning, fix))

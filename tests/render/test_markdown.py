@@ -120,7 +120,7 @@ def test_the_forms_are_the_text_and_json_that_there_were(files: Path, run: Run) 
 def test_two_forms_at_once_are_refused(files: Path, run: Run) -> None:
     for form in ("text", "markdown"):
         assert run("inspect", "a.pt", "--json", "--format", form).code == 2
-    assert "takes text, json or markdown" in run("inspect", "a.pt", "--format", "html").err
+    assert "'text', 'json', 'markdown'" in run("inspect", "a.pt", "--format", "html").err
     assert done(run("inspect", "a.pt")).startswith("a.pt: ")  # and the next command has its own
 
 
