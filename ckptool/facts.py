@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -71,32 +72,8 @@ class Marked(str):
         return marked
 
 
-def bold(text: str) -> Marked:
-    return Marked(text, "bold")
-
-
-def dim(text: str) -> Marked:
-    return Marked(text, "dim")
-
-
-def red(text: str) -> Marked:
-    return Marked(text, "red")
-
-
-def green(text: str) -> Marked:
-    return Marked(text, "green")
-
-
-def yellow(text: str) -> Marked:
-    return Marked(text, "yellow")
-
-
-def blue(text: str) -> Marked:
-    return Marked(text, "blue")
-
-
-def cyan(text: str) -> Marked:
-    return Marked(text, "cyan")
+_MARKS = ("bold", "dim", "red", "green", "yellow", "blue", "cyan")
+bold, dim, red, green, yellow, blue, cyan = (partial(Marked, mark=mark) for mark in _MARKS)
 
 
 class Verbatim(str):
@@ -204,19 +181,16 @@ _FACTS: dict[Any, Mapping[str, Fact]] = {}
 
 def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
-    if kind not in _FACTS:
-        _FACTS[kind] = _reflected(kind)
-    return _FACTS[kind]
-
-
-def _reflected(kind: Any) -> Mapping[str, Fact]:
+    if kind in _FACTS:
+        return _FACTS[kind]
     hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
         if isinstance(value, property) and not name.startswith("_"):
             facts[name] = typing.get_type_hints(value.fget, localns=_classes(), include_extras=True)["return"]
-    return {name: Fact(hint, _unit(hint)) for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
 
 def _unit(hint: Any) -> Unit:
@@ -263,21 +237,18 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        facts: dict[str, Any] = import_module("ckptool.render.json").report_json(self)
-        return facts
+        return dict(import_module("ckptool.render.json").report_json(self))
 
     def __str__(self) -> str:
         """The text that the command prints."""
-        text: str = import_module("ckptool.render.lines").text(self)
-        return text.rstrip("\n")
+        return str(import_module("ckptool.render.lines").text(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         line = str(self).partition("\n")[0]
         return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module("ckptool.render.html").report_html(self)
-        return html
+        return str(import_module("ckptool.render.html").report_html(self))
 
     def __bool__(self) -> bool:
         if self.verdict:

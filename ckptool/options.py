@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptool.errors import UsageError
@@ -104,25 +105,18 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
     return declare
 
 
+@cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    whole: inspect.Signature | None = vars(function).get("whole")
-    if whole is None:
-        found = inspect.signature(function)
-        parameters = [each for one in found.parameters.values() for each in _spread(function, one)]
-        whole = inspect.Signature(parameters, return_annotation=_evaluated(function, found.return_annotation))
-        vars(function)["whole"] = whole
-    return whole
-
-
-def _spread(function: Any, parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    options = _options_of(function, parameter)
-    if options is None:
-        yield parameter.replace(annotation=_evaluated(function, parameter.annotation))
-        return
-    for name, kind in get_type_hints(options, include_extras=True).items():
-        default = None if type(None) in get_args(_plain(kind)) else False
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    given, parameters = inspect.signature(function), list[inspect.Parameter]()
+    for each in given.parameters.values():
+        if (options := _options_of(function, each)) is None:
+            parameters.append(each.replace(annotation=_evaluated(function, each.annotation)))
+            continue
+        for name, kind in get_type_hints(options, include_extras=True).items():
+            default = None if type(None) in get_args(_plain(kind)) else False
+            parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
+    return inspect.Signature(parameters, return_annotation=_evaluated(function, given.return_annotation))
 
 
 def _options_of(function: Any, parameter: inspect.Parameter) -> Any:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.digests import Digests, compared, digests_file, read_digests, root_digests
-from ckptool.analysis.verify import Progress, Verification, verified
+from ckptool.analysis.verify import Verification, verified
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
+from ckptool.formats.checksums import Progress
 from ckptool.formats.opening import PathLike, in_memory, open_file, open_source
 from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
