@@ -90,7 +90,7 @@ class Table(NamedTuple):
 
     heads: names of the columns, above them; the title stands in the place of an empty first one.
     right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
-    limit: that many rows are shown, and `more` says how many there are besides.
+    limit: that many rows are shown, or one more rather than a line that says so, and `more` says how many there are besides.
     hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
     is too long for the terminal.
     """
@@ -163,8 +163,6 @@ WHOLE = "(the whole file)"
 TEXT = Unit()
 Address = Annotated[str, Unit(lambda address: address or WHOLE)]
 Bytes = Annotated[int, Unit(size, right=True, about="in bytes")]
-Count = Annotated[int, Unit("{:,}".format, right=True)]
-Number = Annotated[float, Unit(number, right=True)]
 Seconds = Annotated[float, Unit(age, right=True, about="in seconds")]
 LIVE = "only in Python"  # of a field: Annotated[T, LIVE] is not in JSON
 
@@ -183,12 +181,13 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
     if kind in _FACTS:
         return _FACTS[kind]
-    hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
+    known = {**_classes(), **vars(sys.modules[kind.__module__])}  # its own module's names before any other's
+    hints = typing.get_type_hints(kind, localns=known, include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
         if isinstance(value, property) and not name.startswith("_"):
-            facts[name] = typing.get_type_hints(value.fget, localns=_classes(), include_extras=True)["return"]
+            facts[name] = typing.get_type_hints(value.fget, localns=known, include_extras=True)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
@@ -266,7 +265,7 @@ class Page(Report):
     text: str = ""
 
     def told(self) -> Told:
-        return self.text.split("\n")
+        yield Verbatim(self.text.rstrip("\n"))
 
 
 def schema_of(kind: type[Report]) -> str:

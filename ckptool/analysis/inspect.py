@@ -197,7 +197,7 @@ class Listing(Report):
         entries = [row for row in self.entries if not row.repeated]
         if quiet:
             addresses = [row.address for row in self.tensors] + [row.address for row in entries]
-            yield from (each or WHOLE for each in addresses)
+            yield from (each or "/" for each in addresses)
             return
         engine = engine_of(self.metadata)
         own = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()

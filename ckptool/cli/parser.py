@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
     try:
         typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
     except _BadUsage as error:
-        raise _refusal(verb, parameters, error) from error
+        raise _refusal(verb, parameters, words, error) from error
     values: dict[str, Any] = {}
     for name, _, default, option in parameters:
         value = typed[name]
@@ -80,7 +79,7 @@ def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
     return value_of
 
 
-def _refusal(verb: str, parameters: Sequence[Parameter], error: Any) -> UsageError:
+def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], error: Any) -> UsageError:
     """The error for a command line that could not be parsed: what the parser says, and what stands there."""
     what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     why, more = usage(verb, parameters), ""
@@ -92,6 +91,6 @@ def _refusal(verb: str, parameters: Sequence[Parameter], error: Any) -> UsageErr
         more = what.rpartition("(")[2].rstrip(")")
     if more and was_redirected(more.split()):
         return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
-    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
+    file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"
     return UsageError(what, why, fix)

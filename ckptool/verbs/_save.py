@@ -572,7 +572,8 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str],
         if not problem and not found.same:
             problem = (
                 f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
-                f"{len(found.only_right):,} are new, the order or ties differ"
+                f"{counted(len(found.only_right), 'entry is', 'entries are')} new"
+                + (", the order or ties differ" if found.order_differs or found.ties else "")
             )
         if not problem and not _unreadable_names(expected):
             problem = _unreadable_names(written)
