@@ -154,7 +154,7 @@ class Verification(Report):
         facts += [counted(self.files, "file")] if self.files > 1 else []
         if self.checked:
             sums = form(self.checked, "its checksum", "their checksums")
-            sums += "" if self.checksums == ALL else " (not all data has one)"
+            sums += " (not all data has one)" if self.checksums != ALL else ""
             facts.append(f"{counted(self.checked, 'record')} checked against {sums}")
         yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
