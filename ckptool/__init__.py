@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.doctor import doctor as doctor
     from ckptool.verbs.edit import edit as edit
     from ckptool.verbs.eval import eval as eval
-    from ckptool.verbs.find_rules import find_rules as find_rules
     from ckptool.verbs.inspect import inspect as inspect
-    from ckptool.verbs.layouts import layouts as layouts
     from ckptool.verbs.load import load as load
     from ckptool.verbs.lora_convert import lora_convert as lora_convert
     from ckptool.verbs.lora_extract import lora_extract as lora_extract
@@ -60,6 +58,8 @@ if TYPE_CHECKING:
     from ckptool.verbs.spec import spec as spec
     from ckptool.verbs.strip_module import strip_module as strip_module
     from ckptool.verbs.train import train as train
+    from ckptool.verbs.translate import find_rules as find_rules
+    from ckptool.verbs.translate import layouts as layouts
     from ckptool.verbs.translate import translate as translate
     from ckptool.verbs.unbundle import unbundle as unbundle
     from ckptool.verbs.verify import verify as verify
@@ -77,9 +77,9 @@ _HOMES = {
     "Run": "training.run",
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
-    "find_rules": "verbs.find_rules",
+    "find_rules": "verbs.translate",
     "inspect_run": "training.inspect_run",
-    "layouts": "verbs.layouts",
+    "layouts": "verbs.translate",
     "load": "verbs.load",
     "load_into": "verbs._live",
     "open": "verbs.open",

@@ -152,19 +152,9 @@ def with_verb(words: Sequence[str]) -> list[str]:
     return [ALIASES.get(word, word) for word in words[:1]] + list(words[1:])
 
 
-FILE = Slot("FILE")
-OUT = Slot("OUT")
-OUT_NPZ = Slot("OUT.npz")
-OUT_PT = Slot("OUT.pt")
-OUT_SAFETENSORS = Slot("OUT.safetensors")
-MODEL = Slot("MODEL")
+FILE, MODEL, FOLDER, DIR, NAME, ADDRESS, PATTERN = map(Slot, "FILE MODEL FOLDER DIR NAME ADDRESS PATTERN".split())
+OUT, OUT_NPZ, OUT_PT, OUT_SAFETENSORS = map(Slot, ("OUT", "OUT.npz", "OUT.pt", "OUT.safetensors"))
 RULES = Slot("RULES.yaml")
-FOLDER = Slot("FOLDER")
-DIR = Slot("DIR")
-NAME = Slot("NAME")
-ADDRESS = Slot("ADDRESS")
-PATTERN = Slot("PATTERN")
-
 
 Value = str | bool | float | Sequence[str] | Mapping[str, Any]
 

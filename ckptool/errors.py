@@ -291,16 +291,8 @@ def printable(text: str) -> str:
         return text
     if _MARKED.search(text):
         return str(Text(text))
-    return text.translate({ord(c): _escape(c) for c in set(text) if not c.isprintable()})
-
-
-def _escape(character: str) -> str:
-    """As Python's `unicode_escape`, which is a module that there may be no more room to import."""
-    number = ord(character)
-    short = {9: "\\t", 10: "\\n", 13: "\\r"}.get(number)
-    return short or (
-        f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
-    )
+    # As Python's `unicode_escape`, which is a module that there may be no more room to import.
+    return text.translate({ord(c): repr(c)[1:-1] for c in set(text) if not c.isprintable()})
 
 
 # A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.

@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -71,32 +72,8 @@ class Marked(str):
         return marked
 
 
-def bold(text: str) -> Marked:
-    return Marked(text, "bold")
-
-
-def dim(text: str) -> Marked:
-    return Marked(text, "dim")
-
-
-def red(text: str) -> Marked:
-    return Marked(text, "red")
-
-
-def green(text: str) -> Marked:
-    return Marked(text, "green")
-
-
-def yellow(text: str) -> Marked:
-    return Marked(text, "yellow")
-
-
-def blue(text: str) -> Marked:
-    return Marked(text, "blue")
-
-
-def cyan(text: str) -> Marked:
-    return Marked(text, "cyan")
+_MARKS = ("bold", "dim", "red", "green", "yellow", "blue", "cyan")
+bold, dim, red, green, yellow, blue, cyan = (partial(Marked, mark=mark) for mark in _MARKS)
 
 
 class Verbatim(str):
@@ -113,7 +90,7 @@ class Table(NamedTuple):
 
     heads: names of the columns, above them; the title stands in the place of an empty first one.
     right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
-    limit: that many rows are shown, and `more` says how many there are besides.
+    limit: that many rows are shown, or one more rather than a line that says so, and `more` says how many there are besides.
     hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
     is too long for the terminal.
     """
@@ -186,8 +163,6 @@ WHOLE = "(the whole file)"
 TEXT = Unit()
 Address = Annotated[str, Unit(lambda address: address or WHOLE)]
 Bytes = Annotated[int, Unit(size, right=True, about="in bytes")]
-Count = Annotated[int, Unit("{:,}".format, right=True)]
-Number = Annotated[float, Unit(number, right=True)]
 Seconds = Annotated[float, Unit(age, right=True, about="in seconds")]
 LIVE = "only in Python"  # of a field: Annotated[T, LIVE] is not in JSON
 
@@ -204,19 +179,17 @@ _FACTS: dict[Any, Mapping[str, Fact]] = {}
 
 def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
-    if kind not in _FACTS:
-        _FACTS[kind] = _reflected(kind)
-    return _FACTS[kind]
-
-
-def _reflected(kind: Any) -> Mapping[str, Fact]:
-    hints = typing.get_type_hints(kind, localns=_classes(), include_extras=True)
+    if kind in _FACTS:
+        return _FACTS[kind]
+    known = {**_classes(), **vars(sys.modules[kind.__module__])}  # its own module's names before any other's
+    hints = typing.get_type_hints(kind, localns=known, include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
         if isinstance(value, property) and not name.startswith("_"):
-            facts[name] = typing.get_type_hints(value.fget, localns=_classes(), include_extras=True)["return"]
-    return {name: Fact(hint, _unit(hint)) for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+            facts[name] = typing.get_type_hints(value.fget, localns=known, include_extras=True)["return"]
+    told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
 
 def _unit(hint: Any) -> Unit:
@@ -263,21 +236,18 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        facts: dict[str, Any] = import_module("ckptool.render.json").report_json(self)
-        return facts
+        return dict(import_module("ckptool.render.json").report_json(self))
 
     def __str__(self) -> str:
         """The text that the command prints."""
-        text: str = import_module("ckptool.render.lines").text(self)
-        return text.rstrip("\n")
+        return str(import_module("ckptool.render.lines").text(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         line = str(self).partition("\n")[0]
         return f"<{type(self).__name__} {line if len(line) <= 160 else line[:159] + '…'}>"
 
     def _repr_html_(self) -> str:
-        html: str = import_module("ckptool.render.html").report_html(self)
-        return html
+        return str(import_module("ckptool.render.html").report_html(self))
 
     def __bool__(self) -> bool:
         if self.verdict:
@@ -295,7 +265,7 @@ class Page(Report):
     text: str = ""
 
     def told(self) -> Told:
-        return self.text.split("\n")
+        yield Verbatim(self.text.rstrip("\n"))
 
 
 def schema_of(kind: type[Report]) -> str:

@@ -12,7 +12,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptool.errors import UsageError
 
@@ -23,7 +24,7 @@ Hook = Callable[..., Any]
 class Option(NamedTuple):
     """A parameter on the command line.  flags: its names; none for an argument.  metavar: what stands for its value.
 
-    panel: the part of the help that it stands in.  least: the smallest number.  choices: the texts that it takes.
+    panel: the part of the help that it stands in.  least: the smallest number.  choices: those of a `Literal`.
     parse: makes the value of what was typed.  several: a list of texts.  each: the same, and the function is called for
     each of them.  needed: must be given, although Python has a default for it; optional: the reverse.  hidden: not in
     the help.
@@ -104,25 +105,18 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
     return declare
 
 
+@cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    whole: inspect.Signature | None = vars(function).get("whole")
-    if whole is None:
-        found = inspect.signature(function)
-        parameters = [each for one in found.parameters.values() for each in _spread(function, one)]
-        whole = inspect.Signature(parameters, return_annotation=_evaluated(function, found.return_annotation))
-        vars(function)["whole"] = whole
-    return whole
-
-
-def _spread(function: Any, parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
-    options = _options_of(function, parameter)
-    if options is None:
-        yield parameter.replace(annotation=_evaluated(function, parameter.annotation))
-        return
-    for name, kind in get_type_hints(options, include_extras=True).items():
-        default = None if type(None) in get_args(_plain(kind)) else False
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    given, parameters = inspect.signature(function), list[inspect.Parameter]()
+    for each in given.parameters.values():
+        if (options := _options_of(function, each)) is None:
+            parameters.append(each.replace(annotation=_evaluated(function, each.annotation)))
+            continue
+        for name, kind in get_type_hints(options, include_extras=True).items():
+            default = None if type(None) in get_args(_plain(kind)) else False
+            parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
+    return inspect.Signature(parameters, return_annotation=_evaluated(function, given.return_annotation))
 
 
 def _options_of(function: Any, parameter: inspect.Parameter) -> Any:
@@ -140,11 +134,17 @@ def _plain(kind: Any) -> Any:
 
 
 def parameters_of(function: Any) -> Iterator[Parameter]:
-    """The parameters of a verb, a hook or a view that are typed."""
+    """The parameters of a verb, a hook or a view that are typed, each with its type on the command line: flags and
+    numbers as they are, one of a few words, lists of texts; anything else is a text."""
     for name, each in signature_of(function).parameters.items():
-        for meta in getattr(each.annotation, "__metadata__", ()):
-            if isinstance(meta, Option):
-                yield Parameter(name, _typed(each.annotation.__origin__, meta), each.default, meta)
+        for option in getattr(each.annotation, "__metadata__", ()):
+            if isinstance(option, Option):
+                whole = each.annotation.__origin__
+                kinds = get_args(whole) or (whole,)
+                choices = next((get_args(kind) for kind in (whole, *kinds) if get_origin(kind) is Literal), ())
+                kind: Any = next((kind for kind in (bool, int, float) if kind in kinds and str not in kinds), str)
+                kind = list[str] if option.several or option.each else str if option.parse else kind
+                yield Parameter(name, kind, each.default, option._replace(choices=choices))
 
 
 def watched(function: Any) -> dict[str, str]:
@@ -152,14 +152,6 @@ def watched(function: Any) -> dict[str, str]:
     annotations = ((name, each.annotation) for name, each in signature_of(function).parameters.items())
     metas = ((name, meta) for name, kind in annotations for meta in getattr(kind, "__metadata__", ()))
     return {name: meta.how for name, meta in metas if isinstance(meta, Watched)}
-
-
-def _typed(kind: Any, option: Option) -> Any:
-    """The type on the command line: flags and numbers as they are, lists of texts; anything else is a text."""
-    kinds = get_args(kind) or (kind,)
-    if option.several or option.each:
-        return list[str]
-    return str if option.parse or str in kinds else next((each for each in (bool, int, float) if each in kinds), str)
 
 
 _FLAG = re.compile(r"--[a-z-]+")

@@ -21,7 +21,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Written
 from tests.support.files import CORPUS, load
 from tests.support.same import assert_same_objects, assert_same_tree
 

@@ -17,13 +17,13 @@ import ckptool
 from ckptool import commands, errors
 from ckptool.checkpoint import registry
 from ckptool.facts import Report, facts_of, schema_of
-from ckptool.verbs import _change, _save, _schema
+from ckptool.verbs import _save, _schema
 from tests.support.looped import looped
 
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
 )
-LIVE = {"inspect_run", "load_into"}  # of a run, and on a live module
+LIVE = {"find_rules", "inspect_run", "layouts", "load_into"}  # of a run, of a live module, and beside `translate`
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
 ]
@@ -104,7 +104,7 @@ def test_help_shows_every_option(name: str) -> None:
     shown = inspect.signature(function).parameters
     declared = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__.get("options")))
     assert "options" not in shown
-    options = vars(_save) | vars(_change)
+    options = vars(_save)
     for option in options[declared[1]].__annotations__ if declared else ():
         assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
         assert f"{option}: " in (function.__doc__ or "")

@@ -136,7 +136,7 @@ class _Comparison:
         self.max_rounded = 0.0  # the largest difference, as f32 rounds it
         self.max_rel = self.sum_rel = 0.0
         self.finite = 0
-        self.ab = self.aa = self.bb = 0.0
+        self.ab = self.aa = self.bb = 0.0  # the products of the two
         self.within = True
         self.packed = not (has_numbers(a.dtype) and has_numbers(b.dtype))
         if self.packed and not self.same_type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
+from operator import itemgetter
 from typing import Annotated
 
 from ckptool.facts import LIVE
@@ -13,6 +14,7 @@ BUCKETS = 512  # stretches of the steps that a long curve keeps points of
 MOST_POINTS = 4 * BUCKETS  # of a curve; one with more is thinned
 
 Point = tuple[int, float]
+_step = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,3 @@ def _thinned(points: list[Point]) -> list[Point]:
         last = [stretch[-1]] if stretch[-1] is points[-1] else []
         kept += sorted(dict.fromkeys([*finite[:1], *finite[-1:], *odd[:1], *last]), key=_step)
     return kept
-
-
-def _step(point: Point) -> int:
-    return point[0]

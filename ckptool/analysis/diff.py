@@ -232,11 +232,10 @@ def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     by_text: dict[str, list[tuple[str, None]]] = {}
     for name, text in rows:
         by_text.setdefault(text, []).append((name, None))
-    return [
-        ((group or WHOLE) + (f"  ({len(members):,})" if len(members) > 1 else ""), text)
-        for text, names in by_text.items()
-        for group, members in folded(names)
-    ]
+    groups = (
+        (group or WHOLE, len(members), text) for text, names in by_text.items() for group, members in folded(names)
+    )
+    return [(f"{group}  ({count:,})" if count > 1 else group, text) for group, count, text in groups]
 
 
 def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
@@ -289,16 +288,13 @@ def _strip(members: Members, top: float) -> str:
     each = -(-len(layers) // LAYERS)
     parts = list(layers.values())
     parts = [[change for part in parts[i : i + each] for change in part] for i in range(0, len(parts), each)]
-    strip = "".join(_level([change.values for change in part], top) for part in parts)
-    return strip + (f" ({each} each)" if each > 1 else "") if len(parts) > 1 else ""
-
-
-def _level(values: Sequence[ValueDifference | None], top: float) -> str:
-    known = [(each.mean_rel, each.total) for each in values if each is not None and each.mean_rel is not None]
-    if not known:
-        return "?"
-    mean = sum(value * total for value, total in known) / max(sum(total for _, total in known), 1)
-    return STRIP[min(int(8 * mean / top), 7)] if top else STRIP[0]
+    strip = ""
+    for part in parts if len(parts) > 1 else ():
+        values = [change.values for change in part if change.values is not None]
+        known = [(value.mean_rel, value.total) for value in values if value.mean_rel is not None]
+        mean = sum(value * total for value, total in known) / max(sum(total for _, total in known), 1)
+        strip += STRIP[min(int(8 * mean / top), 7) if top else 0] if known else "?"
+    return strip + (f" ({each} each)" if strip and each > 1 else "")
 
 
 # Two checkpoints ------------------------------------------------------------------------------------------------------
@@ -328,10 +324,13 @@ def diff(
     Raises `UsageError` for another name, `NoMatch` for a pattern that matches nothing.
     """
     if unknown := [name for name in ignore if name not in IGNORABLE]:
-        raise UsageError(
-            f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}", f"Available: {', '.join(IGNORABLE)}."
-        )
-    pickled = not any(side.tensors_only or _of_ranks(side) for side in (left, right))
+        what = f"unknown kind of difference {unknown[0]!r} in {arg('ignore')}"
+        raise UsageError(what, f"Available: {', '.join(IGNORABLE)}.")
+    # In a folder that only its engine writes, which tensors share a storage and in what order they come follows from
+    # how the ranks divide them, not from the model.
+    containers = [named(side.container) for side in (left, right)]
+    of_ranks = any(container.is_folder and not container.writable for container in containers)
+    pickled = not (left.tensors_only or right.tensors_only or of_ranks)
     skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
     lenient = not strict and "metadata" not in skipped
     comparer = Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
@@ -371,13 +370,6 @@ def diff(
     )
 
 
-def _of_ranks(checkpoint: Checkpoint) -> bool:
-    """True for a folder that only its engine writes: which tensors share a storage there, and in what order they come,
-    follows from how the ranks divide them, not from the model."""
-    container = named(checkpoint.container)
-    return container.is_folder and not container.writable
-
-
 def diff_files(
     left: CheckpointLike,
     right: CheckpointLike,
@@ -391,15 +383,15 @@ def diff_files(
 ) -> Diff:
     """Compares two checkpoints of any containers; see the verb."""
     a, b = open_file(left), open_file(right)
-    if _is_one_file(a, b):
+    one, other = a.checkpoint.source, b.checkpoint.source
+    same_folder = isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
+    if same_folder or (isinstance(one, Source) and isinstance(other, Source) and one.is_same(other)):
         b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
     remarks: list[str] = []
     parts = _counterparts(a, b, remarks)
-    remarks += [
-        _beside(opened.name, members.beside(opened.checkpoint))
-        for opened in (a, b)
-        if opened.at is None and members.beside(opened.checkpoint)
-    ]
+    for opened in (a, b):
+        others = members.beside(opened.checkpoint) if opened.at is None else ()
+        remarks += [_beside(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         options: dict[str, Any] = {"atol": atol, "rtol": rtol, "statistics": stat, "strict": strict}
@@ -411,14 +403,6 @@ def _base(opened: Opened, part: Checkpoint) -> Path:
     """Where in a file the part lies that is compared; empty for all of it."""
     walked: Iterator[Any] = iter(()) if opened.checkpoint.tree is part.tree else walk(opened.checkpoint.tree)
     return next((path for path, node in walked if node is part.tree), ())
-
-
-def _is_one_file(a: Opened, b: Opened) -> bool:
-    """True for one file or folder under two names; not where somebody puts another in its place meanwhile."""
-    one, other = a.checkpoint.source, b.checkpoint.source
-    if isinstance(one, Source) and isinstance(other, Source):
-        return one.is_same(other)
-    return isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:

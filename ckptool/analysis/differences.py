@@ -30,6 +30,9 @@ from ckptool.pickles.plain.text import summary
 
 ARRAY = "numpy array"
 Aspects = dict[str, tuple[Any, Any]]
+_Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
+# The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
+_NODE, _ATTRIBUTE = object(), object()
 _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
@@ -126,12 +129,10 @@ class Comparer:
     only_right: list[Unpaired] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)
-    compared: dict[tuple[int, int], tuple[Aspects, ValueDifference | None, Tensor, Tensor]] = field(
-        default_factory=dict
-    )
+    compared: dict[tuple[int, int], _Outcome] = field(default_factory=dict)
     seen: set[tuple[int, int]] = field(default_factory=set)
-    rights: dict[int, int] = field(default_factory=dict)  # what stands for each object of the left tree, by id
-    lefts: dict[int, int] = field(default_factory=dict)
+    rights: dict[int, Any] = field(default_factory=dict)  # what stands for each object of the left tree, by its id
+    lefts: dict[int, Any] = field(default_factory=dict)
     # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
     bare: dict[int, Any] = field(default_factory=dict)
 
@@ -154,7 +155,8 @@ class Comparer:
     def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
         aspects: Aspects = {}
-        if self.identity and not self._stand_for_each_other(a, b):
+        has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
+        if has_identity and (self.rights.setdefault(id(a), b) is not b or self.lefts.setdefault(id(b), a) is not a):
             self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
         if arrays := _arrays(a, b):
             one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
@@ -172,20 +174,13 @@ class Comparer:
             if (id(a), id(b)) not in self.seen:
                 self.seen.add((id(a), id(b)))
                 yield from self._containers(path, a, b)
-        elif not _same_plain(a, b) and not self._same_parameter(path, a, b):
-            aspects["value"] = (a, b)
+        elif not _same_plain(a, b):
+            # An optimizer has names of one parameter, which may differ by a prefix.
+            named = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
+            is_same = named and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
+            aspects |= {} if is_same else {"value": (a, b)}
         if aspects:
             self.changed.append(Difference(path, a, b, aspects))
-
-    def _same_parameter(self, path: Path, a: Any, b: Any) -> bool:
-        """True for an optimizer's names of one parameter where prefixes do not count."""
-        names = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
-        return names and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
-
-    def _stand_for_each_other(self, a: Any, b: Any) -> bool:
-        if not isinstance(a, _HAVE_IDENTITY) or not isinstance(b, _HAVE_IDENTITY):
-            return True
-        return self.rights.setdefault(id(a), id(b)) == id(b) and self.lefts.setdefault(id(b), id(a)) == id(a)
 
     # Containers -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +198,7 @@ class Comparer:
             self.metadata.append(address(path))
         for key in common:
             one, other, segment = left[key], right[key], ours.get(key, key)
-            if type(key) is tuple and key[0] is _Node:
+            if type(key) is tuple and key[0] is _NODE:
                 yield (*path, segment), segment, theirs[key]
             if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
                 yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
@@ -229,7 +224,7 @@ class Comparer:
                 self.bare[id(part)] = part
             key = _comparable(name, counts)
             if key in parts and "prefix" not in self.skipped:
-                key = (_Attribute, key)  # of a dictionary with attributes, one is called as a key is
+                key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
                 one, other = str(originals.get(key, key)), str(segment)
                 raise Conflict(
@@ -330,14 +325,6 @@ def _shape_of(node: Any) -> Any:
     return None
 
 
-class _Node:
-    """The kind of a key that is, or holds, an inert object or a tensor."""
-
-
-class _Attribute:
-    """The kind of a name that an item has too."""
-
-
 def _comparable(key: Any, counts: Counter[str]) -> Any:
     """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
     place among those alike."""
@@ -347,7 +334,7 @@ def _comparable(key: Any, counts: Counter[str]) -> Any:
         return type(key), key
     text = summary(key, 200)
     counts[text] += 1
-    return _Node, (text, counts[text])
+    return _NODE, (text, counts[text])
 
 
 def _holds_node(key: Any) -> bool:

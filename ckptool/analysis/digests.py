@@ -110,14 +110,21 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
                 f"Name another part: {arg(at=ADDRESS)}",
             )
         views[_view(tensor)] = tensor
-    plain = [key for key, tensor in views.items() if isinstance(tensor, TensorEntry) and _is_plain(tensor)]
+    entries = [(key, tensor) for key, tensor in views.items() if isinstance(tensor, TensorEntry)]
+    plain = [key for key, each in entries if each.is_contiguous and isinstance(each.storage.data, FileRange)]
     batches = [[views[key] for key in plain[at : at + _BATCH]] for at in range(0, len(plain), _BATCH)]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as pool:
         read = pool.map(lambda batch: [*map(tensor_digest, batch)], batches)
         alone = set(plain)
         digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in alone}
         digests |= zip(plain, (digest for batch in read for digest in batch), strict=True)
-    return [TensorDigest(path_key(path), _dtype(each), each.shape, digests[_view(each)]) for path, each in pairs]
+    rows = []
+    for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
+        dtype = ("" if isinstance(tensor, TensorEntry) else f"{tensor.kind} ") + (
+            tensor.dtype.name if tensor.dtype else "?"
+        )
+        rows.append(TensorDigest(path_key(path), dtype, tensor.shape, digests[_view(tensor)]))
+    return rows
 
 
 def readable_bytes(tree: Any) -> int:
@@ -127,16 +134,6 @@ def readable_bytes(tree: Any) -> int:
 
 def _view(tensor: Tensor) -> Any:
     return id(tensor) if isinstance(tensor, Composite) else tensor.view
-
-
-def _is_plain(entry: TensorEntry) -> bool:
-    return entry.is_contiguous and isinstance(entry.storage.data, FileRange)
-
-
-def _dtype(tensor: Tensor) -> str:
-    """The element type, with the kind of tensor before it where it is no plain one."""
-    name = tensor.dtype.name if tensor.dtype else "?"
-    return name if isinstance(tensor, TensorEntry) else f"{tensor.kind} {name}"
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -238,9 +235,8 @@ def read_digests(file: PathLike) -> Digests:
     rows = record.get("tensors")
     digests = table([_row(row, source) for row in rows] if isinstance(rows, list) else [])
     if digests.root != record.get("root"):
-        raise Corrupt(
-            f"{source} does not match its own root digest", "The file of digests itself was changed or damaged."
-        )
+        what = f"{source} does not match its own root digest"
+        raise Corrupt(what, "The file of digests itself was changed or damaged.")
     return digests
 
 
@@ -279,16 +275,12 @@ class Compared:
 def compared(file: str, kept: Digests, digests: Digests) -> Compared:
     """The differences from digests that were kept."""
     old, new = ({_json(tensor.key): tensor for tensor in each.tensors} for each in (kept, digests))
-    both = ((old[key], tensor) for key, tensor in new.items() if key in old)
-    return Compared(
-        file,
-        tuple(Differing(after.name(), _difference(before, after)) for before, after in both if before != after),
-        tuple(tensor.name() for key, tensor in old.items() if key not in new),
-        tuple(tensor.name() for key, tensor in new.items() if key not in old),
-    )
-
-
-def _difference(old: TensorDigest, new: TensorDigest) -> str:
-    dtype = [f"type {old.dtype} → {new.dtype}"] if old.dtype != new.dtype else []
-    shape = [f"shape {list(old.shape or ())} → {list(new.shape or ())}"] if old.shape != new.shape else []
-    return ", ".join(dtype + shape) or "values"
+    differing = []
+    for key, after in new.items():
+        if (before := old.get(key, after)) != after:
+            how = [f"type {before.dtype} → {after.dtype}"] if before.dtype != after.dtype else []
+            shapes = f"shape {list(before.shape or ())} → {list(after.shape or ())}"
+            how += [shapes] if before.shape != after.shape else []
+            differing.append(Differing(after.name(), ", ".join(how) or "values"))
+    missing, added = ([one[key].name() for key in one if key not in other] for one, other in ((old, new), (new, old)))
+    return Compared(file, tuple(differing), tuple(missing), tuple(added))

@@ -113,14 +113,10 @@ def of_checkpoint(
     compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
     ordered = tuple(in_order(findings, compact, Chain(file, address(checkpoint.base))))
     unread = str(command("verify", file or FILE, finite=True))
-    return Diagnosis(file, _is_a(found), ordered, unread, against.name if against is not None else "")
-
-
-def _is_a(found: Listing) -> str:
     engine, parts = engine_of(found.metadata), kinds_of(found.roots)
-    article = "an" if found.container[0] in "aeiou" else "a"
-    made_by = f" ({engine})" if engine else ""
-    return f"{article} {found.container} checkpoint{made_by}" + (f" with {listed(parts)}" if parts else "")
+    is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
+    is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
+    return Diagnosis(file, is_a, ordered, unread, against.name if against is not None else "")
 
 
 # The container --------------------------------------------------------------------------------------------------------

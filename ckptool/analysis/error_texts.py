@@ -14,7 +14,7 @@ from ckptool.errors import listed, printable
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
-LOOK = f"Look at the file instead: {command('doctor', FILE)}"
+LOOK = "Look at the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
@@ -33,6 +33,7 @@ class KnownError:
     meaning: str
     fixes: tuple[Command, ...]
     advice: str
+    advised: tuple[Command, ...]
     certain: bool
 
     def found(self, text: str) -> dict[str, str]:
@@ -50,7 +51,8 @@ def known_errors() -> tuple[KnownError, ...]:
         for name, expression in _SHORT.items():
             pattern = pattern.replace(name, expression)
         fixes = commands_of(row.get("fixes", ()), {})
-        facts = row["code"], row["means"], fixes, row.get("advice", ""), not row.get("likely")
+        advised = commands_of(row.get("advised", ()), {})
+        facts = row["code"], row["means"], fixes, row.get("advice", ""), advised, not row.get("likely")
         errors.append(KnownError(re.compile(pattern, re.IGNORECASE), *facts))
     return tuple(errors)
 
@@ -74,12 +76,12 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
-        finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK)
-        return Diagnosis(file, "", (finding,))
+        finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
+        return Diagnosis(file, "", (finding.filled(Chain(file)),))
     words = known.found(text)
     fixes = tuple(fix.with_words(words) for fix in known.fixes)
     says = first_line(text, known)
-    finding = Finding(known.code, known.meaning, says, True, fixes, known.advice, certain=known.certain)
+    finding = Finding(known.code, known.meaning, says, True, fixes, known.advice, known.advised, certain=known.certain)
     if devices is not None and known.code in ("cuda-location", "device-location", "gpu-memory"):
         tagged = f"tagged {listed(devices, 3)}" if devices else "tagged with no device but the CPU"
         tags = f"{file or 'the checkpoint'} is {tagged}"
@@ -90,5 +92,5 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         else:
             what = f"{tags}: the message is of another file, or the code itself asks for the device."
             advice = "Name the file that the code loads."
-            finding = replace(finding, what=what, commands=(), advice=advice, certain=False)
+            finding = replace(finding, what=what, commands=(), advice=advice, advised=(), certain=False)
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,8 +131,15 @@ def table(name: str) -> Any:
 
 def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
     """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
-    words = ([word.format_map(facts) for word in shlex.split(line)] for line in lines)
-    return tuple(Command(_SLOTS.get(w) or (FILE / w[5:] if w[:5] == "FILE#" else w) for w in line) for line in words)
+    return tuple(Command(_word(word, facts) for word in shlex.split(line)) for line in lines)
+
+
+def _word(word: str, facts: Mapping[str, str]) -> str:
+    """A word of a command, its facts filled in; in a pattern they stand for themselves."""
+    if word in _SLOTS:
+        return _SLOTS[word]
+    filled = word.format_map({name: escape(fact) for name, fact in facts.items()} if word.endswith("*") else facts)
+    return FILE / filled[5:] if word.startswith("FILE#") else filled
 
 
 def finding(name: str, **facts: str) -> Finding:

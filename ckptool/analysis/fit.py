@@ -123,11 +123,13 @@ def not_tensors(root: StateDict) -> dict[str, Any]:
 
 
 def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
-    odd = {
-        key: value
-        for key, value in not_tensors(root).items()
-        if not _becomes_tensor(value) and address((*root.path, key)) not in gone
-    }
+    odd = {}
+    for key, value in not_tensors(root).items():
+        # Of an array `convert --weights-only` makes a tensor: it has that command already.
+        array = expand(value) if isinstance(value, Object) else None
+        is_array = isinstance(array, Array) and array_tensor(array) is not None
+        if not is_array and address((*root.path, key)) not in gone:
+            odd[key] = value
     if not odd:
         return
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {root.address or 'the state dict'}"
@@ -139,12 +141,6 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     if len(droppable) == len(odd):  # no module's parameter is called so
         each = replace(each, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
     yield each
-
-
-def _becomes_tensor(value: Any) -> bool:
-    """True for what `convert --weights-only` makes a tensor of: it has that command already."""
-    array = expand(value) if isinstance(value, Object) else None
-    return isinstance(array, Array) and array_tensor(array) is not None
 
 
 def _kind(value: Any) -> str:
@@ -208,15 +204,13 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
         newer = set(also_newer(extra, theirs, target.metadata))
         extra = [name for name in extra if name not in newer]
     missing = [name for name in missing if name not in older.pairs and name not in older.supplied]
-    shapes = [name for name, key in pairs.items() if not _same_shape(root.node[key], target, name)]
+    shapes = []
+    for name, key in pairs.items():
+        value, expected = root.node[key], target.tensors.get(name)
+        if expected is not None and isinstance(value, Tensor) and value.shape != expected.shape:
+            is_number = (value.shape, expected.shape) == ((1,), ())  # as torch before 0.4 saved it
+            shapes += [] if is_number else [name]
     return Fit(names, tuple(missing), tuple(extra), tuple(shapes))
-
-
-def _same_shape(value: Any, target: Target, name: str) -> bool:
-    expected = target.tensors.get(name)
-    if expected is None or not isinstance(value, Tensor):
-        return True
-    return value.shape == expected.shape or (value.shape, expected.shape) == ((1,), ())  # a number, before torch 0.4
 
 
 def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:

@@ -43,10 +43,9 @@ class Chain:
         stem, own = parted(_beside(self.original))
         own = ".pt" if own in NOT_WRITTEN else own
         own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
-        for number in count(1):
-            name = f"{stem}.fixed{number if number > 1 else ''}{own if self._suffix is None else self._suffix}"
-            if name not in self._taken and not os.path.lexists(name):
-                break
+        own = own if self._suffix is None else self._suffix
+        names = (f"{stem}.fixed{number if number > 1 else ''}{own}" for number in count(1))
+        name = next(each for each in names if each not in self._taken and not os.path.lexists(each))
         self._taken.add(name)
         return name
 

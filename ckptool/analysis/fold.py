@@ -84,9 +84,8 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
                 continue
             middles = [middle for row in together for middle in row[at].middles]
             middles = sorted(middles, key=int) if numbers else middles
-            joined.append(
-                (*first[:at], piece(first[at].before, tuple(middles), first[at].after, numbers), *first[at + 1 :])
-            )
+            joint = piece(first[at].before, tuple(middles), first[at].after, numbers)
+            joined.append((*first[:at], joint, *first[at + 1 :]))
         return joined
 
     groups, by_depth = list[KeyGroup](), defaultdict[int, list[_Row]](list)
@@ -102,15 +101,15 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
         for row in rows:
             choices = product(*[each.choices for each in row])
             groups.append(KeyGroup(".".join([each.text for each in row]), tuple(map(".".join, choices))))
-    order = cache(_natural)
-    return sorted(groups, key=lambda group: [order(text) for text in group.keys[0].split(".")])
 
+    @cache
+    def natural(text: str) -> tuple[str | int, ...]:
+        """Text and numbers in turn, text first. A number of more than 18 digits sorts by its length: int() is slow."""
+        split: list[str | int] = list(_DIGITS.split(text))
+        split[1::2] = [int(each) if len(str(each)) < 19 else 10**18 + len(str(each)) for each in split[1::2]]
+        return tuple(split)
 
-def _natural(text: str) -> tuple[str | int, ...]:
-    """Text and numbers in turn, text first. A number of more than 18 digits sorts by its length: int() is slow."""
-    split: list[str | int] = list(_DIGITS.split(text))
-    split[1::2] = [int(each) if len(str(each)) < 19 else 10**18 + len(str(each)) for each in split[1::2]]
-    return tuple(split)
+    return sorted(groups, key=lambda group: [natural(text) for text in group.keys[0].split(".")])
 
 
 def _ranges(numbers: tuple[str, ...]) -> list[str]:

@@ -13,13 +13,11 @@ from ckptool.errors import counted
 
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
 _FLOATS = ("float", "complex")
-_WEIGHT = (
-    "a weight is a floating-point tensor of a model, with weight in its name and two or more dimensions larger than 1"
-)
 _RULES = {
     "nan": "a value is NaN",
     "inf": "a value is infinite",
-    "all-zero": f"every value of a weight is 0 ({_WEIGHT}; except the half of a LoRA that starts at 0)",
+    "all-zero": "every value of a weight is 0 (a weight is a floating-point tensor of a model, with weight in its name "
+    "and two or more dimensions larger than 1; except the half of a LoRA that starts at 0)",
     "constant": "all values of a weight are the same, and not 0",
     "dead-rows": "two or more rows of a weight, but not all, are all 0 (a single one may be an embedding's padding); "
     "a row is everything at one index of the first dimension",

@@ -197,7 +197,7 @@ class Listing(Report):
         entries = [row for row in self.entries if not row.repeated]
         if quiet:
             addresses = [row.address for row in self.tensors] + [row.address for row in entries]
-            yield from (each or WHOLE for each in addresses)
+            yield from (each or "/" for each in addresses)
             return
         engine = engine_of(self.metadata)
         own = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
@@ -428,24 +428,16 @@ def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict
             named.append(row)
         elif root.path not in begun:
             begun.add(root.path)
-            named += [
-                TensorRow(path, tensor, numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None)
-                for path, tensor in (
-                    *(((*root.path, key), value) for key, value in root.node.items()),
-                    *unnamed_tensors(root),
-                )
-            ]
+            for path, tensor in (*(((*root.path, k), v) for k, v in root.node.items()), *unnamed_tensors(root)):
+                number = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
+                named.append(TensorRow(path, tensor, number))
     return named
 
 
 def _is_leaf(node: Any) -> bool:
-    if isinstance(node, (dict, list, tuple)):
-        return not node
-    return (
-        not (isinstance(node, Set) and node.items)
-        if not isinstance(node, Object)
-        else not (node.items or node.elements or node.attributes)
-    )
+    if isinstance(node, Object):
+        return not (node.items or node.elements or node.attributes)
+    return not node.items if isinstance(node, Set) else not isinstance(node, (dict, list, tuple)) or not node
 
 
 def _is_short(node: Any) -> bool:
@@ -492,10 +484,8 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     if unknown:
         names = {how: sorted(name for kind, name in unknown if kind == how) for how in _WOULD}
         would = [f"{_WOULD[how]} {listed(each)}" for how, each in names.items() if each]
-        first = next(iter(unknown.values())) or "the top"
-        yield Note(
-            "unsafe-global", f"loading it with pickle would {listed(would)} (first at {first}); ckptool does not"
-        )
+        where = f"first at {next(iter(unknown.values())) or 'the top'}"
+        yield Note("unsafe-global", f"loading it with pickle would {listed(would)} ({where}); ckptool does not")
     if unread := unjudged(checkpoint):
         shown = listed(unread, 4)
         what = counted(len(unread), "file begins like a pickle", "files begin like pickles")
@@ -571,9 +561,8 @@ def _optimizer_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
             continue
         state = root.node["state"]
         groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
-        known = {
-            each for names in groups if isinstance(names, (list, tuple)) for each in names if type(each) in (int, str)
-        }
+        lists = [names for names in groups if isinstance(names, (list, tuple))]
+        known = {each for names in lists for each in names if type(each) in (int, str)}
         missing = [key for key in state if key not in known]
         if missing and groups:
             which = listed([str(key)[:100] for key in missing])

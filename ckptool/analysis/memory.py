@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Flags, TensorEntry
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import AVERAGE, OPTIMIZER, WEIGHTS
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import counted
 from ckptool.facts import Bytes, short, size
 
 if TYPE_CHECKING:
-    from ckptool.analysis.inspect import Listing, PartSummary
+    from ckptool.analysis.inspect import Listing
 
 ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
 _BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters
@@ -53,9 +53,8 @@ class MemoryNeeds:
         facts += [f"EMA {size(self.average)}"] if self.average else []
         facts += [f"optimizer {size(self.optimizer)} ({self.optimizer_share:.0%})"] if self.optimizer else []
         if self.to_load:
-            training = (
-                f"{size(self.to_train or 0)} to train with Adam in {' + '.join(self.trained)} without activations"
-            )
+            dtypes = " + ".join(self.trained)
+            training = f"{size(self.to_train or 0)} to train with Adam in {dtypes} without activations"
             facts.append(f"{size(self.to_load)} to load" + (f", {training}" if self.to_train and self.trained else ""))
         return ("this part alone: " if self.partial and facts else "") + "; ".join(facts).replace("%", " %")
 
@@ -71,7 +70,10 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     parameters, storages, known = 0, dict[int, int](), bool(weights)
     seen: set[tuple[object, ...]] = set()
     for part in weights:
-        flags = _flags_of(part)
+        pairs = tensors(part.root.module) if part.root.module is not None else ((r.path, r.tensor) for r in part.rows)
+        entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
+        # What is a parameter the file tells in modules, and in state dicts that kept their parameters.
+        flags = {each.view: each.flags for each in entries} if any(each.flags.parameter for each in entries) else {}
         for index, row in enumerate(part.rows):
             tensor, nbytes = row.tensor, part.sizes[index]
             if index in part.tied or (len(weights) > 1 and tensor.view in seen):
@@ -104,10 +106,3 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
         tuple(name for name, nbytes in trained.most_common() if nbytes),
         listing.part is not None,
     )
-
-
-def _flags_of(part: PartSummary) -> dict[tuple[object, ...], Flags]:
-    """Which tensors are parameters, where the file tells: in modules, and in state dicts that kept their parameters."""
-    found = tensors(part.root.module) if part.root.module is not None else [(row.path, row.tensor) for row in part.rows]
-    entries = [tensor for _, tensor in found if isinstance(tensor, TensorEntry)]
-    return {entry.view: entry.flags for entry in entries} if any(entry.flags.parameter for entry in entries) else {}

@@ -117,7 +117,11 @@ class Branch:
 def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
     """The tensors of a part as a branch that is expanded within `lines`, or `depth` levels deep where that is given."""
     base = len(part.root.path)
-    names = [_name(row.path, base) for row in part.rows]
+    names = []
+    for row in part.rows:
+        first = row.path[base] if len(row.path) == base + 1 else None
+        is_plain = isinstance(first, str) and "/" not in first and "~" not in first
+        names.append(str(first) if is_plain else address(row.path[base:]))
     items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(names)]
     top = Branch(part, items, 0, "", 1, part.bytes, 0)
     while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
@@ -144,12 +148,6 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
                 count += 1
                 heapq.heappush(queue, (level + 1, -child.size, count, child))
     return top
-
-
-def _name(path: Path, base: int) -> str:
-    first = path[base] if len(path) == base + 1 else None
-    is_plain = isinstance(first, str) and "/" not in first and "~" not in first
-    return str(first) if is_plain else address(path[base:])
 
 
 def _compressed(branch: Branch, start: int) -> Branch:
@@ -182,14 +180,12 @@ def _folded(branches: list[Branch]) -> list[Branch]:
             else:
                 runs.append([each])
         if all(len(run) < FOLDED for run in runs):
-            folded += siblings
-            continue
+            runs = [[each] for each in siblings]
         for run in runs:
-            first = run[0]
             if len(run) < FOLDED:
                 folded += run
                 continue
-            label = f"{prefix}{{{first.label[at:]}..{run[-1].label[at:]}}}"
+            first, label = run[0], f"{prefix}{{{run[0].label[at:]}..{run[-1].label[at:]}}}"
             times, size = first.times * len(run), sum(each.size for each in run)
             folded.append(Branch(first.part, first.items, first.depth, label, times, size, first.depth, len(run)))
     return folded
@@ -227,20 +223,23 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
         runs += [run] if is_one else [[part] for part in run]
     shown = runs if depth is not None else runs[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
-    outlined = [run[0] for run in shown if run[0] not in alike and _has_outline(run[0], depth)]
+    first = [run[0] for run in shown if run[0] not in alike]
+    several = [part for part in first if len(part.rows) > 1 or (part.rows and part.rows[0].path != part.root.path)]
+    # Optimizers repeat the model's names: their one line is enough, unless a depth was asked for.
+    outlined = [part for part in several if depth is not None or part.root.is_model or part.root.kind == PLAIN]
     if depth is None:
         outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
     with_outline, rows = set(outlined), []
     for run in shown:
-        first = run[0]
-        name = " … ".join([part.root.address or WHOLE for part in (first, *run[1:][-1:])])
-        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(first)
-        if first in alike:
-            twins = zip(_weights(first), _weights(alike[first]), strict=True)
+        part = run[0]
+        name = " … ".join([each.root.address or WHOLE for each in (part, *run[1:][-1:])])
+        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
+        if part in alike:
+            twins = zip(_weights(part), _weights(alike[part]), strict=True)
             same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {alike[first].root.address or WHOLE}"
-        below = outline(first, room // len(outlined), depth) if first in with_outline else None
-        rows.append(OverviewRow(first, name, sum(part.bytes for part in run) if first.rows else None, detail, below))
+            detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
+        below = outline(part, room // len(outlined), depth) if part in with_outline else None
+        rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
 
 
@@ -265,22 +264,13 @@ def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
     return ((row.path[base:], row.tensor) for row in part.rows if row.path[base] != COUNTER)
 
 
-def _has_outline(part: PartSummary, depth: int | None) -> bool:
-    """Optimizers repeat the model's names: their one line is enough, unless a depth was asked for."""
-    several = len(part.rows) > 1 or (len(part.rows) == 1 and part.rows[0].path != part.root.path)
-    return several and (depth is not None or part.root.is_model or part.root.kind == PLAIN)
-
-
 def root_detail(part: PartSummary) -> str:
     root = part.root
     if root.kind == PLAIN and not (part.rows and isinstance(root.node, (dict, list, tuple, Object))):
         return value_text(root.node, 100)
     kind = root.node.name if isinstance(root.node, Object) else type(root.node).__name__
     what = root.detail or (root.kind if root.kind != PLAIN else "dictionary" if isinstance(root.node, dict) else kind)
-    facts = [
-        counted(len(part.rows), "tensor"),
-        counted(part.elements, "element", shown=short),
-        " + ".join(part.dtypes[:3]),
-    ]
+    facts = [counted(len(part.rows), "tensor"), counted(part.elements, "element", shown=short)]
+    facts.append(" + ".join(part.dtypes[:3]))
     facts += [listed(part.locations, 3)] if part.locations and part.locations != ("cpu",) else []
     return f"{what}: {', '.join(facts)}" if part.rows else what

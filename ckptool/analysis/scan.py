@@ -130,12 +130,12 @@ class ScannedFile:
             yield *head, yellow("it needs classes of its own"), needs
         else:
             yield *head, red("loading it with pickle would run unknown code"), "; ckptool runs none of it"
-        yield Table([(WORDS[call.how], call.name, _places(call)) for call in self.calls])
-
-
-def _places(call: Call) -> str:
-    times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""
-    return f"at {listed([place or 'the top' for place in call.places], 3)}{times}"
+        rows = []
+        for call in self.calls:
+            times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""
+            places = listed([place or "the top" for place in call.places], 3)
+            rows.append((WORDS[call.how], call.name, f"at {places}{times}"))
+        yield Table(rows)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

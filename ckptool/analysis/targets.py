@@ -78,17 +78,11 @@ class Target:
     @property
     def as_it_loads(self) -> Target:
         """The same under the names that `load_state_dict` of the wrapped model wants."""
-        if not self.wrapper:
-            return self
-        tensors = {
-            self.wrapper + name: replace(
-                expected,
-                name=self.wrapper + name,
-                tied_to=None if expected.tied_to is None else self.wrapper + expected.tied_to,
-            )
-            for name, expected in self.tensors.items()
-        }
-        values = None if self.values is None else {self.wrapper + name: value for name, value in self.values.items()}
+        front, tensors = self.wrapper, {}
+        for name, expected in self.tensors.items():
+            tied_to = None if expected.tied_to is None else front + expected.tied_to
+            tensors[front + name] = replace(expected, name=front + name, tied_to=tied_to)
+        values = None if self.values is None else {front + name: value for name, value in self.values.items()}
         return replace(self, tensors=tensors, values=values, wrapper="")
 
     @property
@@ -103,10 +97,8 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
     node = root.node
     values = {key: value for key, value in node.items() if type(key) is str}
     if len(values) != len(node):
-        raise UsageError(
-            f"{root} of {checkpoint.source or name} has keys that are not strings",
-            "The keys of a model's state dict are strings.",
-        )
+        what = f"{root} of {checkpoint.source or name} has keys that are not strings"
+        raise UsageError(what, "The keys of a model's state dict are strings.")
     tensors = {key: value for key, value in values.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = node.metadata if isinstance(node, OrderedDict) else None
     remarks = (remark,) if remark else ()
@@ -149,17 +141,15 @@ def of_spec(raw: bytes, name: str) -> Target:
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself.
     """
     odd = "It is not what ckptool spec writes."
+    again = command("spec", Slot("TARGET"), out=FILE)
     try:
         facts = parse_object(raw, name)
     except Corrupt as error:
-        raise Corrupt(error.what, error.why, f"Make it again: {command('spec', Slot('TARGET'), out=FILE)}") from None
-    schema = facts.get("schema")
-    if schema != SPEC_SCHEMA + SPEC_VERSION:
-        raise Unsupported(
-            f"{name} is a spec of another version: {str(schema)[:60]}",
-            f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}.",
-            f"Make it again with this version: {command('spec', Slot('TARGET'), out=FILE)}",
-        )
+        raise Corrupt(error.what, error.why, f"Make it again: {again}") from None
+    if (schema := facts.get("schema")) != SPEC_SCHEMA + SPEC_VERSION:
+        what = f"{name} is a spec of another version: {str(schema)[:60]}"
+        why = f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}."
+        raise Unsupported(what, why, f"Make it again with this version: {again}")
     for key in ("tensors", "ties"):
         if not isinstance(facts.get(key), list):
             raise Corrupt(f"{name} has no list of {key}", odd)

@@ -13,13 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COUNTER = "num_batches_tracked"  # of BatchNorm and InstanceNorm, since version 2 (torch 0.4.1)
-_FUSED = {
-    "weight": "gamma",
-    "bias": "beta",
-    "running_mean": "running_mean",
-    "running_var": "running_var",
-    COUNTER: COUNTER,
-}
+_FUSED = {"weight": "gamma", "bias": "beta"} | {name: name for name in ("running_mean", "running_var", COUNTER)}
 
 
 @dataclass(slots=True)
@@ -43,15 +37,25 @@ def accepted(pairs: Mapping[str, str], missing: Collection[str], free: Mapping[s
     done = Accepted()
     for name in missing:
         module, _, last = name.rpartition(".")
-        if last in ("original0", "original1"):
-            _weight_norm(done, name, free)
-        elif module.rpartition(".")[2] == "bn" and last in _FUSED:
-            _fused(done, name, free, metadata)
+        parts, outer = module.split("."), module.removesuffix("bn")
+        if last in ("original0", "original1") and parts[-2:-1] == ["parametrizations"]:
+            # `weight_g`, `weight_v` of torch before 2.1, of `parametrizations.weight_norm`.
+            old = ".".join([*parts[:-2], parts[-1]])
+            if f"{old}_g" in free and f"{old}_v" in free:
+                done.pairs[name] = free[f"{old}_g" if last == "original0" else f"{old}_v"]
+        elif parts[-1] == "bn" and last in _FUSED:
+            # `gamma`, `beta` and statistics beside the convolution, for the `bn` that QAT fuses with it.
+            gamma, old = f"{outer}gamma", f"{outer}{_FUSED[last]}"
+            if gamma in free and old in free and _version(metadata, free[gamma]) < 2:
+                done.pairs[name] = free[old]
         if name in done.pairs:
             continue
         if last == COUNTER:
             beside = pairs.get(_sibling(name, "running_mean")) or done.pairs.get(_sibling(name, "running_mean"))
-            if beside is not None and _version(metadata, beside) < 2 and not _misses_fused(name, pairs, metadata):
+            # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
+            quantizer = pairs.get(f"{outer}weight_fake_quant.scale")
+            is_missed = quantizer is not None and _version(metadata, quantizer.removesuffix(".scale")) < 2
+            if beside is not None and not is_missed and _version(metadata, beside) < 2:
                 done.supplied.append(name)
         elif last == "eps":
             beside = pairs.get(_sibling(name, "min_val"))
@@ -83,30 +87,6 @@ def _version(metadata: Any, key: str) -> int:
     facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
     version = facts.get("version") if isinstance(facts, Mapping) else None
     return version if type(version) is int else 0
-
-
-def _weight_norm(done: Accepted, name: str, free: Mapping[str, str]) -> None:
-    """`weight_g`, `weight_v` of torch before 2.1 for `original0`, `original1` of `parametrizations.weight_norm`."""
-    parts = name.split(".")
-    if len(parts) >= 3 and parts[-3] == "parametrizations":
-        old = ".".join([*parts[:-3], parts[-2]])
-        if f"{old}_g" in free and f"{old}_v" in free:
-            done.pairs[name] = free[f"{old}_g" if parts[-1] == "original0" else f"{old}_v"]
-
-
-def _fused(done: Accepted, name: str, free: Mapping[str, str], metadata: Any) -> None:
-    """`gamma`, `beta` and statistics beside the convolution, for the `bn` that QAT fuses with it."""
-    module, _, last = name.rpartition(".")
-    outer = module.removesuffix("bn")
-    if f"{outer}gamma" in free and f"{outer}{_FUSED[last]}" in free and _version(metadata, free[f"{outer}gamma"]) < 2:
-        done.pairs[name] = free[f"{outer}{_FUSED[last]}"]
-
-
-def _misses_fused(name: str, pairs: Mapping[str, str], metadata: Any) -> bool:
-    """True where the fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it."""
-    outer = name.rpartition(".")[0].removesuffix("bn")
-    quantizer = pairs.get(f"{outer}weight_fake_quant.scale")
-    return quantizer is not None and _version(metadata, quantizer.removesuffix(".scale")) < 2
 
 
 def _spectral_norm(done: Accepted, name: str, pairs: Mapping[str, str], free: Mapping[str, str], metadata: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -15,21 +15,10 @@ from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.analysis.fixes import Chain, runnable
 from ckptool.analysis.inspect import use_notes
-from ckptool.checkpoint import (
-    Checkpoint,
-    Composite,
-    Computed,
-    FileRange,
-    Note,
-    PartKind,
-    PartOf,
-    Storage,
-    TensorEntry,
-)
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.blocks import chunks, mismatch
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.numeric import Array, has_numbers, numbers
+from ckptool.checkpoint.numeric import has_numbers, numbers
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import checked_jobs, in_turn
@@ -54,16 +43,16 @@ from ckptool.facts import (
 )
 from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
-from ckptool.formats.checksums import checksums
+from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
 from ckptool.options import option
 
 ALL, SOME, NONE = "all", "some", "none"
-# Bits of the exponent: all set, it is infinite or no number.
-_EXPONENTS = {"f64": 0x7FF0 << 48, "f32": 0x7F80 << 16, "f16": 0x7C00, "bf16": 0x7F80}
-_PARTS = {"c128": "f64", "c64": "f32", "c32": "f16"}
+# Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
+_F64, _F32, _F16, _BF16 = ("u8", 0x7FF0 << 48), ("u4", 0x7F80 << 16), ("u2", 0x7C00), ("u2", 0x7F80)
+_EXPONENTS = {"f64": _F64, "c128": _F64, "f32": _F32, "c64": _F32, "f16": _F16, "c32": _F16, "bf16": _BF16}
 
 BLOCK = 4 << 20  # bytes that are read at once
 SHOWN = 20  # of a kind
@@ -79,8 +68,6 @@ _SAID = (
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
     *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
 )
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +153,8 @@ class Verification(Report):
         facts = [counted(self.tensors, "tensor"), size(self.bytes)]
         facts += [counted(self.files, "file")] if self.files > 1 else []
         if self.checked:
-            sums = f"checked against {form(self.checked, 'its', 'their')} checksums"
-            facts.append(
-                f"{counted(self.checked, 'record')} {sums}{' (not all data has one)' * (self.checksums != ALL)}"
-            )
+            sums = f"{form(self.checked, 'its checksum', 'their checksums')}{' (not all data has one)' * (self.checksums != ALL)}"
+            facts.append(f"{counted(self.checked, 'record')} checked against {sums}")
         yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
             yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
@@ -284,7 +269,11 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
     problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
     archive = archive_of(checkpoint)
-    archives = [archive] if archive is not None else [*_archives(files, elsewhere)] if not checkpoint.base else []
+    archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
+    for file in files.values() if archive is None and not checkpoint.base else ():
+        if id(file) not in taken and file.read(0, min(2, file.size)) == b"PK":
+            with suppress(CkptoolError):  # .distcp files are many, end to end
+                archives.append(read_archive(file, case_matters=True))
     checked = nbytes = 0
     for each in archives:
         elsewhere.append(each.source.file)
@@ -299,14 +288,16 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         wrong, *counts = check_storages(checkpoint.tree, progress, elsewhere)
         problems, checked, nbytes = problems + wrong, checked + counts[0], nbytes + counts[1]
         extent = extent_of(checkpoint.tree)
-    problems += _not_intact(checkpoint)
+    # A file that was recovered is not what was once written, whatever its checksums say.
+    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
+    for note in marks.recovered_notes(checkpoint.metadata):
+        why, places = "It is not the file that was written.", (*said["filled"], *said["lost"])
+        problems.append(Problem(note.code, note.message, why, tensors=places))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents, others = {extent} if count else set(), 0
     for name, member in _members(folder, names, progress, jobs) if folder is not None else ():
-        problems += [
-            replace(problem, record=f"{name}: {problem.record}" if problem.record else name)
-            for problem in member.problems
-        ]
+        for problem in member.problems:
+            problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
         checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
         extents |= {member.checksums} if member.storages else set()
         others += 0 if name.partition("/")[0] in own else member.files
@@ -315,6 +306,10 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
         problems += [] if part.is_complete else [lacks]
     path = source.path if source is not None else ""
+    notes = [note for note in checkpoint.notes if note.code in _SAID]
+    if checkpoint.untied:
+        what = f"no step is recorded in {listed(checkpoint.untied, 3)}"
+        notes.append(Note("not-provable", f"nothing shows whether all files are of one step: {what}"))
     return Verification(
         file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         container=checkpoint.container,
@@ -327,7 +322,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         checked=checked,
         checked_bytes=nbytes,
         problems=tuple(problems),
-        notes=runnable(_worth_saying(checkpoint), path),
+        notes=runnable(notes, path),
         fixes=_fixes(source, problems),
     )
 
@@ -335,18 +330,6 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
 def _count(tree: Any) -> int:
     """How many tensors there are, each once, under however many names."""
     return len({id(tensor) for _, tensor in tensors(tree)})
-
-
-def _archives(files: dict[str, Source], elsewhere: Sequence[Source]) -> Iterator[Archive]:
-    """The zips among files, but those that are read elsewhere; .distcp files are many, end to end."""
-    others = {id(file) for file in elsewhere}
-    for file in files.values():
-        if id(file) not in others and file.read(0, min(2, file.size)) == b"PK":
-            try:
-                archive = read_archive(file, case_matters=True)
-            except CkptoolError:
-                continue
-            yield archive
 
 
 def _members(
@@ -380,22 +363,6 @@ def _member(folder: Folder, progress: Progress | None, name: str, _: object) -> 
         return _damaged(source, error)
 
 
-def _worth_saying(checkpoint: Checkpoint) -> Iterator[Note]:
-    """The notes that say something about whether the file is whole."""
-    yield from (note for note in checkpoint.notes if note.code in _SAID)
-    if checkpoint.untied:
-        shown = listed(checkpoint.untied, 3)
-        yield Note("not-provable", f"nothing shows whether all files are of one step: no step is recorded in {shown}")
-
-
-def _not_intact(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A file that was recovered is not what was once written, whatever its checksums say."""
-    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
-    for note in marks.recovered_notes(checkpoint.metadata):
-        names = (*said["filled"], *said["lost"])
-        yield Problem(note.code, note.message, "It is not the file that was written.", tensors=tuple(names))
-
-
 def _fixes(source: Input | None, problems: Sequence[Problem]) -> tuple[tuple[str, ...], ...]:
     if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
         return ()
@@ -414,17 +381,10 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
     names: dict[LostRecord, list[str]] = {record: [] for record in saved.lost_records}
     for tensor in saved.lost_tensors():
         names.setdefault(tensor.record, []).append(tensor.address)
-    lost = [
-        Problem(
-            "lost",
-            f"{f'the record {record.name}' if record.name else 'a tensor'} is lost",
-            f"{record.why}.",
-            record.name,
-            record.offset,
-            tuple(addresses),
-        )
-        for record, addresses in names.items()
-    ]
+    lost = []
+    for record, addresses in names.items():
+        what = f"{f'the record {record.name}' if record.name else 'a tensor'} is lost"
+        lost.append(Problem("lost", what, f"{record.why}.", record.name, record.offset, tuple(addresses)))
     tree = saved.checkpoint.tree
     return Verification(
         source.path,
@@ -647,25 +607,15 @@ def _special(entry: TensorEntry) -> tuple[int, int]:
     import numpy
 
     nans = infs = 0
+    kind, mask = _EXPONENTS.get(entry.dtype.name, ("u1", 0))
+    exponent = numpy.array(mask, kind)
     for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
-        if _may_be_special(raw, entry.dtype):
-            with numpy.errstate(all="ignore"):  # signalling NaN
-                values = numbers(raw, entry.dtype, "wide")
-            bad = numpy.isnan(values)
-            nans += int(numpy.count_nonzero(bad))
-            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+        # That all are finite is seen in the exponents: four times as quick as computing with the values.
+        if not (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
+            continue
+        with numpy.errstate(all="ignore"):  # signalling NaN
+            values = numbers(raw, entry.dtype, "wide")
+        bad = numpy.isnan(values)
+        nans += int(numpy.count_nonzero(bad))
+        infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
     return nans, infs
-
-
-def _may_be_special(raw: Array, dtype: DType) -> bool:
-    """False if the exponents show that every value is finite: four times as quick as computing with them."""
-    import numpy
-
-    name = _PARTS.get(dtype.name, dtype.name)
-    mask = _EXPONENTS.get(name)
-    if mask is None:
-        return True
-    kind = {"f64": "u8", "f32": "u4"}.get(name, "u2")
-    bits = raw.view(kind)
-    wanted = numpy.array(mask, kind)
-    return bool((numpy.bitwise_and(bits, wanted) == wanted).any())

@@ -14,6 +14,7 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.commands import arg
 from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size
+from ckptool.options import several
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
@@ -320,11 +321,8 @@ def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanR
 def checked_share(min_loaded: float | None) -> float | None:
     """The share that was asked for; raises `UsageError` unless it is one."""
     if min_loaded is not None and not 0 <= min_loaded <= 1:
-        raise UsageError(
-            f"{min_loaded} is not a share of the values",
-            "It is between 0 and 1.",
-            f"For example: {arg(min_loaded=0.95)}",
-        )
+        example = f"For example: {arg(min_loaded=0.95)}"
+        raise UsageError(f"{min_loaded} is not a share of the values", "It is between 0 and 1.", example)
     return min_loaded
 
 
@@ -341,12 +339,10 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
         what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were asked for"
         found.append(Refusal("min-loaded", what))
     if missing is not None:
-        allowed = [matcher(pattern) for pattern in ([missing] if isinstance(missing, str) else missing)]
-        names = not_loaded(report)
-        if other := [name for name in names if not any(matches(name) for matches in allowed)]:
-            found.append(
-                Refusal("missing", f"{counted(len(other), 'name is', 'names are')} not loaded: {listed(other)}")
-            )
+        allowed = [matcher(pattern) for pattern in several(missing)]
+        if other := [name for name in not_loaded(report) if not any(matches(name) for matches in allowed)]:
+            what = f"{counted(len(other), 'name is', 'names are')} not loaded: {listed(other)}"
+            found.append(Refusal("missing", what))
     return found
 
 

@@ -51,13 +51,9 @@ def type_name(value: Any) -> str:
 
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
-    return [segment if type(segment) in (str, int) else _key_json(segment) for segment in path]
-
-
-def _key_json(key: Any) -> str:
     from ckptool.pickles.plain.text import summary
 
-    return summary(key, 1_000)
+    return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
 
 
 def value_json(value: Any) -> Any:

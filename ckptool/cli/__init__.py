@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done: list[Json] = []
     debug = os.environ.get("CKPTOOL_DEBUG")  # asked now: where memory has run out, even that fails
     words = list(sys.argv[1:] if arguments is None else arguments)
-    FORM.set(_form_of(words))
+    forms = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)  # parsed or not
+    FORM.set(AnswerForm(forms[-1]) if forms else AnswerForm.text)
     reserve: list[bytes] = []
     try:
         reserve.append(bytes(RESERVE))
@@ -115,8 +116,12 @@ def _print(answers: Answers, done: list[Json]) -> int:
             stack.callback(answers.each.close)
         for number, answer in enumerate(answers.each):
             code = max(code, answer.exit_code)
-            if isinstance(answer, CkptoolError):
-                done += _told_of_one(answer)
+            if isinstance(answer, CkptoolError) and answers.as_json:  # of one file: it stands among the results
+                from ckptool.render.error import error_json
+
+                done.append(error_json(answer))
+            elif isinstance(answer, CkptoolError):
+                _told(answer, [])
             elif answers.as_json:
                 done.append(answer.json())
             elif FORM.get() is AnswerForm.markdown:
@@ -132,49 +137,26 @@ def _print(answers: Answers, done: list[Json]) -> int:
     return code
 
 
-def _form_of(words: Sequence[str]) -> AnswerForm:
-    """The form that a command line asks for, whether or not it can be parsed."""
-    asked = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)
-    return AnswerForm(asked[-1]) if asked else AnswerForm.text
-
-
 def _told(error: Exception, done: list[Json]) -> int:
-    """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code."""
-    from ckptool.render.error import error_text
+    """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with what was
+    done before it. Where standard output takes nothing, standard error has it."""
+    from ckptool.render.error import error_json, error_text
 
     problem: CkptoolError = in_words(error)
-    if FORM.get() is AnswerForm.markdown and not isinstance(problem, LostAnswer):
-        with suppress(LostAnswer):
+    as_text = error_text(problem, style_of(sys.stderr))
+    form = AnswerForm.text if isinstance(problem, LostAnswer) else FORM.get()
+    with suppress(LostAnswer):
+        if form is AnswerForm.json:
+            from ckptool.render.json import dumps
+
+            say(dumps(error_json(problem, done)) + "\n")
+            return problem.exit_code
+        if form is AnswerForm.markdown:
             from ckptool.render.markdown import markdown
 
             say(markdown(error_text(problem)))
-    if not (FORM.get() is AnswerForm.json and _said_as_json(problem, done)):
-        tell(error_text(problem, style_of(sys.stderr)))
+    tell(as_text)
     return problem.exit_code
-
-
-def _told_of_one(problem: CkptoolError) -> list[Json]:
-    """Prints the error of one of several files; as JSON it stands among their results."""
-    from ckptool.render.error import error_json
-
-    if FORM.get() is AnswerForm.json:
-        return [error_json(problem)]
-    _told(problem, [])
-    return []
-
-
-def _said_as_json(problem: CkptoolError, done: list[Json]) -> bool:
-    """Prints an error as JSON with what was done before it; False where standard output takes nothing."""
-    from ckptool.render.error import error_json
-    from ckptool.render.json import dumps
-
-    if isinstance(problem, LostAnswer):
-        return False
-    try:
-        say(dumps(error_json(problem, done)) + "\n")
-    except LostAnswer:
-        return False
-    return True
 
 
 def _told_in_short(error: Exception) -> int:
@@ -191,22 +173,16 @@ def _told_in_short(error: Exception) -> int:
 
 
 def _as_program() -> None:
-    _open_standard_streams()
-    sys.unraisablehook = deliver_signal_again
-    gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-            signal.signal(number, stop)
-
-
-def _open_standard_streams() -> None:
-    """Opens those that are closed (`>&-`), or open the wrong way (`1<FILE`), to nowhere.
-
-    A file that got the number of a closed one would have messages written into it.
-    """
+    # Streams that are closed (`>&-`), or open the wrong way (`1<FILE`), go to nowhere: a file that got the number of a
+    # closed one would have messages written into it.
     for name, mode, wrong in (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_RDONLY)):
         stream = getattr(sys, name)
         if stream is None or fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == wrong:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
+    sys.unraisablehook = deliver_signal_again
+    gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            signal.signal(number, stop)

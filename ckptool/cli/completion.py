@@ -85,17 +85,14 @@ def _answer(shell: str, current: Word, found: list[Candidate], more: Sequence[st
         closed = [each.final and (shell == "zsh" or end.endswith(close)) for end, each in zip(ends, found, strict=True)]
         ends = [end + close * is_closed for end, is_closed in zip(ends, closed, strict=True)]
     if shell == "zsh":
-        pieces = zip(ends, found, strict=True)
-        return b"".join(os.fsencode(f"{end}\0{' ' * each.final}\0{_listed(each)}\0") for end, each in pieces)
+        listed = [_short(each.text) + (f"  -- {printable(each.about)}" if each.about else "") for each in found]
+        pieces = zip(ends, found, listed, strict=True)
+        return b"".join(os.fsencode(f"{end}\0{' ' * each.final}\0{text}\0") for end, each, text in pieces)
     start = len(current.raw) - len(more[0])
     lines = [end[start:] + " " * (each.final and not current.quote) for end, each in zip(ends, found, strict=True)]
     if more[1:] == ["63"] and len(found) > 1:  # TAB for the second time: they are only listed
         lines = [_short(each.text) for each in found]
     return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
-
-
-def _listed(each: Candidate) -> str:
-    return f"{_short(each.text)}  -- {printable(each.about)}" if each.about else _short(each.text)
 
 
 def _short(text: str) -> str:
@@ -123,6 +120,14 @@ _CONTROLS = dict(zip("abefnrtv", "\a\b\x1b\f\n\r\t\v", strict=True))
 
 def words_of(line: str, fish: bool = False) -> list[Word]:
     """The words of a line as a shell takes them apart; the last, which is being typed, is empty after a space."""
+
+    def decoded(code: re.Match[str]) -> str:
+        if code[1]:
+            return os.fsdecode(bytes(int(each, 16) for each in re.split(r"\\[xX]", code[1])[1:]))
+        if code[2]:
+            return chr(int(code[2], 16))
+        return chr(ord(code[3]) & 31) if code[3] else _CONTROLS.get(code[4], code[4])
+
     words = [Word("", "", "")]
     for found in (_FISH if fish else _POSIX).finditer(line.lstrip()):
         kind = found.lastgroup or ""
@@ -132,19 +137,11 @@ def words_of(line: str, fish: bool = False) -> list[Word]:
         text, opening = found[kind], _OPENING.get(kind, "")
         is_open = opening and len(found[0]) == len(opening) + len(text)
         if kind in ("ansi", "codes"):
-            text = _CODE.sub(_decoded, text)
+            text = _CODE.sub(decoded, text)
         elif kind == "double" or (kind == "single" and fish):
             text = re.sub(r"\\([$`\"\\\n])" if kind == "double" else r"\\([\\'])", r"\1", text)
         words[-1] = Word(words[-1].raw + found[0], words[-1].text + text, opening if is_open else "")
     return words
-
-
-def _decoded(code: re.Match[str]) -> str:
-    if code[1]:
-        return os.fsdecode(bytes(int(each, 16) for each in re.split(r"\\[xX]", code[1])[1:]))
-    if code[2]:
-        return chr(int(code[2], 16))
-    return chr(ord(code[3]) & 31) if code[3] else _CONTROLS.get(code[4], code[4])
 
 
 def quoted_on(text: str, quote: str = "") -> str:
@@ -188,7 +185,8 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     """The continuations of a word after others, of which the first is the verb; None where a file is meant."""
     for text in (typed, typed.partition("=")[2]) if "#" in typed else ():  # FILE#ADDRESS, NAME=FILE#ADDRESS
         path, at = _of("formats.opening").split(text)
-        if at is not None and os.path.lexists(path := _expanded(path)):
+        path = path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
+        if at is not None and os.path.lexists(path):
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
             return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
@@ -241,10 +239,6 @@ def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Cand
 
 def _first_sentence(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".:")
-
-
-def _expanded(path: str) -> str:
-    return path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
 
 
 def addresses(path: str, typed: str) -> list[Candidate]:

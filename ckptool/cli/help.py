@@ -64,7 +64,6 @@ def called(parameter: Parameter) -> str:
 
 
 def about(parameter: Parameter) -> str:
-    """What the help says of a parameter."""
     option, default = parameter.option, parameter.default
     least = f" [at least {option.least:g}]" if option.least is not None and option.least > 0 else ""
     needed = " [required]" if parameter.is_needed and option.flags else ""

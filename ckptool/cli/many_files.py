@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import Progress, in_turn
-from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar
+from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar, style_of
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
 
 Write = Callable[..., Any]
@@ -28,11 +29,9 @@ def write_each(verb: str, files: Sequence[str], given: Given, write: Write, ways
     """
     chosen = [flag for flag, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if given.get(name)]
     if len(chosen) != 1:
-        raise UsageError(
-            f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write",
-            "They are mutually exclusive." if chosen else "Nothing is written unless you name an output.",
-            ways,
-        )
+        what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+        why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
+        raise UsageError(what, why, ways)
     outs: list[str | None] = [given.get("out")] * len(files)
     if chosen == ["-o"] and len(files) > 1:
         what = f"{counted(len(files), 'file')} cannot be written to one"
@@ -42,7 +41,7 @@ def write_each(verb: str, files: Sequence[str], given: Given, write: Write, ways
     return Answers(_written(verb, list(zip(files, outs, strict=True)), given, write), given["as_json"])
 
 
-def _written(verb: str, pairs: list[Pair], given: Given, write: Write) -> Iterator[Answer | Printed]:
+def _written(verb: str, pairs: list[Pair], given: Given, write: Write) -> Iterator[Printed]:
     """The reports of all files. Of several each is planned before the first is written: where one is refused, none
     is."""
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
@@ -55,8 +54,11 @@ def _written(verb: str, pairs: list[Pair], given: Given, write: Write) -> Iterat
                 except CkptoolError as error:
                     if not given.get("skip_refused"):
                         raise _stopped(error, pair[0], 0, count) from error
+                    from ckptool.render.error import error_json, error_text
+
                     refused.add(pair)
-                    yield Answer(error.within(pair[0]), exit_code=1)
+                    told = error.within(pair[0])
+                    yield Printed(error_json(told) if given["as_json"] else error_text(told, style_of(sys.stdout)), 1)
         pairs = [pair for pair in pairs if pair not in refused]
     jobs = jobs if jobs == 1 or dry_run or _are_apart(pairs) else 1
     with closing(in_jobs(partial(_one, write, given), pairs, jobs, given["as_json"])) as tasks:
@@ -121,11 +123,9 @@ def _in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]
         out = os.path.join(folder, name)
         if other := taken.get(out):
-            raise Conflict(
-                f"{other} and {file} would both be written to {out}",
-                "One would replace the other. Nothing was written.",
-                "Write them into different folders.",
-            )
+            what = f"{other} and {file} would both be written to {out}"
+            why = "One would replace the other. Nothing was written."
+            raise Conflict(what, why, "Write them into different folders.")
         taken[out] = file
     if not given.get("overwrite"):
         from ckptool.output import check_folder, check_target

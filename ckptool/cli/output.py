@@ -53,8 +53,7 @@ class Answer(NamedTuple):
         return text if self.options.get("quiet") else style.page(text)  # quiet: every line is one name, spaces and all
 
     def json(self) -> Json:
-        fields: Json = self.report.to_dict()
-        return fields
+        return dict(self.report.to_dict())
 
 
 class Printed(NamedTuple):
@@ -67,8 +66,7 @@ class Printed(NamedTuple):
         return str(self.content)
 
     def json(self) -> Json:
-        fields: Json = self.content
-        return fields
+        return dict(self.content)
 
 
 Answering = Callable[[Any, "Progress | None"], Answer]
@@ -136,12 +134,9 @@ def style_of(stream: TextIO) -> Style:
     return Style(colour, _width(stream) if terminal else None)
 
 
-LEAST_WIDTH = 20  # columns: what is narrower was not meant
-
-
 def _width(stream: TextIO) -> int | None:
     columns = os.environ.get("COLUMNS", "")
-    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= LEAST_WIDTH:
+    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= 20:  # what is narrower was not meant
         return int(columns)
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
@@ -190,10 +185,6 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-AFTER = 0.5  # seconds
-EVERY = 0.1
-
-
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress | None]:
     """Something to tell the bytes done and in all; None where nobody would see it. The line is wiped at the end."""
@@ -201,14 +192,14 @@ def progress_bar(label: str) -> Iterator[Progress | None]:
         yield None
         return
     start, drawn = time.monotonic(), False
-    following = start + AFTER
+    following = start + 0.5  # seconds
 
     def update(done: int, total: int) -> None:
         nonlocal following, drawn
         now = time.monotonic()
         if now < following or not total:
             return
-        following, drawn = now + EVERY, True
+        following, drawn = now + 0.1, True
         speed = size(int(done / (now - start)))
         facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {speed}/s"
         tell(f"\r\x1b[K{label} {facts}")
@@ -235,8 +226,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
     line each elsewhere."""
-    style = style_of(sys.stderr)
-    drawn = False
+    style, drawn = style_of(sys.stderr), False
 
     def told(fact: dict[str, Any], rate: float) -> None:
         nonlocal drawn
@@ -246,7 +236,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
         drawn = True
         share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
         line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
-        tell(f"\r\x1b[K{style.fit(line)}")
+        tell(f"\r\x1b[K{line if len(line) <= style.width else line[: max(style.width - 1, 0)] + '…'}")
 
     try:
         yield told
@@ -279,7 +269,12 @@ def in_words(error: Exception) -> CkptoolError:
     """The error for people, whatever was raised."""
     if isinstance(error, CkptoolError):
         return error
-    if _has_run_out(error):
+    # The system refuses a module, a thread or a file for want of room, and Python says so in four ways.
+    words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
+    has_run_out = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
+    if isinstance(error, OSError):
+        has_run_out = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    if has_run_out:
         return FileProblem(
             f"a system limit was reached: {error!s}",
             "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
@@ -303,14 +298,6 @@ def in_words(error: Exception) -> CkptoolError:
 def failed_silently(error: Exception) -> bool:
     """True where C code could not even make its `MemoryError`."""
     return isinstance(error, SystemError) and "without exception set" in str(error)
-
-
-def _has_run_out(error: Exception) -> bool:
-    """True where the system refuses a module, a thread or a file for want of room; Python says so in four ways."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-    words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
-    return isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
 
 
 def unknown_command(name: str, known: Iterable[str]) -> UsageError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Any
@@ -25,16 +24,16 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
     try:
         typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
     except _BadUsage as error:
-        raise _refusal(verb, parameters, error) from error
-    return {each.name: _value(each, typed[each.name]) for each in parameters}
-
-
-def _value(parameter: Parameter, typed: Any) -> Any:
-    """The value of what was typed, else the default; None where there is none."""
-    if typed in (None, ()):
-        return None if parameter.default is inspect.Parameter.empty else parameter.default
-    value = typed.value if isinstance(typed, Enum) else list(typed) if isinstance(typed, tuple) else typed
-    return value if parameter.option.parse is None else parameter.option.parse(value)
+        raise _refusal(verb, parameters, words, error) from error
+    values: dict[str, Any] = {}
+    for name, _, default, option in parameters:
+        value = typed[name]
+        if value in (None, ()):
+            values[name] = None if default is inspect.Parameter.empty else default
+        else:
+            value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+            values[name] = value if option.parse is None else option.parse(value)
+    return values
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
@@ -80,7 +79,7 @@ def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
     return value_of
 
 
-def _refusal(verb: str, parameters: Sequence[Parameter], error: Any) -> UsageError:
+def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], error: Any) -> UsageError:
     """The error for a command line that could not be parsed: what the parser says, and what stands there."""
     what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     why, more = usage(verb, parameters), ""
@@ -92,6 +91,6 @@ def _refusal(verb: str, parameters: Sequence[Parameter], error: Any) -> UsageErr
         more = what.rpartition("(")[2].rstrip(")")
     if more and was_redirected(more.split()):
         return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
-    file = next((word for word in sys.argv[1:] if word.startswith("-") and os.path.lexists(word)), "")
+    file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"
     return UsageError(what, why, fix)

@@ -42,7 +42,6 @@ _AS_FORM = Parameter("as_form", str, None, _FORM)
 
 
 def function_of(verb: str) -> Any:
-    """The function of a verb."""
     return getattr(import_module(module_of(verb)), function_name(verb))
 
 
@@ -50,9 +49,12 @@ def typed_parameters(function: Any) -> list[Parameter]:
     """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
     declared: Declared = function.verb
     found: dict[str, Parameter] = {}
-    sources = (function, *filter(None, (declared.words, declared.instead)))
+    sources = [function, *filter(None, (declared.words, declared.instead))]
+    kinds = [signature_of(source).return_annotation for source in sources]
+    reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
+    sources += [each.told for each in reports if issubclass(each, Report)]
     taken: set[str] = set()
-    for each in (each for source in (*sources, *_views(sources)) for each in parameters_of(source)):
+    for each in (each for source in sources for each in parameters_of(source)):
         if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
             found[each.name] = each
             taken.update(each.option.flags)
@@ -77,15 +79,6 @@ def _writes(function: Any) -> bool:
     whole = signature_of(function)
     kinds = get_args(whole.return_annotation)
     return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
-
-
-def _views(functions: tuple[Any, ...]) -> Iterator[Any]:
-    """The functions that make text of the reports which these functions return."""
-    for function in functions:
-        kind = signature_of(function).return_annotation
-        for each in get_args(kind) or (kind,):
-            if isinstance(each, type) and issubclass(each, Report):
-                yield each.told
 
 
 def answers(verb: str, function: Any, typed: Arguments) -> Answers:

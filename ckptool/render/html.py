@@ -73,7 +73,7 @@ def _table(table: Table) -> Iterator[str]:
     title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
-    more = f'<td colspan="9">{escape(table.more.format(f"{left:,}").strip())}</td>'
+    more = f'<td colspan="{len(shown[0])}">{escape(table.more.format(f"{left:,}").strip())}</td>'
     body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
     lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     yield f"<table>{title if table.title else ''}{lines}</table>"

@@ -46,10 +46,8 @@ def _every(told: Told, style: Style) -> Iterator[str | None]:
 
 
 def _marked(piece: str, style: Style) -> str:
-    mark = getattr(piece, "mark", "")
-    text = printable(piece)
-    marked: str = getattr(style, mark)(text) if mark else text
-    return marked
+    mark, text = getattr(piece, "mark", ""), printable(piece)
+    return str(getattr(style, mark)(text)) if mark else text
 
 
 def _table(table: Table, style: Style) -> Iterator[str]:

@@ -15,15 +15,11 @@ def markdown(text: str) -> str:
     Both are code to Markdown, between more backticks than the text has in a row: nothing in it ends them.
     """
     title, _, rest = text.strip("\n").partition("\n")
-    heading = "#### " + _code(title) + "\n" if title else ""
+    ticks = _ticks(title, least=1)
+    heading = f"#### {ticks} {title} {ticks}\n" if title else ""
     body = fitting([f"{line}\n" for line in rest.strip("\n").split("\n")], LIMIT, "… and {} more lines\n")
     fence = _ticks(body, least=3)
     return f"{heading}\n{fence}text\n{body}{fence}\n" if rest else heading
-
-
-def _code(line: str) -> str:
-    ticks = _ticks(line, least=1)
-    return f"{ticks} {line} {ticks}"
 
 
 def _ticks(text: str, least: int) -> str:

@@ -29,7 +29,7 @@ from ckptool.analysis.diff import (
 )
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import outline, overview
-from ckptool.analysis.statistics import Statistics, TensorPicture
+from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
 from ckptool.checkpoint.tree import address
@@ -279,20 +279,7 @@ def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
 # All tensors ----------------------------------------------------------------------------------------------------------
 
 STATISTICS = [field.name for field in fields(Statistics)]
-COLUMNS = (
-    "name",
-    "part",
-    "dtype",
-    "shape",
-    "bytes",
-    "tied",
-    "more",
-    *STATISTICS,
-    "hist",
-    "quantiles",
-    "thumb",
-    "change",
-)
+COLUMNS = [*"name part dtype shape bytes tied more".split(), *STATISTICS, *"hist quantiles thumb change".split()]
 
 
 def packed(report: CheckpointReport) -> str:
@@ -314,7 +301,8 @@ def packed(report: CheckpointReport) -> str:
 
 
 def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
-    """The cells of a tensor from its dtype to its thumbnail."""
+    """The cells of a tensor from its dtype to its thumbnail: rows, columns, the value of the strongest shade, a digit
+    for each block."""
     assert file.inspection is not None
     tensor, place = row.tensor, row.address
     words = [] if tensor.location == "cpu" else [printable(tensor.location)]  # what is unusual about it
@@ -334,7 +322,11 @@ def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     most = max(picture.counts) or 1
     yield "".join(DIGITS[-(-count * 35 // most)] for count in picture.counts)  # none that is not empty is 0
     yield [_plain(value) for value in picture.quantiles]
-    yield _thumbnail(picture) if picture.means else 0
+    means = [mean for row in picture.means for mean in row]
+    scale = max((abs(mean) for mean in means if mean is not None), default=0.0)
+    shades = ["f" if m is None else DIGITS[SHADES + (round(m / scale * SHADES) if scale else 0)] for m in means]
+    strongest = _plain(float(f"{scale:.3g}"))
+    yield [len(picture.means), len(picture.means[0]), strongest, "".join(shades)] if picture.means else 0
 
 
 def _plain(value: float | int | None) -> Any:
@@ -342,14 +334,6 @@ def _plain(value: float | int | None) -> Any:
     if isinstance(value, int):
         return value if abs(value) < EXACT else str(value)
     return value if value is None or isfinite(value) else str(value).replace("inf", "Infinity").replace("nan", "NaN")
-
-
-def _thumbnail(picture: TensorPicture) -> list[Any]:
-    """Rows, columns, the value of the strongest shade, a digit for each block."""
-    means = [mean for row in picture.means for mean in row]
-    scale = max((abs(mean) for mean in means if mean is not None), default=0.0)
-    shades = ["f" if m is None else DIGITS[SHADES + (round(m / scale * SHADES) if scale else 0)] for m in means]
-    return [len(picture.means), len(picture.means[0]), _plain(float(f"{scale:.3g}")), "".join(shades)]
 
 
 # Two files ------------------------------------------------------------------------------------------------------------
@@ -384,7 +368,6 @@ def _change_of(diff: Diff) -> Any:
 
 
 def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
-    """Two files compared."""
     values = tensors_changed(diff)
     groups = [(text, *group_facts(members, 0)[:4]) for text, members in folded(values)]
     only, both = ("", "what"), ("", "old → new")

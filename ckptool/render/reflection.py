@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -37,19 +36,14 @@ def _doc(kind: type) -> str:
 _FIELD = re.compile(r"(?:^|  |\n)\s*([a-z_]+(?:, [a-z_]+)*): ")
 
 
-@cache
-def _said(kind: type) -> dict[str, str]:
-    """What a docstring says of each field: `damage: what was wrong.  tensors, records: how many there were.`"""
-    pieces = _FIELD.split(_doc(kind))
-    texts = zip(pieces[1::2], pieces[2::2], strict=True)
-    return {name: " ".join(text.split()).rstrip(".") for names, text in texts for name in names.split(", ")}
-
-
 def _row(kind: Any, used: Json) -> Json:
     """An object with the facts of a report, a row, or a named tuple."""
     properties = {name: _type(fact.kind, used) for name, fact in facts_of(kind).items()}
-    for name, said in _said(kind).items():
-        if name in properties:
+    # What a docstring says of each field: `damage: what was wrong.  tensors, records: how many there were.`
+    pieces = _FIELD.split(_doc(kind))
+    for names, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        said = " ".join(text.split()).rstrip(".")
+        for name in properties.keys() & names.split(", "):
             unit = properties[name].get("description", "")
             properties[name] |= {"description": f"{said}, {unit}" if unit else said}
     return {"type": "object", "properties": properties, "required": list(properties)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 
 WIDEST = 72  # column
 
@@ -21,29 +22,16 @@ class Style:
     colour: bool = False
     width: int | None = None
 
-    def _wrap(self, code: str, text: str) -> str:
+    def _marked(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
 
-    def bold(self, text: str) -> str:
-        return self._wrap("1", text)
-
-    def dim(self, text: str) -> str:
-        return self._wrap("2", text)
-
-    def red(self, text: str) -> str:
-        return self._wrap("1;31", text)
-
-    def green(self, text: str) -> str:
-        return self._wrap("1;32", text)
-
-    def yellow(self, text: str) -> str:
-        return self._wrap("33", text)
-
-    def blue(self, text: str) -> str:
-        return self._wrap("34", text)
-
-    def cyan(self, text: str) -> str:
-        return self._wrap("36", text)
+    bold = partialmethod(_marked, "1")
+    dim = partialmethod(_marked, "2")
+    red = partialmethod(_marked, "1;31")
+    green = partialmethod(_marked, "1;32")
+    yellow = partialmethod(_marked, "33")
+    blue = partialmethod(_marked, "34")
+    cyan = partialmethod(_marked, "36")
 
     def page(self, text: str) -> str:
         """Text in lines as wide as the terminal: what is longer goes on below, between words; commands stay whole."""
@@ -68,30 +56,17 @@ class Style:
             used += length
         return lines
 
-    def fit(self, text: str, used: int = 0) -> str:
-        """The text, cut to what is left of the line after `used` columns."""
-        if self.width is None or used + len(text) <= self.width:
-            return text
-        return text[: max(self.width - used - 1, 0)] + "…"
-
 
 PLAIN = Style()
 
 
 def columns(
-    rows: Sequence[Sequence[str]],
-    right: Sequence[int] = (),
-    indent: str = "  ",
-    gap: str = "  ",
-    widest: int = WIDEST,
+    rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", widest: int = WIDEST
 ) -> list[str]:
     """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((indent + gap.join(cells)).rstrip())
-    return lines
+    padded = (
+        [f"{cell:{'>' if i in right else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    )
+    return [(indent + "  ".join(cells)).rstrip() for cells in padded]

@@ -20,8 +20,7 @@ from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
-from ckptool.verbs._save import Change
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Change, Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's
 AdapterArgument = Annotated[
@@ -44,7 +43,11 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
     fields = config_beside(opened.checkpoint, ADAPTER)
     if config is not None and not isinstance(config, (str, os.PathLike)):
         given = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
-        fields = json.loads(json.dumps(dict(given), default=_as_saved))
+        # As PEFT's adapter_config.json has them: a list for a set.
+        saved = json.dumps(
+            dict(given), default=lambda one: sorted(one) if isinstance(one, (set, frozenset)) else str(one)
+        )
+        fields = json.loads(saved)
         if not fields:
             what = f"{type(config).__name__} is no configuration of an adapter"
             raise UsageError(what, "", "Give adapter_config.json, what is in it, or a peft.LoraConfig.")
@@ -53,11 +56,6 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
         if not isinstance(fields, dict):
             raise Corrupt(f"{os.fspath(config)} is no JSON object", "A configuration is one.")
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
-
-
-def _as_saved(value: Any) -> Any:
-    """What PEFT's adapter_config.json has for a value: a list for a set."""
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def write_adapter(

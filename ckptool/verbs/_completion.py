@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckptool.facts import Page
 from ckptool.options import argument, verb
-
-SHELLS = ("bash", "zsh", "fish")
 
 
 @verb(
@@ -16,6 +14,6 @@ SHELLS = ("bash", "zsh", "fish")
     ("ckptool completion zsh", 'in ~/.zshrc: eval "$(ckptool completion zsh)"'),
     ("ckptool completion fish", "to ~/.config/fish/completions/ckptool.fish"),
 )
-def completion(shell: Annotated[str, argument("SHELL", "bash, zsh or fish.", choices=SHELLS)]) -> Page:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], argument("SHELL", "bash, zsh or fish.")]) -> Page:
     """The completion script of a shell."""
     return Page((Path(__file__).with_name("shells") / shell).read_text())

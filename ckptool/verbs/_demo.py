@@ -45,7 +45,12 @@ def demo(
 
     random = numpy.random.default_rng(0)
     weights = {name: random.standard_normal(shape).astype("f4") for name, shape in _shapes().items()}
-    tuned = {name: _tuned(name, value, random) for name, value in weights.items()}
+    tuned = {}  # after some more training of the upper half, the more the higher
+    for name, value in weights.items():
+        layer = int(name.split(".")[1]) if name.startswith("h.") else 0
+        amount = 0.01 * max(layer - LAYERS // 2 + 1, 0)
+        grown = value * (1 + amount * random.standard_normal(value.shape)) if amount else value
+        tuned[name] = grown.astype("f4")
     trees = {MODEL: _training(weights, random), TUNED: OrderedDict({k: array_entry(v) for k, v in tuned.items()})}
     files: dict[str, Any] = {}
     for name, tree in trees.items():
@@ -82,14 +87,6 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         }.items():
             shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[:1]}
     return shapes
-
-
-def _tuned(name: str, value: Any, random: Any) -> Any:
-    """The weights after some more training of the upper half, the more the higher."""
-    _, number, *_ = [*name.split("."), "0"]
-    layer = int(number) if number.isdecimal() else 0
-    amount = 0.01 * max(layer - LAYERS // 2 + 1, 0)
-    return (value * (1 + amount * random.standard_normal(value.shape))).astype("f4") if amount else value
 
 
 def _training(weights: Weights, random: Any) -> dict[str, Any]:

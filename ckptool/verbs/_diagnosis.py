@@ -11,16 +11,10 @@ from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint
 from ckptool.formats import named
-from ckptool.formats.opening import CheckpointLike, Opened
+from ckptool.formats.opening import Opened
 from ckptool.pickles.weights_only import weights_only
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
-from ckptool.verbs._target import find_target
-
-
-def target_of(against: CheckpointLike) -> Target:
-    """The model that a checkpoint is to be loaded into."""
-    return find_target(against).as_it_loads
 
 
 def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
@@ -30,7 +24,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     refused = _values(checkpoint, found)
     if target is None:
         return of_checkpoint(checkpoint, found, opened.path, refused)
-    from ckptool.verbs.layouts import translation_to  # all layouts, which no other diagnosis needs
+    from ckptool.transforms.translate.layouts import translation_to  # all layouts, which no other diagnosis needs
 
     return of_checkpoint(checkpoint, found, opened.path, refused, target, translation_to)
 

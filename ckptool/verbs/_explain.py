@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import Command
+from ckptool.commands import FILE, Command, command
 from ckptool.errors import NoMatch, UsageError
 from ckptool.facts import LIVE, Report, Told, bold, cyan
 from ckptool.options import argument, nearest, verb
@@ -121,5 +121,7 @@ def explain_text(text: str) -> Explanation | Diagnosis:
     if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
         return Explanation(tuple(known))
     if recognised(text) is None:
-        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", LOOK)
+        raise NoMatch(
+            "ckptool does not know this message", f"It says: {first_line(text)}", f"{LOOK}{command('doctor', FILE)}"
+        )
     return of_error_text(text)

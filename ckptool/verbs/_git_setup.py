@@ -157,11 +157,9 @@ def _without_ours(content: bytes | None, path: str) -> tuple[bytes | None, tuple
     block = _BLOCK.search(content or b"")
     if content is None or block is None:
         if _BEGIN in (content or b""):
-            raise Conflict(
-                f"the end marker of ckptool's lines in {path} is missing",
-                "Lines that are not its own are never changed.",
-                f"Delete them by hand, and the line: {_BEGIN.decode()}",
-            )
+            what = f"the end marker of ckptool's lines in {path} is missing"
+            why = "Lines that are not its own are never changed."
+            raise Conflict(what, why, f"Delete them by hand, and the line: {_BEGIN.decode()}")
         return content, ()
     lines = block[2].splitlines(keepends=True)
     theirs = b"".join(line for line in lines if not line.rstrip(b"\r\n").endswith(_OURS)) + content[block.end() :]

@@ -84,9 +84,7 @@ def pairs(
             old, _, new = split(text, "=")
             if not (old and new):
                 raise UsageError(
-                    f"{option} {text!r} is not of the form OLD=NEW",
-                    "Both sides are needed.",
-                    f"For example: {example}",
+                    f"{option} {text!r} is not of the form OLD=NEW", "Both sides are needed.", f"For example: {example}"
                 )
             found.append((old, new))
         return once(option, found)

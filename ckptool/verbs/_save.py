@@ -1,7 +1,7 @@
 """What the verbs that write have in common: what is asked of them (`Save`), and what they did (`Written`).
 
-`change_of` knows where to and how; its `write` writes what a verb made, and reports it; `Written.about` adds what the
-verb did.
+`change_of` knows where to and how, `begin_change` opens a file that is changed, or what is at an address in it. Their
+`write` and `save` write what a verb made, and report it; `Written.about` adds what the verb did.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict, TypeVar
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.graph import no_collection
+from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.checkpoint.files import Folder, Input
+from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.tree import address, storages, tensors
-from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, function_name, input_of
+from ckptool.checkpoint.state_dicts import optimizers
+from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, arg, command, function_name, input_of
 from ckptool.errors import (
     CkptoolError,
     Conflict,
@@ -28,12 +29,15 @@ from ckptool.errors import (
     VerifyFailed,
     counted,
     listed,
+    printable,
 )
+from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, members, sidecar, tree_record
-from ckptool.formats.in_memory import LIVE, Memory, in_objects
+from ckptool.formats.in_memory import LIVE as IN_MEMORY
+from ckptool.formats.in_memory import Memory, in_objects
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
-from ckptool.formats.opening import PathLike, in_memory
+from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import append_in_place, check_folder, check_target, replace_file, replace_folder
 from ckptool.output.append import refuse_links
@@ -41,17 +45,86 @@ from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.transforms.flatten import lost_views
-from ckptool.verbs._options import Bar, Container, DryRun, InPlace, KeepUnknown, Overwrite, Verify
-from ckptool.verbs._written import Written
+from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
+
+    from ckptool.transforms.rename import Renamed
 else:
     Unpack = None  # of `**options: Unpack[Save]`, which nobody evaluates
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 _OPTIONS = {"add-module": "prefix", "cast": "dtype", "remap": "to", "strip-module": "prefix"}  # that habit puts second
 _Change = TypeVar("_Change", bound="Change")
+
+
+class Row(NamedTuple):
+    """Something that a verb did. key, value: for programs, among the facts.  lines: for people, among the details."""
+
+    key: str
+    value: Any
+    lines: Iterable[str] = ()
+
+    @classmethod
+    def named(cls, key: str, names: Sequence[str], label: str, most: int = 8) -> Row:
+        """Names, listed in one line behind the label where there are any."""
+        return cls(key, list(names), [f"{label} {listed(names, most)}"] if names else [])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Written(Report):
+    """The result of a verb that writes, or would. `how`: `new file`, `in place`, `copy`, `nothing`.
+
+    summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
+    bytes_written counts what was added to the disk; file_bytes is the size of the result.
+    made: what the verb gives in place of this report, where nothing was to be written.  left: notes on what of the
+    original is not in the output.
+    """
+
+    is_written: ClassVar[bool] = True
+
+    verb: str
+    file: str
+    output: str
+    container: str
+    how: str
+    bytes_written: Bytes
+    file_bytes: Bytes
+    summary: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    dry_run: bool = False
+    verified: bool = False
+    made: Annotated[tuple[Any, ...], LIVE] = ()
+    left: Annotated[tuple[Note, ...], LIVE] = ()
+
+    def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written | Any:
+        """The same with what the verb did, in rows, lines and facts; what it made, where nothing was to be written."""
+        if self.made:
+            return self.made[0]
+        facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
+        lines = [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
+        details, notes = (*map(printable, lines), *self.details), (*notes, *self.left, *self.notes)
+        summary = printable(summary)
+        return replace(self, summary=summary, facts=facts, details=details, notes=notes, made=(), left=())
+
+    def told(self) -> Told:
+        how = {"nothing": "unchanged"}.get(self.how, self.how)
+        if self.how == "in place":
+            how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
+        elif self.how == "new file" and formats.named(self.container).writes_folder:
+            how = "new folder"
+        facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
+        where = f"written to {self.output}" if self.output else "returned"
+        if self.dry_run:
+            yield bold(self.verb), f": {self.summary}; would be {where} ({facts})"
+            yield "  dry run: nothing was written"
+        else:
+            yield bold(self.verb), f": {self.summary} → {self.output or where} ({facts})"
+        yield from (f"  {line}" for line in self.details)
+        yield from self.notes
 
 
 class Save(TypedDict, total=False):
@@ -65,6 +138,13 @@ class Save(TypedDict, total=False):
     container: Container
     progress: Bar
     make_folder: bool
+
+
+class SavePart(Save, total=False):
+    extract: Extract
+
+
+SavePart.__doc__ = Save.__doc__
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +207,9 @@ class Change:
 
             refuse_damaged(original)
         if self.live:
-            size = sum(storage.nbytes for storage in storages(changed.tree))
+            nbytes = sum(storage.nbytes for storage in storages(changed.tree))
             made = () if asked["dry_run"] else (in_objects(original, changed),)
-            return replace(self.written(original, "", LIVE, "in memory", 0, size), made=made)
+            return replace(self.written(original, "", IN_MEMORY, "in memory", 0, nbytes), made=made)
         if path is None:
             return self._in_place(original, changed, changes, inputs)
         if isinstance(original.origin, Memory):
@@ -145,14 +225,23 @@ class Change:
         if not asked["container"]:
             formats.refuse_suffix(path, container, changed.container, str(changed.source or ""))
         formats.refuse_index(path, container)
-        if not changes and source is not None and self._stays(original, container):
+        # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
+        stays = container.name == original.container or (
+            asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
+        )
+        if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
+            stays = False  # torch reads tables of ranks with as many processes alone
+        if stays and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
             plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
         else:
             refuse_extras(changed, container)
             _refuse_repeated(original)
-            _refuse_placeholders(original, changed, container)
+            if changed.part is not None and tree_record.KEY not in changed.metadata:
+                before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
+                if container.tensors_only or not before.keys() <= after.keys():
+                    refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
@@ -177,8 +266,8 @@ class Change:
         container: str,
         how: str,
         added: int,
-        size: int,
-        notes: Iterable[Note] = (),
+        nbytes: int,
+        notes: tuple[Note, ...] = (),
         details: Iterable[str] = (),
     ) -> Written:
         """The report of what was written, or would be; with notes on what of the original is not as it was there."""
@@ -189,39 +278,12 @@ class Change:
         beside = list(members.beside(original)) if how != "nothing" and not self.asked["in_place"] else []
         left += [Note(MEMBERS, f"left behind, since only weights are written: {listed(beside, 6)}")] if beside else []
         file = original.source.path if original.source else ""
-        report = Written(self.verb, file, path, container, how, added, size, dry_run=dry_run, verified=verified)
-        return replace(report, details=tuple(details), notes=tuple(notes), left=tuple(left))
-
-    def _stays(self, checkpoint: Checkpoint, container: Format) -> bool:
-        """True if an unchanged file can be copied: it is of the container to write, or of one that torch loads, too."""
-        source = checkpoint.source
-        if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
-            return False  # torch reads tables of ranks with as many processes alone
-        as_asked = self.asked["container"] is None and container.name == formats.DEFAULT
-        return checkpoint.container == container.name or (as_asked and checkpoint.container in LOADED_BY_TORCH)
+        report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
+        return replace(report, details=tuple(details), notes=notes, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
-        source, container = self._writable(original)
-        keep_unknown = bool(self.asked["keep_unknown"])
-        if not changes:
-            notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
-            return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
-        _refuse_repeated(original)
-        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
-        plan = container.append(changed, keep_unknown=keep_unknown)
-        if plan is None:
-            plan = container.write(changed, keep_unknown=keep_unknown)
-            own = replace(self, asked={**self.asked, "overwrite": True})
-            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
-            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
-        if not self.asked["dry_run"]:
-            self._append(plan, source, changed, inputs)
-        size = plan.keep + plan.nbytes
-        return self.written(original, source.path, container.name, "in place", plan.nbytes, size, notes)
-
-    def _writable(self, original: Checkpoint) -> tuple[Source, Format]:
-        """The file that is changed in place, and its container. Raises `UsageError` where that cannot be done."""
-        source = original.source
+        """Changes the file itself. Raises `UsageError` where that cannot be done."""
+        source, asked = original.source, self.asked
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or formats.writer(original.container) is None:
@@ -233,29 +295,38 @@ class Change:
                 f"Write a new one: {arg(out=OUT)}",
             )
         refuse_links(source.path)
-        if self.asked["container"] not in (None, original.container):
-            raise UsageError(
-                f"{arg(in_place=True)} keeps the container ({original.container})",
-                "Another container needs a new file.",
-                f"Write a new file with {arg('out')}.",
-            )
-        return source, formats.by_name(original.container)
+        if asked["container"] not in (None, original.container):
+            what = f"{arg(in_place=True)} keeps the container ({original.container})"
+            raise UsageError(what, "Another container needs a new file.", f"Write a new file with {arg('out')}.")
+        container, keep_unknown = formats.by_name(original.container), bool(asked["keep_unknown"])
+        if not changes:
+            notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
+            return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
+        _refuse_repeated(original)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+        plan = container.append(changed, keep_unknown=keep_unknown)
+        if plan is None:
+            plan = container.write(changed, keep_unknown=keep_unknown)
+            own = replace(self, asked={**asked, "overwrite": True})
+            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
+            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
+        if not asked["dry_run"]:
+            if not os.access(source.path, os.W_OK):
+                what = f"cannot change {source}: no permission to write to it"
+                raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
+            # The old records were checked before, and stay where they are.
+            verify = verifier(changed, checksums=False) if asked["verify"] else None
 
-    def _append(self, plan: Plan, source: Source, changed: Checkpoint, inputs: Sequence[Input]) -> None:
-        if not os.access(source.path, os.W_OK):
-            what = f"cannot change {source}: no permission to write to it"
-            raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
-        # The old records were checked before, and stay where they are.
-        verify = verifier(changed, checksums=False) if self.asked["verify"] else None
+            def confirm(path: str) -> None:
+                for given in inputs:
+                    if given is not source:
+                        given.check_unchanged()
+                if verify is not None:
+                    verify(path)
 
-        def confirm(path: str) -> None:
-            for given in inputs:
-                if given is not source:
-                    given.check_unchanged()
-            if verify is not None:
-                verify(path)
-
-        append_in_place(plan, source, verify=confirm, progress=self.asked["progress"])
+            append_in_place(plan, source, verify=confirm, progress=asked["progress"])
+        nbytes = plan.keep + plan.nbytes
+        return self.written(original, source.path, container.name, "in place", plan.nbytes, nbytes, notes)
 
     def put(
         self,
@@ -282,6 +353,56 @@ class Change:
             known = _files_at(target) if replaceable is None else replaceable
             check_folder(target, overwrite=overwrite, replaceable={*known, *plan.files})
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class FileChange(Change):
+    """A file that is being changed. `part`: what the verb acts on.  named: it was named by an address.
+
+    outside: the tree around it, with nothing in its place.  extract: the part is written alone.
+    """
+
+    original: Checkpoint
+    part: Checkpoint
+    named: bool
+    outside: Any
+    extract: bool
+
+    @property
+    def kept(self) -> tuple[Storage, ...]:
+        """The storages outside, which stay as they are."""
+        return tuple(storages(self.outside))
+
+    def save(self, changed: Checkpoint, *, changes: bool = True, beside: ModelFolder | None = None) -> Written:
+        """Writes the file with the changed part in its place, or that part alone.
+
+        beside: the files that go into a folder of weights, if not those beside the original.
+        Raises `Conflict` where a tensor of the part would lose its tie to one outside of it, and what writing raises.
+        """
+        base = self.part.base
+        if self.extract:
+            changes, changed = True, replace(changed, base=())
+        elif base:
+            self._refuse_untied(changed.tree)
+            changed = replace(self.original, tree=replaced_at(self.original.tree, base, changed.tree))
+        return self.write(self.original, changed, changes=changes, beside=beside)
+
+    def _refuse_untied(self, changed: Any) -> None:
+        kept = set(map(id, self.kept))
+        if not any(id(storage) in kept for storage in storages(self.part.tree)):
+            return
+        after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walk(changed)}
+        for path, node in walk(self.part.tree):
+            tied = {id(part.storage) for part in stored_parts(node)} & kept
+            if tied and not tied.issubset(after.get(path) or tied):
+                views = ((place, part) for place, other in walk(self.outside) for part in stored_parts(other))
+                other = address(next((place for place, part in views if id(part.storage) in tied), ()))
+                name = address((*self.part.base, *path))
+                raise Conflict(
+                    f"{name} shares its storage with {other}, which is not in {address(self.part.base)}",
+                    "Both would change, or no longer be tied. Nothing was written.",
+                    f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}",
+                )
 
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object) -> Change:
@@ -330,16 +451,67 @@ def out_first(out: Any, option: Any) -> tuple[PathLike | None, Any]:
     return (out, option) if out is None or isinstance(out, (str, os.PathLike)) else (option, out)
 
 
+def begin_change(
+    verb: str,
+    file: CheckpointLike,
+    out: PathLike | None,
+    at: str | None,
+    options: SavePart,
+    opening: Callable[[CheckpointLike, str | None], Opened] = open_to_change,
+) -> FileChange:
+    """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
+    given: Any = {**options}
+    extract = bool(given.pop("extract", False))
+    change = change_of(verb, out, given, file)
+    opened = opening(file, at)
+    whole, part = opened.checkpoint, opened.taken
+    if extract and opened.at is None:
+        what = f"{verb} {arg(extract=True)} was given no address"
+        why = f"Without {arg(extract=True)} the whole file is written."
+        raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
+    if extract and change.asked["in_place"]:
+        what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
+        why = "The file itself would lose everything but the part."
+        raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
+    outside: Any = None
+    if part.base and not extract:
+        around = {id(holder) for holder in holders(whole.tree, part.base)}
+        if any(id(node) in around for node in visit(part.tree)):  # a copy put back would change the rest
+            what = f"{address(part.base)} contains itself"
+            raise UsageError(what, "It cannot be changed on its own.", "Change the whole file, without the address.")
+        outside = replaced_at(whole.tree, part.base, None)
+    own: Any = {each.name: getattr(change, each.name) for each in fields(change)}
+    return FileChange(**own, original=whole, part=part, named=opened.at is not None, outside=outside, extract=extract)
+
+
+def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | Any:
+    """Saves new keys and reports them.  clean: what to say where no key changes."""
+    saved = change.save(renamed.checkpoint, changes=renamed.changed > 0)
+    notes = []  # optimizers outside of the part that was changed call its parameters by their old names
+    for path, optimizer in optimizers(change.outside):
+        groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+        lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
+        names = [name for each in (*lists, optimizer["state"]) if isinstance(each, (list, dict)) for name in each]
+        if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
+            message = f"{address(path)} is outside what was changed, and has the old names: {listed(old, 3)}"
+            notes.append(Note("old-names", message))
+    roots: list[dict[str, Any]] = [
+        {"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots
+    ]
+    lines = [f"{row['root'] or 'the whole file'}: {row['changed']:,} of {counted(row['keys'], 'key')}" for row in roots]
+    more = len(renamed.names) - len(renamed.examples)
+    return saved.about(
+        f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
+        Row("roots", roots, lines if len(lines) > 1 else []),
+        *(f"{old} → {new}" for old, new in renamed.examples),
+        *([f"… {more:,} more"] if more else []),
+        changed=renamed.changed,
+        keys=renamed.total,
+        notes=notes,
+    )
+
+
 # What is refused, and what proves that it was written ----------------------------------------------------------------
-
-
-def _refuse_placeholders(original: Checkpoint, changed: Checkpoint, container: Format) -> None:
-    """Raises `OnlyAPart` where tensors would be written without their values and without what says where those are."""
-    if changed.part is None or tree_record.KEY in changed.metadata:
-        return
-    before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
-    if container.tensors_only or not before.keys() <= after.keys():
-        refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
 
 
 def _refuse_repeated(checkpoint: Checkpoint) -> None:
@@ -357,11 +529,9 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
     if checkpoint.extras:
         source = checkpoint.source or "the checkpoint"
         weights = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
-        raise Unsupported(
-            f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot",
-            "Without its program the file would no longer be that model. Nothing was written.",
-            f"Write only its weights, then change those: {weights}",
-        )
+        what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
+        why = "Without its program the file would no longer be that model. Nothing was written."
+        raise Unsupported(what, why, f"Write only its weights, then change those: {weights}")
 
 
 def put_in_place(
@@ -402,7 +572,8 @@ def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str],
         if not problem and not found.same:
             problem = (
                 f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
-                f"{len(found.only_right):,} are new, the order or ties differ"
+                f"{counted(len(found.only_right), 'entry is', 'entries are')} new"
+                + (", the order or ties differ" if found.order_differs or found.ties else "")
             )
         if not problem and not _unreadable_names(expected):
             problem = _unreadable_names(written)

@@ -37,17 +37,13 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
 
         return replace(target_of_code(name), name=name)
     if not os.path.lexists(path) and "::" not in name and ":" in name:
-        raise UsageError(
-            f"{name} is neither a file nor a name of your own code",
-            "Your own code is file.py:factory or pkg.module:factory.",
-            f"For example: {arg(against='model.py:build')}",
-        )
+        what = f"{name} is neither a file nor a name of your own code"
+        why = "Your own code is file.py:factory or pkg.module:factory."
+        raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
     if path.endswith(".py") and os.path.isfile(path):
-        raise UsageError(
-            f"{path} is a Python file; name what in it builds the model",
-            "It is a function without arguments, a class, or a module.",
-            f"For example: {path}:build_model",
-        )
+        what = f"{path} is a Python file; name what in it builds the model"
+        why = "It is a function without arguments, a class, or a module."
+        raise UsageError(what, why, f"For example: {path}:build_model")
     source = open_input(path) if os.path.isfile(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:

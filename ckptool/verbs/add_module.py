@@ -8,9 +8,8 @@ from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.options import option, verb
 from ckptool.transforms.rename import add
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._renamed import renamed_file
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
 
 @verb(("ckptool add-module model.pt --at ema_state_dict -o wrapped.pt", "for a wrapped model"))

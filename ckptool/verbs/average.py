@@ -20,8 +20,7 @@ from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 
 @verb(
@@ -43,16 +42,14 @@ def average(
         option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers("--weights")),
     ] = None,
     weight: Annotated[
-        Texts,
-        option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.", several=True),
+        Texts, option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.", several=True)
     ] = (),
     ema: Annotated[
         float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
     ] = None,
     method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
     base: Annotated[
-        CheckpointLike | None,
-        option("--base FILE", "The model whose differences task-arithmetic, ties and dare add."),
+        CheckpointLike | None, option("--base FILE", "The model whose differences task-arithmetic, ties and dare add.")
     ] = None,
     density: Annotated[
         float | Sequence[float] | None,

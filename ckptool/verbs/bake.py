@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.errors import NoMatch, counted
 from ckptool.options import option, verb
 from ckptool.transforms import bake as folding
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
 
 
 @verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
@@ -21,8 +21,7 @@ def bake(
     *,
     at: ChangedAt = None,
     form: Annotated[
-        str,
-        option("--form", "plain folds; old and new rename the parts of weight norm.", choices=("plain", "old", "new")),
+        Literal["plain", "old", "new"], option("--form", "plain folds; old and new rename the parts of weight norm.")
     ] = "plain",
     **options: Unpack[SavePart],
 ) -> Written | Any:

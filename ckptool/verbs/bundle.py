@@ -32,8 +32,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.edit import parse_assignment
 from ckptool.verbs._options import IsPart, Out, Texts, pairs
-from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras
 from ckptool.verbs.save import checkpoint_of
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
@@ -59,11 +58,9 @@ def _words(
     if len(words) == 1 and ("=" not in words[0] or os.path.lexists(words[0])):
         (base,), words = words, ()
     elif words and (add or {"drop", "rename"} & {*options} or options["in_place"]):
-        raise UsageError(
-            f"bundle was given {counted(len(words), 'word')} besides its changes",
-            "--add, --drop and --rename change one bundle.",
-            "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar",
-        )
+        what = f"bundle was given {counted(len(words), 'word')} besides its changes"
+        why = "--add, --drop and --rename change one bundle."
+        raise UsageError(what, why, "For example: ckptool bundle gan.tar --add epoch:=4 -o new.tar")
     files: dict[str, str] = {}
     values: dict[str, Any] = {}
     for word in (*words, *add):
@@ -74,11 +71,9 @@ def _words(
         if plain:
             name, file = parse_assignment(word)
         if name in files or name in values:
-            raise Conflict(
-                f"two members are called {name}",
-                "One member would replace the other. Nothing was written.",
-                "Give one of them another name.",
-            )
+            what = f"two members are called {name}"
+            why = "One member would replace the other. Nothing was written."
+            raise Conflict(what, why, "Give one of them another name.")
         (values if plain else files)[name] = file
     return {"file": base, "members": files, "values": values}
 
@@ -130,11 +125,9 @@ def bundle(
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)
     container = change.format(container_of(parts.checkpoint))
     if container.name not in CONTAINERS:
-        raise UsageError(
-            f"a bundle cannot be {container.name}",
-            f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            f"For example: {arg(out='gan.tar')}; {arg(out='gan.safetensors')}",
-        )
+        what = f"a bundle cannot be {container.name}"
+        why = f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        raise UsageError(what, why, f"For example: {arg(out='gan.tar')}; {arg(out='gan.safetensors')}")
     made = replace(
         parts.checkpoint,
         tree=bundled(parts.members, parts.like, live=change.live),

@@ -15,9 +15,8 @@ from ckptool.options import option, several, verb
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
-from ckptool.verbs._save import out_first
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
 
 SHOWN = 12  # weights that are listed without -n
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, unchanged
@@ -38,10 +38,8 @@ from ckptool.transforms.flatten import (
     transient,
 )
 from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
-from ckptool.verbs._save import Change, Save, Unpack, change_of
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
-TIES = ("record", "copy")
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
@@ -61,10 +59,7 @@ def convert(
     only: Only = (),
     exclude: Exclude = (),
     ties: Annotated[
-        str,
-        option(
-            "--ties", "Tied tensors: stored once and recorded, or copied for each name.", choices=("record", "copy")
-        ),
+        Literal["record", "copy"], option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
     ] = "record",
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
@@ -77,12 +72,8 @@ def convert(
     ] = None,
     part: IsPart = False,
     optimizer_as: Annotated[
-        str | None,
-        option(
-            "--optimizer-as",
-            "Optimizer state by parameter name, by number, or as state.NAME.KEY.",
-            choices=("names", "ids", "flat"),
-        ),
+        Literal["names", "ids", "flat"] | None,
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
     ] = None,
     against: Annotated[
         CheckpointLike | None,
@@ -123,8 +114,8 @@ def convert(
             f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
         )
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
-    if ties not in TIES:
-        raise UsageError(f"unknown {arg('ties')} {ties!r}", f"Available: {', '.join(TIES)}.")
+    if ties not in ("record", "copy"):
+        raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
     if out is None and not in_memory(file):
         raise UsageError(
             "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
@@ -229,11 +220,8 @@ def _only(name: str, change: Change, option: Command) -> Change:
     another."""
     container, wanted = change.format(name), by_name(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
-        raise UsageError(
-            f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}",
-            "Nothing else is divided into files.",
-            f"For example: {_EXAMPLES[name]}",
-        )
+        what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
+        raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")
     return change.into(container.name)
 
 
@@ -278,11 +266,9 @@ Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> Outcome:
     """The whole tree, as safetensors can carry it. Raises `UsageError` for other containers and a choice of keys."""
     if not container.keeps_tree:
-        raise UsageError(
-            f"{arg(all=True)} writes safetensors, not {container.name}",
-            "The whole tree is kept in the metadata of one safetensors file.",
-            f"For example: {arg(out='model.safetensors')}",
-        )
+        what = f"{arg(all=True)} writes safetensors, not {container.name}"
+        why = "The whole tree is kept in the metadata of one safetensors file."
+        raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
     if only or exclude:
         fix = f"Drop entries first: {command('edit', path, drop=ADDRESS, out=OUT)}"
         raise UsageError(

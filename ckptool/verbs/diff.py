@@ -34,8 +34,7 @@ def diff(
     ] = (),
     stat: bool = True,
     only: Annotated[
-        Texts,
-        option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.", several=True),
+        Texts, option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.", several=True)
     ] = (),
     strict: Annotated[
         bool, option("--strict", "Another order of keys, or another _metadata, is a difference, too.")
@@ -43,10 +42,9 @@ def diff(
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 
-    atol, rtol: values within `atol + rtol * |right|` count as equal.  ignore: `device`, `dtype`, `order`, `prefix`,
-    `strides`, `ties`, `requires_grad`, `metadata`.  stat=False: tensor data is compared for equality only.  only:
-    patterns for addresses, or for their ends (`fc.*`); nothing else is read, and `same` is about that part.  strict:
-    another order of keys and another `_metadata` count. Raises `UsageError` where a file has several sets of weights
-    and none was named, `NoMatch` for a pattern that matches nothing.
+    Values within `atol + rtol * |right|` count as equal.  stat=False: tensor data is compared for equality only.
+    Patterns of `only` are for addresses, or for their ends (`fc.*`); `same` is about that part.
+    Raises `UsageError` where a file has several sets of weights and none was named, `NoMatch` for a pattern that
+    matches nothing.
     """
     return diff_files(left, right, atol=atol, rtol=rtol, ignore=ignore, stat=stat, only=only, strict=strict)

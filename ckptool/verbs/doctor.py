@@ -13,10 +13,6 @@ from ckptool.options import argument, option, verb
 from ckptool.verbs._options import standard_input
 
 
-def _read(text: str) -> str:
-    return standard_input() if text == "-" else text
-
-
 @verb(
     ("ckptool doctor model.pt", "why it does not load, and what to type"),
     ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
@@ -24,8 +20,7 @@ def _read(text: str) -> str:
 )
 def doctor(
     file: Annotated[
-        CheckpointLike | None,
-        argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it."),
+        CheckpointLike | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
     ] = None,
     *,
     against: Annotated[
@@ -33,25 +28,29 @@ def doctor(
         option("--against TARGET", "The model to load it into: a checkpoint, a spec, or file.py:factory."),
     ] = None,
     error: Annotated[
-        str | None, option("--error TEXT|-", "Explain this error message; - reads it from standard input.", parse=_read)
+        str | None,
+        option(
+            "--error TEXT|-",
+            "Explain this error message; - reads it from standard input.",
+            parse=lambda text: standard_input() if text == "-" else text,
+        ),
     ] = None,
 ) -> Diagnosis:
     """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 
-    against: the model that it is to be loaded into: itself, a checkpoint of it, a spec, or `file.py:factory`, your own
-    code.
-    error: the text of an error; without a file it is answered from that alone.
+    An error message without a file is answered from that alone. The model may be itself, a module.
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
     from ckptool.analysis.error_texts import of_error_text  # what only the work needs, and not the help
-    from ckptool.verbs._diagnosis import of_opened, of_unopened, target_of
+    from ckptool.verbs._diagnosis import of_opened, of_unopened
+    from ckptool.verbs._target import find_target
 
     path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         return of_error_text(error, path, _devices(file) if file else None)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
-    target = target_of(against) if against is not None else None
+    target = find_target(against).as_it_loads if against is not None else None
     try:
         return of_opened(open_file(file), target)
     except CkptoolError as problem:

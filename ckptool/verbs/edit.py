@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
@@ -11,13 +11,9 @@ from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs.save import checkpoint_of
-
-
-def _assigned(texts: Sequence[str]) -> dict[str, Any]:
-    return once("--set", [edits.parse_assignment(text) for text in texts])
 
 
 @verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
@@ -30,7 +26,12 @@ def edit(
     ] = (),
     set: Annotated[
         Mapping[str, Any] | None,
-        option("--set PATH:=JSON", "Set a plain value: epoch:=3. Repeatable.", several=True, parse=_assigned),
+        option(
+            "--set PATH:=JSON",
+            "Set a plain value: epoch:=3. Repeatable.",
+            several=True,
+            parse=lambda texts: once("--set", list(map(edits.parse_assignment, texts))),
+        ),
     ] = None,
     tensor: Annotated[
         Mapping[str, Any] | None,
@@ -57,7 +58,11 @@ def edit(
             f"{arg(tensor={'state_dict/fc.bias': 'bias.npy'})}",
         )
     arrays = {place: _array(place, given) for place, given in (tensor or {}).items()}
-    values = checkpoint_of({place: _number(value) for place, value in (set or {}).items()}).tree
+    plain = {
+        place: value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+        for place, value in (set or {}).items()
+    }
+    values = checkpoint_of(plain).tree
     change = begin_change("edit", file, out, at, options)
     done = edits.edit(change.part, several(drop), values, arrays)
     words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
@@ -69,7 +74,6 @@ def edit(
 
 
 def _array(place: str, given: Any) -> Any:
-    """The array of new values for a tensor."""
     if isinstance(given, (str, os.PathLike)):
         return edits.read_array(os.fspath(given))
     if hasattr(getattr(given, "dtype", None), "newbyteorder"):
@@ -79,8 +83,3 @@ def _array(place: str, given: Any) -> Any:
         what = f"the values for {place} are of type {type(given).__name__}, and no array"
         raise UsageError(what, "", "Give an array of the tensor's type: numpy.asarray(VALUES, 'float32')")
     return entry.numpy()
-
-
-def _number(value: Any) -> Any:
-    """The value, with a scalar of numpy as Python's number."""
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckptool.options import option, several, verb
 from ckptool.training.reports import Evaluated
@@ -19,16 +19,14 @@ def eval(
     set: Set = (),
     *,
     checkpoint: Annotated[
-        str | int | None,
-        option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False),
+        str | int | None, option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False)
     ] = None,
     on: Annotated[
-        str, option("--on", "Evaluate on data.val (or what is held out), or on data.test.", choices=("val", "test"))
+        Literal["val", "test"], option("--on", "Evaluate on data.val (or what is held out), or on data.test.")
     ] = "val",
 ) -> Evaluated:
     """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
 
-    checkpoint: a step, `best` or `newest`; the best, where there is one.  on: `val` or `test`, for `data.test`.
     Raises `UsageError` for a checkpoint or data that do not exist, `Corrupt` for a damaged checkpoint.
     """
     check_harness()

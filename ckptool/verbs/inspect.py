@@ -50,8 +50,7 @@ def inspect(
 ) -> Listing:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
-    only: just the tensors and entries that match one of these patterns.
-    Reads no tensor data, unless `stats`: then min, max, mean, std, norm, zeros, NaN and Inf of every plain tensor.
+    Reads no tensor data, unless `stats`; composite and packed tensors have none.
     Raises `NoMatch` where a pattern matches nothing.
     """
     opened = open_file(file, at)

@@ -10,17 +10,9 @@ from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.options import option, verb
 from ckptool.transforms.lora.schemes import SCHEMES, convert
-from ckptool.verbs._adapters import (
-    NEW_ADAPTER,
-    RENEWED,
-    AdapterArgument,
-    ConfigOption,
-    open_adapter,
-    write_adapter,
-)
+from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 
 @verb(

@@ -15,8 +15,7 @@ from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, Rank, write_adapter
 from ckptool.verbs._options import Exclude, Only, Out
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 
 @verb(

@@ -21,8 +21,7 @@ from ckptool.transforms.lora.merge import MergedWeights, merge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 
 @verb(

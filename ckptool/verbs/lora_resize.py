@@ -16,8 +16,7 @@ from ckptool.verbs._adapters import (
     write_adapter,
 )
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import Save, Unpack, change_of
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 
 @verb(
@@ -26,12 +25,7 @@ from ckptool.verbs._written import Written
     without=("in_place",),
 )
 def lora_resize(
-    adapter: AdapterArgument,
-    out: Out = None,
-    *,
-    rank: Rank,
-    config: ConfigOption = None,
-    **options: Unpack[Save],
+    adapter: AdapterArgument, out: Out = None, *, rank: Rank, config: ConfigOption = None, **options: Unpack[Save]
 ) -> Written | Any:
     """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.
 

@@ -57,9 +57,7 @@ def prove(
 
     command: a program of your own in place of the configuration, `["python", "train.py", "--out", "{run}"]`, where
     `{run}` stands for a fresh folder; it is killed, started again as it is, and its checkpoints are compared.
-    steps, kills: how long the run is, and how often it is killed.  seed: where.  exhaustive: kill a short run at every
-    file-system event, too.  processes: how many train together, 2 by default.  timeout: seconds that one
-    process of a command may take.  Raises `RunFailed` where a training process fails by itself, or a command unbroken.
+    Raises `RunFailed` where a training process fails by itself, or a command unbroken.
     """
     told = say or (lambda text: None)
     if command:
@@ -68,19 +66,15 @@ def prove(
                 "a command has no configuration and no length",
                 f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}.",
             )
-        return _of_command(command, kills, seed, timeout, told)
+        from ckptool.analysis.diff import diff_files
+        from ckptool.analysis.scan import scan
+        from ckptool.training.prove.command import prove_command
+
+        compare = partial(diff_files, ignore=("order",), stat=False)
+        return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=told)
     if config is None:
         raise UsageError("prove was given neither a configuration nor a command")
     made = configuration(config, several(set))
     from ckptool.training.prove.proof import prove as proved
 
     return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, processes=processes, say=told)
-
-
-def _of_command(command: Sequence[str], kills: int, seed: int, timeout: float, say: Say) -> CommandProof:
-    from ckptool.analysis.diff import diff_files
-    from ckptool.analysis.scan import scan
-    from ckptool.training.prove.command import prove_command
-
-    compare = partial(diff_files, ignore=("order",), stat=False)
-    return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=say)

@@ -15,7 +15,7 @@ from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
-from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
+from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.options import argument, option, verb
@@ -186,6 +186,10 @@ def recover(
     if not dry_run:
         inputs = [source] if there is None else [source, there]
         notes = replace_file(plan, target, overwrite=overwrite, inputs=inputs, progress=progress)
+    lost = []
+    for each in found.still_lost:
+        values = each.storage if isinstance(each.node, StorageRef) else each.node
+        lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
     known = None if done.raw else sum(1 for _ in tensors(done.checkpoint.tree))
     gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
     return Recovery(
@@ -195,7 +199,7 @@ def recover(
         back=known - gone if known is not None else 0,
         records=done.records,
         whole=done.whole,
-        lost=tuple(map(_lost, found.still_lost)),
+        lost=tuple(lost),
         dropped=tuple(found.dropped),
         filled=tuple(FilledIn(*pair) for pair in found.filled),
         filled_from="" if there is None else there.path,
@@ -224,9 +228,3 @@ def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unkn
         return original, Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     with no_collection():
         return container.name, container.write(found.checkpoint, keep_unknown=keep_unknown)
-
-
-def _lost(item: LostTensor) -> LostTensorRow:
-    record = item.record
-    nbytes = item.storage.nbytes if isinstance(item.node, StorageRef) else item.node.nbytes
-    return LostTensorRow(item.address, record.name, record.offset, nbytes, record.why)

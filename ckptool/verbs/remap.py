@@ -9,9 +9,8 @@ from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import locations
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs
-from ckptool.verbs._save import out_first
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
 
 
 @verb(

@@ -12,9 +12,8 @@ from ckptool.formats.opening import CheckpointLike
 from ckptool.options import argument, option, several, verb
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
-from ckptool.verbs._renamed import renamed_file
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
 
 def _words(
@@ -54,11 +53,9 @@ def rename(
     parsed = [parse_rule(rule) for rule in several(rules, " => ")]
     parsed += read_rules(rules_file) if rules_file is not None else []
     if not parsed:
-        raise UsageError(
-            "rename was given no rule",
-            "A rule is OLD => NEW.",
-            f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}",
-        )
+        what = "rename was given no rule"
+        why = "A rule is OLD => NEW."
+        raise UsageError(what, why, f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}")
     change = begin_change("rename", file, out, at, options)
     renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)
     return renamed_file(change, renamed, clean="the rules leave every key as it is")

@@ -116,22 +116,25 @@ def report(
 ) -> CheckpointReport:
     """The contents, values and health of a checkpoint as a page: `.html()`, written to `out` where that is given.
 
-    other: is compared with the first, as `diff` does.
-    run: the folder of a run, whose checkpoints and curves are shown; as `file`, it stands for its newest good one.
-    against: the model that `file` is for, as for `doctor`.  overwrite: replace an existing `out`.
+    Two are compared as `diff` does; the folder of a run stands for its newest good checkpoint.
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
     from ckptool.training.inspect_run import inspect_run
-    from ckptool.verbs._diagnosis import of_opened, target_of  # what only the work needs, and not the help
+    from ckptool.verbs._diagnosis import of_opened  # what only the work needs, and not the help
+    from ckptool.verbs._target import find_target
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
         run = file
     about = inspect_run(run) if run is not None else None
     if about is not None and file is run:
-        file = _newest(about)
-    target = target_of(against) if against is not None else None
+        newest = next((one.path for one in about.checkpoints if one.step == about.resumes), None)
+        if newest is None:
+            what = f"{about.path} has no checkpoint that is whole"
+            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
+        file = newest
+    target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
         _check_output(os.fspath(out), (given, other, run, against), overwrite)
     files = [_opened(each) for each in ([file] if other is None else [file, other])]
@@ -246,15 +249,6 @@ def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
-
-
-def _newest(about: RunReport) -> str:
-    """The checkpoint that stands for a run."""
-    for one in about.checkpoints:
-        if one.step == about.resumes:
-            return one.path
-    what = f"{about.path} has no checkpoint that is whole"
-    raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
 
 
 def _norms(about: RunReport) -> NormsOverTime:

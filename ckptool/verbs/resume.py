@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Any
 
-from ckptool.options import option, several, verb
+from ckptool.options import several, verb
 from ckptool.training.reports import Outcome
-from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
+from ckptool.verbs._training import Folder, Lines, Logged, Quiet, Set, check_harness
 
 
-def _words(quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False) -> dict[str, Any]:
+def _words(quiet: Quiet = False) -> dict[str, Any]:
     return {}
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Storage
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.checkpoint.tree import map_storages
 from ckptool.transforms.rename import apply
@@ -24,17 +24,13 @@ def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: b
     weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
     `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
     """
+
+    def without_inner(key: str) -> str:
+        # What `torch.compile` and the like put on submodules; a submodule `module` keeps its name.
+        *modules, name = key.split(".")
+        return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
+
     state: Any = unwrapped(model, averages=True).state_dict()
-    tree = map_storages(bridge.from_torch(state), _on_cpu)
+    tree = map_storages(bridge.from_torch(state), lambda storage: replace(storage, location="cpu"))
     whole = Checkpoint(tree, "live")
-    save(apply(whole, [StateDict((), tree, WEIGHTS)], _without_inner).checkpoint, path, overwrite=overwrite)
-
-
-def _on_cpu(storage: Storage) -> Storage:
-    return replace(storage, location="cpu")
-
-
-def _without_inner(key: str) -> str:
-    """The key without what `torch.compile` and the like put on submodules; a submodule `module` keeps its name."""
-    *modules, name = key.split(".")
-    return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
+    save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

@@ -29,8 +29,7 @@ def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: boo
 )
 def scan(
     path: Annotated[
-        PathLike,
-        argument("PATH", "Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.", each=True),
+        PathLike, argument("PATH", "Folders of checkpoints, or checkpoints; whole files, not FILE#ADDRESS.", each=True)
     ],
     *,
     latest_only: Annotated[
@@ -41,9 +40,7 @@ def scan(
 ) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything.
 
-    full: verify every checksum too, not only tables and structure. Files that cannot be opened are rows of the report.
-    latest_only: only whether there is a good one, and which is the newest.  jobs: how many files of a folder are looked
-    at at a time, each in a process of its own.
+    Files that cannot be opened are rows of the report.
     Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
     """
     refuse_address("scan", path)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ckptool.analysis import words
 from ckptool.analysis.words import Value, tensor_text, type_name, value_text
-from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
@@ -117,7 +117,8 @@ def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
             return
         if not path or (flat is not None and path[: len(flat)] == flat):
             continue
-        flat = path if _is_flat(node) else None
+        is_short = isinstance(node, (list, tuple)) and len(node) <= 8
+        flat = path if is_short and all(isinstance(each, (str, int, float, type(None))) for each in node) else None
         label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
         if isinstance(node, (dict, list, tuple)) and node and flat is None:
             yield f"{label}:"
@@ -125,15 +126,6 @@ def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
             yield f"{label}: a text of {counted(node.count(chr(10)), 'line')}"
         else:
             yield f"{label}: {value_text(node, None if limit is None else WIDEST)}"
-
-
-def _is_flat(node: Any) -> bool:
-    """True for a short list of scalars, which is shown in one line."""
-    return (
-        isinstance(node, (list, tuple))
-        and len(node) <= 8
-        and all(each is None or isinstance(each, (str, int, float)) for each in node)
-    )
 
 
 @verb(
@@ -153,7 +145,9 @@ def show(
     address that leads nowhere, a slice that does not fit, or a slice of something else.
     """
     opened = open_file(file, at)
-    path, node = find(_holder(opened.checkpoint, opened.at or ""), opened.at or "")
+    name, extras = (opened.at or "").strip("/").partition("/")[0], opened.checkpoint.extras
+    # An address may lead to something beside the tree: the code of a program.
+    path, node = find({name: extras[name]()} if name in extras else opened.checkpoint.tree, opened.at or "")
     array = array_entry(node)
     if array is not None and (slice is not None or array.numel > WHOLE):
         node = array  # of a few values, all are shown as they stand
@@ -167,12 +161,6 @@ def show(
         if not all and view.numel > WHOLE:
             return Shown(opened.name, address(path), node, slice, corners=_corners(view))
         return Shown(opened.name, address(path), node, slice, to_numpy(view))
-
-
-def _holder(checkpoint: Checkpoint, at: str) -> Any:
-    """The tree; for an address that leads to something beside it (the code of a program), that."""
-    name = at.strip("/").partition("/")[0]
-    return {name: checkpoint.extras[name]()} if name in checkpoint.extras else checkpoint.tree
 
 
 def _part(entry: TensorEntry, text: str) -> TensorEntry:

@@ -9,8 +9,8 @@ from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.options import option, verb
 from ckptool.transforms import slim as slimming
-from ckptool.verbs._change import Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 
 @verb(("ckptool slim model.pt -o small.pt", "without optimizer state"))
@@ -30,11 +30,9 @@ def slim(
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place"):
-        raise UsageError(
-            "slim writes a new file",
-            "In place, the dropped bytes would stay in the file.",
-            f"For example: {arg(out='small.pt')}",
-        )
+        what = "slim writes a new file"
+        why = "In place, the dropped bytes would stay in the file."
+        raise UsageError(what, why, f"For example: {arg(out='small.pt')}")
     change = begin_change("slim", file, out, at, options)
     done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
     unused = any(note.code in ("unused-record", "superseded-pickle") for note in change.part.notes)

@@ -67,10 +67,8 @@ def spec(
 ) -> Spec:
     """Names, shapes, types, ties and kinds of a model's tensors, written to `out` as JSON (`ckptool.spec/1`).
 
-    target: a module, a checkpoint (or `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (needs torch), or
-    another spec.  at: the part of a checkpoint.  part: take also one that is only a rank's share or one shard.
-    overwrite: replace an existing `out`.  dry_run: write nothing.
-    Raises `UserCodeFailed` with the traceback where the factory raises, and what opening a checkpoint raises.
+    The model may also be a module, or another spec. Raises `UserCodeFailed` with the traceback where the factory
+    raises, and what opening a checkpoint raises.
     """
     from ckptool.render.json import dumps
 

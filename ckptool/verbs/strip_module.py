@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.options import option, several, verb
 from ckptool.transforms.rename import strip
-from ckptool.verbs._change import SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts
-from ckptool.verbs._renamed import renamed_file
+from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
 
 @verb(("ckptool strip-module model.pt -o clean.pt", "module.fc.weight becomes fc.weight"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.errors import UsageError
 from ckptool.facts import Page
 from ckptool.options import argument, option, several, verb
 from ckptool.training.reports import Outcome, Rehearsal
-from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
+from ckptool.verbs._training import Config, Lines, Logged, PathLike, Quiet, Set, check_harness, configuration
 
 
 def _words(
@@ -20,13 +20,21 @@ def _words(
     ] = False,
     init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
-    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> dict[str, Any] | Page | Rehearsal:
     if init or schema:
-        return Page(example() if init else config_schema())
+        check_harness()
+        from ckptool.training.example import example, schema_text
+
+        return Page(example() if init else schema_text())
     if config is None:
         raise UsageError("train was given no configuration", "", "Create one: ckptool train --init > run.yaml")
-    return rehearse(config, set) if dry_run else {}
+    if not dry_run:
+        return {}
+    made = configuration(config, set)
+    from ckptool.training.start import rehearse
+
+    return rehearse(made)
 
 
 @verb(
@@ -42,45 +50,18 @@ def train(
     set: Set = (),
     *,
     resume: Annotated[
-        str,
-        option("--resume", "auto: start or resume the run; must: only resume it.", choices=("never", "auto", "must")),
+        Literal["never", "auto", "must"], option("--resume", "auto: start or resume the run; must: only resume it.")
     ] = "never",
     progress: Logged = None,
     say: Lines = None,
 ) -> Outcome:
     """Trains the run that a configuration describes, saving on the way; `set` are `KEY=VALUE` changes.
 
-    resume: `never` refuses an existing run, `auto` starts or goes on, `must` only goes on.  progress: called with each
-    logged line.  Raises `UsageError` naming the lines that are wrong, `Conflict` for an existing run or a changed fixed
-    key, `NoneValid` where all checkpoints are damaged.
+    progress: called with each logged line.  Raises `UsageError` naming the lines that are wrong, `Conflict` for an
+    existing run or a changed fixed key, `NoneValid` where all checkpoints are damaged.
     """
     set = several(set)
     made = configuration(config, set)
     from ckptool.training.start import start
 
     return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], progress=progress, say=say)
-
-
-def rehearse(config: PathLike | dict[str, Any] | Config, set: str | Sequence[str] = ()) -> Rehearsal:
-    """Builds everything, runs one step, saves, reloads, compares, and leaves nothing behind."""
-    set = several(set)
-    made = configuration(config, set)
-    from ckptool.training.start import rehearse as rehearsed
-
-    return rehearsed(made)
-
-
-def example() -> str:
-    """A configuration with every key explained, for `ckptool train --init`."""
-    check_harness()
-    from ckptool.training.example import example as page
-
-    return page()
-
-
-def config_schema() -> str:
-    """The JSON Schema of a configuration, for editors."""
-    check_harness()
-    from ckptool.training.example import schema_text
-
-    return schema_text()

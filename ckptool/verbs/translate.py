@@ -1,4 +1,4 @@
-"""`translate`: rules that change tensors, of one's own or of a layout that ships."""
+"""`translate`: rules that change tensors, of one's own, of a layout that ships, or found between two checkpoints."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.find_rules import FoundRules
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change
+from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded.writing import divided
 from ckptool.options import argument, option, several, verb
+from ckptool.output import check_target, replace_file
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
-from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file
+from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.transforms.translate.scope import Scope
 from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
-from ckptool.verbs._change import FileChange, Row, SavePart, Unpack, Written, begin_change
 from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
-from ckptool.verbs.find_rules import find_rules
-from ckptool.verbs.layouts import layouts
+from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
 
 MANY = 12  # steps that are all shown without -n
 
@@ -44,13 +44,13 @@ def _words(
         ),
     ] = (),
     rules_file: str | None = None,
-    shipped: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
+    show_list: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
     find: Annotated[
         bool, option("--find", "Of two files A B: find the rules that make B of A; -o writes them.")
     ] = False,
     **options: Any,
 ) -> dict[str, Any] | LayoutList | FoundRules:
-    if shipped:
+    if show_list:
         return layouts(rules_file)
     if not words:
         raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
@@ -58,11 +58,9 @@ def _words(
     if not find:
         return {"file": files, "rules": rules}
     if len(files) != 2 or rules or options.get("folder") or options.get("in_place"):
-        raise UsageError(
-            "translate --find takes two checkpoints and no rules",
-            "It finds the rules that make the second of the first.",
-            "For example: ckptool translate --find a.pt b.pt -o rules.yaml",
-        )
+        what = "translate --find takes two checkpoints and no rules"
+        why = "It finds the rules that make the second of the first."
+        raise UsageError(what, why, "For example: ckptool translate --find a.pt b.pt -o rules.yaml")
     return find_rules(*files, **{name: options[name] for name in ("out", "overwrite", "dry_run") if name in options})
 
 
@@ -88,8 +86,7 @@ def translate(
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
     like: Annotated[
-        PathLike | None,
-        option("--like DIR", "Take configuration and tokenizer for an output folder from this one."),
+        PathLike | None, option("--like DIR", "Take configuration and tokenizer for an output folder from this one.")
     ] = None,
     shard_size: Annotated[
         str | int | None, option("--shard-size SIZE", "Write a folder of files of at most this size: 5GB.")
@@ -261,3 +258,47 @@ def _line(step: dict[str, Any], reshapes: bool) -> str:
 
     rule = f" : {step['operations']}" if step["operations"] else ""
     return f"{named(step['inputs'], reshapes)} → {named(step['outputs'])}{rule}"
+
+
+# The rules that there are, and those between two checkpoints --------------------------------------------------------
+
+
+def layouts(name: str | None = None) -> LayoutList:
+    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes; or the one of that name.
+
+    Raises `UsageError` for a name that none has.
+    """
+    if name is not None and name not in shipped():
+        what = f"{name!r} is not a layout that ships"
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
+    return LayoutList(tuple(read_layout(path) for each, path in shipped().items() if name in (None, each)))
+
+
+def find_rules(
+    old: CheckpointLike,
+    new: CheckpointLike,
+    out: PathLike | None = None,
+    *,
+    part: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> FoundRules:
+    """Rules that make the tensors of `new` of those of `old`: renamed, split, put together, transposed, reordered.
+
+    They are found by value, and by names and shapes where values differ, then applied and compared. out: a new file of
+    them for `translate(rules_file=…)`.  part: take also checkpoints that are only a rank's share or one shard.
+    overwrite: replace an existing `out`.  dry_run: write nothing.
+    Raises `UsageError` listing the sets of weights where a checkpoint has several, `OutputExists`.
+    """
+    from ckptool.transforms.suggest.find import proved_rules
+
+    if out is not None:
+        check_target(out, overwrite=overwrite)
+    opened = [open_whole(file, part=part) for file in (old, new)]
+    ours, theirs = (one_state_dict(each.checkpoint, each.at)[0] for each in opened)
+    report = proved_rules(ours.node, theirs.node)
+    report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
+    report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
+    if report.output and not dry_run:
+        replace_file(Plan({"": [InlineBytes(report.rules_file().encode())]}), report.output, overwrite=overwrite)
+    return report

@@ -33,8 +33,7 @@ from ckptool.transforms.bundles import (
     ties_across,
 )
 from ckptool.verbs._options import File, IsPart, Texts
-from ckptool.verbs._save import Save, Unpack, change_of, refuse_extras, verifier
-from ckptool.verbs._written import Row, Written
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras, verifier
 
 
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))
@@ -65,11 +64,9 @@ def unbundle(
     checkpoint = opened.taken
     container = formats.by_name(change.asked["container"] or container_of(checkpoint))
     if container.name not in CONTAINERS:
-        raise UsageError(
-            f"members cannot be written as {container.name}",
-            f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors.",
-            f"For example: {arg(container='safetensors')}",
-        )
+        what = f"members cannot be written as {container.name}"
+        why = f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        raise UsageError(what, why, f"For example: {arg(container='safetensors')}")
     refuse_extras(checkpoint, container)
     members = members_of(checkpoint)
     refuse_unnamed(checkpoint.tree)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.digests import Digests, compared, digests_file, read_digests, root_digests
-from ckptool.analysis.verify import Progress, Verification, verified
+from ckptool.analysis.verify import Verification, verified
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
+from ckptool.formats.checksums import Progress
 from ckptool.formats.opening import PathLike, in_memory, open_file, open_source
 from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
@@ -22,11 +23,8 @@ from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
 def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, Any]:
     if write_digest is not None and len(file) > 1:
-        raise UsageError(
-            f"the digests of {counted(len(file), 'file')} cannot be saved to one file",
-            "A file of digests describes one set of weights.",
-            "Verify them one by one.",
-        )
+        what = f"the digests of {counted(len(file), 'file')} cannot be saved to one file"
+        raise UsageError(what, "A file of digests describes one set of weights.", "Verify them one by one.")
     return {}
 
 
@@ -53,12 +51,10 @@ def verify(
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
-    Where a container stores no checksums the report says so. at: only the data of that part.  finite: look for NaN and
-    Inf. digest: the digests of the tensors of one set of weights (the only one, the model beside its EMA, or the part
-    `at`). write_digest: keep them in this file.  against: compare with those in this file.  jobs: how many
-    members of a folder are read at a time, each in a process of its own.  progress: told bytes as they are read, with
-    more jobs not those of members. Raises what opening raises for a file that is no checkpoint or cannot be read, and
-    `UsageError` where several sets of weights could be meant.
+    Where a container stores no checksums the report says so. Digests are those of one set of weights: the only one, the
+    model beside its EMA, or the part `at`. progress: told bytes as they are read, with more jobs not those of members.
+    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
+    of weights could be meant.
     """
     given: tuple[Input | Checkpoint, str | None]
     given = (open_file(file).checkpoint, None) if in_memory(file) else open_source(file)

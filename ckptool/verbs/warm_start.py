@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptool import formats
 from ckptool.analysis.fixes import Chain
@@ -25,11 +25,10 @@ from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.options import option, several, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
-from ckptool.verbs._save import Change, Save, Unpack, change_of
+from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
     from ckptool.transforms.warm_start import Filled
-    from ckptool.verbs._written import Written
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
@@ -55,26 +54,19 @@ def warm_start(
     *,
     at: At = None,
     rename: Annotated[
-        Texts | Mapping[str, str],
-        option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True),
+        Texts | Mapping[str, str], option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True)
     ] = (),
     rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = (),
     exclude: Exclude = (),
     on_mismatch: Annotated[
-        str,
-        option(
-            "--on-mismatch",
-            "Tensors of another shape: refuse, keep the model's, slice, pad, resize.",
-            choices=("error", "skip", "slice", "pad", "resize"),
-        ),
+        Literal["error", "skip", "slice", "pad", "resize"],
+        option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad, resize."),
     ] = "error",
     resize: Annotated[
         Texts | Mapping[str, str],
         option(
-            "--resize PATTERN=HOW",
-            "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.",
-            several=True,
+            "--resize PATTERN=HOW", "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.", several=True
         ),
     ] = (),
     min_loaded: Annotated[
@@ -91,15 +83,10 @@ def warm_start(
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
-    For weights in memory, and without `out`, gives back such a state dict. against: a module, another checkpoint (or
-    `FILE#ADDRESS`), `pkg.module:factory` or `file.py:factory` (your own code; needs torch), or a spec.  at: the weights
-    in `file`.  rename, rules_file: rules `OLD => NEW` for its keys, also with operations, as `translate` has them.
-    only, exclude: patterns for names of the model.  on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other
-    shapes.  resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`, `*embed*=rows(mean)`.
-    min_loaded: the share of the model's values, 0 to 1, that must load; by default half (not counting what `only`,
-    `exclude` and skipped shapes leave out), and no less than the suggested rules would load.  strict: no missing and no
-    unexpected names.  optimizer: its state goes along, by parameter name.  suggest: a new file for rules that would
-    make more fit.  part: take also a part of a checkpoint (a rank's share, one shard of several).
+    For weights in memory, and without `out`, gives back such a state dict. The model is also a module; your own code
+    needs torch. Rules may have operations, as those of `translate`; `only` and `exclude` are patterns for names of the
+    model, and so is that of `resize`. Of the share that must load, the half does not count what `only`, `exclude` and
+    skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
@@ -171,7 +158,7 @@ def warm_start(
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
     """The report with the command that makes the weights those of the model's layout, where they are of another."""
-    from ckptool.verbs.layouts import translation_to
+    from ckptool.transforms.translate.layouts import translation_to
 
     weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
     translation = translation_to(weights, target.tensors)
@@ -192,11 +179,9 @@ def _written(
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     if state is not None:
         if (container := change.format(kind)).tensors_only:
-            raise UsageError(
-                f"{container.name} holds tensors under names, and no optimizer state",
-                "The groups and their settings are no tensors. Nothing was written.",
-                f"Write a torch file: {arg(out=OUT_PT)}",
-            )
+            what = f"{container.name} holds tensors under names, and no optimizer state"
+            why = "The groups and their settings are no tensors. Nothing was written."
+            raise UsageError(what, why, f"Write a torch file: {arg(out=OUT_PT)}")
         tree = {WEIGHTS: tree, "optimizer_state_dict": state}
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
@@ -204,11 +189,8 @@ def _written(
     mark = marks.with_recovered_part({}, () if state is None else (WEIGHTS,), marks.recovered_in_parts(parts))
     model = target.checkpoint.source if target.checkpoint is not None else None
     if model is not None and model.is_at(change.path or "") and not change.asked["overwrite"]:
-        raise UsageError(
-            f"{change.path or ''} is the target itself",
-            "It was left as it is.",
-            f"Replace it: {arg(overwrite=True)}, or name another file.",
-        )
+        what = f"{change.path or ''} is the target itself"
+        raise UsageError(what, "It was left as it is.", f"Replace it: {arg(overwrite=True)}, or name another file.")
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
     made = Checkpoint(tree, kind, mark, checkpoint.source)

@@ -160,3 +160,14 @@ def test_all_thumbnails_of_a_file_take_some_60_000_cells() -> None:
     for count in (1, 50, 51, 250, 251, 1000, 100_000):
         side, values = detail(count)
         assert min(count, statistics.MOST_THUMBNAILS) * side * side <= 65_000 and values >= 1 << 9
+
+
+def test_what_lies_in_another_order_is_read_in_that() -> None:
+    with patch("ckptool.checkpoint.strided._Gather.read", side_effect=AssertionError):
+        for tensor in (torch.randn(30, 20).t(), torch.randn(8, 6, 5, 4).to(memory_format=torch.channels_last)):
+            judge(tensor, 4, 1000)
+
+
+def test_a_transposed_tensor_of_very_many_rows_is_read_row_by_row() -> None:
+    with patch.object(statistics, "MAX_TURNED", 10):
+        judge(torch.cat([torch.zeros(3, 2), torch.randn(3, 11)], dim=1).t(), 4, 1000)

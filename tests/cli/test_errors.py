@@ -164,7 +164,7 @@ def test_every_error_of_a_verb_keeps_its_code(files: Path, run: Run, monkeypatch
         classes += [kind for kind in each.__subclasses__() if kind.__module__ == "ckptool.errors"]
     assert any(issubclass(each, EOFError) for each in classes)
     places = {"inspect dp.pt": "inspect.open_file", "cast dp.pt --dtype bf16 -o x.pt": "cast.begin_change"}
-    places |= {"translate --find dp.pt dp.pt": "find_rules.open_whole", "translate --list": "layouts.shipped"}
+    places |= {"translate --find dp.pt dp.pt": "translate.open_whole", "translate --list": "translate.shipped"}
     for each in classes:
         error = each("it failed")
         for line, place in places.items():

@@ -100,7 +100,7 @@ AIMS = {
 REACHED = {
     "largest circle of imports (files)": 5,
     "lines of README.md": 260,
-    "layers of the import contract": 15,
+    "layers of the import contract": 12,
     "names of several things": 0,
 }
 

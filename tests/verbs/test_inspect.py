@@ -70,7 +70,7 @@ def test_json_has_the_rows_with_their_statistics(tmp_path: Path) -> None:
 
 def test_a_file_that_is_one_tensor_or_has_no_parts(tmp_path: Path, run: Callable[..., Any]) -> None:
     alone = str(saved(torch.ones(2), tmp_path / "alone.pt"))
-    assert run("inspect", alone, "-q").out == "(the whole file)\n"
+    assert run("inspect", alone, "-q").out == "/\n"
     assert "(the whole file)  8 B" in run("inspect", alone).out
     entries = str(saved({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "in.pt"))
     found = run("inspect", entries, "--only", "epoch")

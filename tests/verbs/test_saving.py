@@ -15,7 +15,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UnsafeObject, UsageError, VerifyFailed
 from ckptool.formats import read
 from ckptool.pickles import calls
-from ckptool.verbs._written import Written
+from ckptool.verbs._save import Written
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts

@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.patterns import matcher
 from ckptool.checkpoint.state_dicts import without_wrappers
-from ckptool.commands import FILE, OUT, arg, command
+from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, bold, dim
 from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
@@ -324,12 +324,12 @@ def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     return [(each, turned) for each in layouts for side, turned in each.sides() if side.is_of(node)]
 
 
-def layout_between(node: Mapping[Any, Any], model: Mapping[Any, Any]) -> tuple[LayoutRules, bool] | None:
-    """The layout of which weights are of one side and a model of the other, and whether the weights' is the new one.
-
-    model: its names, of whatever has a shape.
-    """
-    for layout, turned in layouts_of(node):
+def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tuple[str, Command] | None:
+    """The command that makes weights of one side of a layout those of a model of the other, and why; None where there
+    is no such layout.  model: its names, of whatever has a shape."""
+    for layout, turned in layouts_of(weights):
         if any(side.is_of(model) for side, other in layout.sides() if turned != other):
-            return layout, turned
+            names = (layout.new.name, layout.old.name) if turned else (layout.old.name, layout.new.name)
+            why = f"names and shapes are those of {names[0]}, and the model has those of {names[1]} ({layout.title})"
+            return why, command("translate", FILE, rules_file=layout.name, out=OUT)
     return None
