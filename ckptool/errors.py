@@ -278,8 +278,16 @@ def quoted(path: str) -> str:
     read."""
     if path.isprintable():
         return shlex.quote(path)
-    escapes = {c: "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in set(path) if not c.isprintable()}
+    escapes = {c: "".join(f"\\x{byte:02x}" for byte in _encoded(c)) for c in set(path) if not c.isprintable()}
     return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
+
+
+def _encoded(character: str) -> bytes:
+    """The bytes of a character of a file name, or of a key, which may be half of a surrogate pair that no file has."""
+    try:
+        return os.fsencode(character)
+    except UnicodeEncodeError:
+        return character.encode("utf-8", "surrogatepass")
 
 
 def printable(text: str) -> str:

@@ -90,7 +90,7 @@ class Table(NamedTuple):
 
     heads: names of the columns, above them; the title stands in the place of an empty first one.
     right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
-    limit: that many rows are shown, or one more rather than a line that says so, and `more` says how many there are besides.
+    limit: that many rows are shown, or one more in the place of the line that says how many there are besides, `more`.
     hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
     is too long for the terminal.
     """

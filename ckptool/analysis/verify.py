@@ -153,7 +153,8 @@ class Verification(Report):
         facts = [counted(self.tensors, "tensor"), size(self.bytes)]
         facts += [counted(self.files, "file")] if self.files > 1 else []
         if self.checked:
-            sums = f"{form(self.checked, 'its checksum', 'their checksums')}{' (not all data has one)' * (self.checksums != ALL)}"
+            sums = form(self.checked, "its checksum", "their checksums")
+            sums += "" if self.checksums == ALL else " (not all data has one)"
             facts.append(f"{counted(self.checked, 'record')} checked against {sums}")
         yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:

@@ -101,8 +101,9 @@ def _coloured(row: Sequence[str], line: str, style: Style) -> str:
     at = 0
     for cell in row:
         text = printable(cell)
+        text = text if text in line[at:] else text.rstrip(" ")  # the end of a line has no blanks
         at = line.index(text, at)
-        marked = _marked(cell, style)
+        marked = _marked(Marked(text, getattr(cell, "mark", "")), style)
         line = line[:at] + marked + line[at + len(text) :]
         at += len(marked)
     return line

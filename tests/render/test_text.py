@@ -13,7 +13,9 @@ from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.facts import Table, bar, dim, short, size
+from ckptool.errors import quoted
+from ckptool.facts import Table, bar, dim, green, short, size
+from ckptool.pickles.plain.text import to_json
 from ckptool.render.error import error_text
 from ckptool.render.lines import lines
 from ckptool.render.lines import text as report_text
@@ -236,3 +238,18 @@ def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
         assert told.split() == error_text(error).split()
         assert all(len(line) <= width or " " not in line.strip() for line in told.split("\n")), told
     assert "\x1b[1;31merror[error]\x1b[0m: nothing" in error_text(error, Style(True, 40))
+
+
+def test_a_cell_that_ends_in_blanks_is_coloured_like_others() -> None:
+    rows = [("a.weight ", "f32"), (dim("b "), "tied to a "), ("", green("  x  "))]
+    table = Table(rows, heads=("name", "what"))
+    plain, coloured = ("\n".join(lines([table], Style(colour))) for colour in (False, True))
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain and "\x1b[1;32m  x\x1b[0m" in coloured
+
+
+def test_a_command_names_a_key_that_no_file_can_be_called() -> None:
+    assert quoted("st\ud800") == r"$'st\xed\xa0\x80'" and quoted("a\udcff") == r"$'a\xff'"
+
+
+def test_no_key_of_another_type_takes_the_place_of_one_in_json() -> None:
+    assert to_json({1: 2, "1": 3, "1 (int)": 9}) == {"1 (int) (int)": 2, "1": 3, "1 (int)": 9}

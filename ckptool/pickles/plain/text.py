@@ -169,7 +169,9 @@ class _Json:
         if type(key) is str:
             return str(_text(key)) if self._affordable(key, len(key)) else summary(key, SHORT)
         text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
-        return f"{text} ({type(key).__name__})" if text in owner else text  # 0 beside '0'
+        while text in owner:  # 0 beside '0'
+            text = f"{text} ({type(key).__name__})"
+        return text
 
     def _other(self, value: Any, depth: int) -> Any:
         if isinstance(value, (bytes, bytearray)):
