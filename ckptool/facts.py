@@ -265,7 +265,7 @@ class Page(Report):
     text: str = ""
 
     def told(self) -> Told:
-        yield Verbatim(self.text.rstrip("\n"))
+        yield from [Verbatim(self.text.rstrip("\n"))] if self.text else []
 
 
 def schema_of(kind: type[Report]) -> str:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.commands import arg
 from ckptool.errors import Unsupported, listed
 
 MAX_WIDTH = 1 << 20  # elements of a row
@@ -254,7 +253,7 @@ def _own_block(size: int, count: int, even: bool) -> int:
     """The size of so many blocks of a dimension, the last of which may be cut. even: a power of two that fits is it."""
     least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
     told = count in (1, size) or least == most or (even and size % count == 0 and not least & (least - 1))
-    require(told, f"{count} scales for {size}, blocks of {least} to {most}: name it, as in {arg(block_size='128x128')}")
+    require(told, f"{count} scales for {size}, blocks of {least} to {most}: name the block size")
     return least
 
 

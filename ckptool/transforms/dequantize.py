@@ -21,6 +21,7 @@ from ckptool.checkpoint.quantized import Quantized
 from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
 from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
+from ckptool.commands import arg
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
@@ -262,7 +263,9 @@ def dequantize(
     where = str(checkpoint.source or "the checkpoint")
     if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.")
+        named = any(problem.endswith("name the block size") for problem in problems)
+        fix = f"For blocks of 128 by 128: {arg(block_size='128x128')}" if named else ""
+        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.", fix)
     weights = [
         (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
     ]

@@ -284,7 +284,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
             f"{arg('density')} gives {counted(len(densities), 'value')}",
             "One, or one each.",
         ),
-        (not all(1e-9 <= each <= 1 for each in densities), f"{arg(density=shown)} is not from 1e-9 to 1", ""),
+        (not all(1e-9 <= each <= 1 for each in densities), f"{arg('density')} {shown} is not from 1e-9 to 1", ""),
     ]
     for name in (name for name, value in given.items() if value is not None and name not in takes):
         those = listed([other for other, kind in METHODS.items() if name in kind.takes])

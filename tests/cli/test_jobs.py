@@ -134,7 +134,7 @@ def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.C
     for words in (["scan"], ["verify"], ["inspect"], ["cast", "--dtype", "f16", "-d", str(tmp_path / "out")]):
         assert main([*words, str(tmp_path / "a.pt"), "--jobs", jobs]) == 2
         ran = capfd.readouterr()
-        assert ran.out == "" and "error[usage]: --jobs takes" in ran.err, ran
+        assert ran.out == "" and "error[usage]: " in ran.err and "--jobs" in ran.err, ran
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 

@@ -367,5 +367,5 @@ def test_the_schema_is_one_that_editors_take() -> None:
     assert schema["additionalProperties"] is False
     assert {"run", "train"} <= set(schema["required"])
     assert schema["$defs"]["Model"]["properties"]["from"]
-    assert schema["$defs"]["Save"]["properties"]["async"]
+    assert schema["$defs"]["Saving"]["properties"]["async"]
     assert all("description" in section for section in schema["$defs"].values())

@@ -241,7 +241,7 @@ def test_groups_that_no_configuration_tells_are_computed_or_refused(columns: int
         try:
             found = dequantized(case, tmp_path)
         except Unsupported as error:
-            assert columns % group and "--block-size" in error.what
+            assert columns % group and "--block-size" in error.fix
             found = dequantized(case, tmp_path, block_size=f"1x{group}")
         assert_same_bits(found, case.expected)
 

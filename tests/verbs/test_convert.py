@@ -164,7 +164,7 @@ def test_ties_are_copied_when_asked_for(tmp_path: Path) -> None:
     assert safetensors.torch.load_file(out).keys() == load(file).keys()
     loaded = safetensors.torch.load_file(out)
     assert loaded["head.weight"].data_ptr() != loaded["embed.weight"].data_ptr()
-    with pytest.raises(UsageError, match="unknown ties='both'"):
+    with pytest.raises(UsageError, match="unknown ties 'both'"):
         ckptool.convert(file, tmp_path / "b.safetensors", ties="both")
 
 
