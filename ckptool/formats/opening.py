@@ -163,7 +163,8 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
     what = f"{found.whole} is a folder, of which {found.label} are there and whole"
     why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
     name = f"ame one of its files: {quoted(_member(checkpoint))}; or {otherwise}"
-    join = f"Say how: {Command(found.join)} (docs/formats.md has rules to start from); or n{name}"
+    how = found.join if isinstance(found.join, Command) else Command(found.join)
+    join = f"Say how: {how} (docs/formats.md has rules to start from); or n{name}"
     return OnlyAPart(what, why, join if found.join else f"N{name}")
 
 
