@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError
-from ckptool.transforms.translate.layouts import layout_between, layouts_of, read_layout, shipped
+from ckptool.transforms.translate.layouts import layouts_of, read_layout, shipped, translation_to
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
 from tests.support.looped import looped
@@ -84,10 +84,13 @@ def test_both_sides_are_told(name: str, tmp_path: Path) -> None:
     nodes = [ckptool.open(file).tree for file in sides_of(name, tmp_path)]
     assert (name, False) in [(each.name, turned) for each, turned in layouts_of(nodes[0])]
     assert (name, True) in [(each.name, turned) for each, turned in layouts_of(nodes[1])]
-    for here, there, turned in ((*nodes, False), (*nodes[::-1], True)):
-        found = layout_between(here, there)
-        assert found is not None and (found[0].name, found[1]) == (name, turned)
-        assert layout_between(here, here) is None
+    layout = read_layout(shipped()[name])
+    sides = [layout.old.name, layout.new.name]
+    for (here, there), (own, other) in ((nodes, sides), (nodes[::-1], sides[::-1])):
+        found = translation_to(here, there)
+        assert found is not None and str(found[1]) == f"ckptool translate FILE --rules {name} -o OUT"
+        assert found[0].startswith(f"names and shapes are those of {own}, and the model has those of {other} (")
+        assert translation_to(here, here) is None
 
 
 def test_the_layout_in_the_documents(tmp_path: Path) -> None:
@@ -288,7 +291,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "--list"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^vit-timm +timm ViT ↔ transformers ViT$", text, re.MULTILINE)
-    assert all(len(line) <= 110 for line in text.splitlines())
+    assert all(len(line) <= 120 for line in text.splitlines())
     assert main(["translate", "--list", "--rules", "resnet-torchvision"]) == 0
     text = capsys.readouterr().out
     assert "\n  torchvision: " in text and "transformers' ResNet has no grouped convolutions (ResNeXt)" in text

@@ -212,7 +212,6 @@ def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pyte
         "error[bug]",
         "Value error",
         "Possible options",
-        "Invalid value",
         "Errno",
     ):
         if word in told and not ("Traceback" in word and "user-code" in told):
