@@ -181,15 +181,24 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
     if kind in _FACTS:
         return _FACTS[kind]
-    known = {**_classes(), **vars(sys.modules[kind.__module__])}  # its own module's names before any other's
-    hints = typing.get_type_hints(kind, localns=known, include_extras=True)
+    hints = _hints(kind, kind.__module__)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
         if isinstance(value, property) and not name.startswith("_"):
-            facts[name] = typing.get_type_hints(value.fget, localns=known, include_extras=True)["return"]
+            facts[name] = _hints(value.fget, kind.__module__)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
+
+
+def _hints(of: Any, module: str) -> dict[str, Any]:
+    """The types of a class or function by the names that its module has, else any of ours: modules import some for
+    checkers of types alone."""
+    try:
+        return typing.get_type_hints(of, include_extras=True)
+    except NameError:
+        known = {**_classes(), **vars(sys.modules[module])}
+        return typing.get_type_hints(of, localns=known, include_extras=True)
 
 
 def _unit(hint: Any) -> Unit:
@@ -202,7 +211,7 @@ def _unit(hint: Any) -> Unit:
 
 
 def _classes() -> dict[str, Any]:
-    """Every class of ours by its name: modules import some for checkers of types alone."""
+    """Every class of ours by its name."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("ckptool.")]
     return {
         name: value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
 from ckptool.errors import printable, quoted
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
-from ckptool.render.style import PLAIN, WIDEST, Style, columns
+from ckptool.render.style import PLAIN, WIDEST, Style, joined, padded
 
 
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
@@ -56,54 +56,38 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     rows, right, left = table.cells()
     if not rows:
         return
-    shown = [[printable(cell) for cell in row] for row in rows]
-    headed = [list(table.heads), *shown] if table.heads else shown
-    aligned = columns(headed, right, " " * table.indent, widest=table.hang or WIDEST)
-    title = printable(table.title)
-    if table.hang:
-        yield from [style.bold(title)] if title else []
-        for row, texts, line in zip(rows, shown, aligned, strict=True):
-            yield from _hanging(row, line, len(line) - len(texts[-1].rstrip()), style)
-    elif style.width is not None and any(len(line) > style.width for line in aligned):
-        yield from [style.bold(title)] if title else []
-        heads = table.heads[1:] or [""] * max(map(len, shown))
-        for row, texts in zip(rows, shown, strict=True):
-            yield " " * table.indent + _marked(row[0], style)
-            facts = [f"{head} {cell}".strip() for head, cell in zip(heads, texts[1:], strict=False) if cell]
-            yield from [" " * (table.indent + 4) + ", ".join(facts)] if facts else []
+    indent, title = " " * table.indent, printable(table.title)
+    heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
+    cells = padded([heads, *shown] if heads else shown, right, table.hang or WIDEST)
+    head = joined(cells.pop(0), indent) if heads else ""
+    aligned = [joined(each, indent) for each in cells]
+    is_wide = not table.hang and style.width is not None and max(map(len, (head, *aligned))) > style.width
+    if title and not is_wide and head[: len(title)].isspace():
+        yield style.bold(title) + style.dim(head[len(title) :])
     else:
-        if table.heads:
-            head = aligned.pop(0)
-            fits = title and head[: len(title)].isspace()
-            yield from [style.bold(title)] if title and not fits else []
-            yield style.bold(title) + style.dim(head[len(title) :]) if fits else style.dim(head)
-        elif title:
-            yield style.bold(title)
-        yield from (_coloured(row, line, style) for row, line in zip(rows, aligned, strict=True))
+        yield from [style.bold(title)] if title else []
+        yield from [style.dim(head)] if heads and not is_wide else []
+    for row, texts, own, line in zip(rows, shown, cells, aligned, strict=True):
+        if is_wide:
+            yield indent + _marked(row[0], style)
+            pairs = zip(heads[1:] or [""] * len(texts), texts[1:], strict=False)
+            facts = [f"{name} {text}".strip() for name, text in pairs if text]
+            yield from [f"{indent}    {', '.join(facts)}"] if facts else []
+            continue
+        texts[-1] = texts[-1].rstrip()  # as the line is
+        coloured = [_in_padding(*each, style) for each in zip(row, texts, own, strict=True)] if style.colour else own
+        used = len(line) - len(texts[-1])
+        if table.hang and style.width is not None and len(line) > style.width and used <= style.width - 20:
+            first, *more = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
+            mark = getattr(row[-1], "mark", "")
+            yield joined([*coloured[:-1], _marked(Marked(first, mark), style)], indent)
+            yield from (" " * used + _marked(Marked(each, mark), style) for each in more)
+        else:
+            yield joined(coloured, indent)
     yield from [table.more.format(f"{left:,}")] if left else []
 
 
-def _hanging(row: Sequence[str], line: str, used: int, style: Style) -> Iterator[str]:
-    """A line whose last cell begins after `used` columns, and goes on there where it is too long."""
-    last = [line[used:]]
-    if style.width is not None and len(line) > style.width and used <= style.width - 20:
-        last = wrap(last[0], style.width - used, break_long_words=False, break_on_hyphens=False)
-    mark = getattr(row[-1], "mark", "")
-    for number, text in enumerate(last):
-        before = _coloured(row[:-1], line[:used], style) if number == 0 else " " * used
-        yield before + _marked(Marked(text, mark), style)
-
-
-def _coloured(row: Sequence[str], line: str, style: Style) -> str:
-    """A line of a table, whose cells stand out as they are marked."""
-    if not style.colour:
-        return line
-    at = 0
-    for cell in row:
-        text = printable(cell)
-        text = text if text in line[at:] else text.rstrip(" ")  # the end of a line has no blanks
-        at = line.index(text, at)
-        marked = _marked(Marked(text, getattr(cell, "mark", "")), style)
-        line = line[:at] + marked + line[at + len(text) :]
-        at += len(marked)
-    return line
+def _in_padding(cell: str, text: str, padded_text: str, style: Style) -> str:
+    """A padded cell that stands out as it is marked, without the blanks around it."""
+    before, _, after = padded_text.partition(text) if text else ("", "", padded_text)
+    return before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after

@@ -9,11 +9,11 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from ckptool.analysis.words import NUMBER
 from ckptool.checkpoint.dtypes import DType
 from ckptool.facts import TEXT, Report, Unit, facts_of, schema_of
 
 Json = dict[str, Any]
-NUMBER: Json = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
 
 

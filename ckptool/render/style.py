@@ -64,9 +64,18 @@ def columns(
     rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", widest: int = WIDEST
 ) -> list[str]:
     """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
+    return [joined(cells, indent) for cells in padded(rows, right, widest)]
+
+
+def padded(rows: Sequence[Sequence[str]], right: Sequence[int] = (), widest: int = WIDEST) -> list[list[str]]:
+    """The cells of `columns`, each as wide as its column."""
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
-    padded = (
+    return [
         [f"{cell:{'>' if i in right else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         for row in rows
-    )
-    return [(indent + "  ".join(cells)).rstrip() for cells in padded]
+    ]
+
+
+def joined(cells: Sequence[str], indent: str) -> str:
+    """The line of padded cells."""
+    return (indent + "  ".join(cells)).rstrip()

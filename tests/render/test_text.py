@@ -14,7 +14,7 @@ from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import quoted
-from ckptool.facts import Table, bar, dim, green, short, size
+from ckptool.facts import Table, bar, dim, facts_of, green, short, size
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.error import error_text
 from ckptool.render.lines import lines
@@ -253,3 +253,16 @@ def test_a_command_names_a_key_that_no_file_can_be_called() -> None:
 
 def test_no_key_of_another_type_takes_the_place_of_one_in_json() -> None:
     assert to_json({1: 2, "1": 3, "1 (int)": 9}) == {"1 (int) (int)": 2, "1": 3, "1 (int)": 9}
+
+
+def test_heads_of_a_table_are_escaped_at_every_width() -> None:
+    table = Table([("1", "0.5")], heads=("step", "loss\x1b[31m\n"))  # a metric is called as a run's files say
+    for width in (None, 10):
+        assert r"loss\x1b[31m\n" in "\n".join(lines([table], Style(width=width)))
+
+
+def test_units_are_those_of_the_module_whatever_else_is_loaded() -> None:
+    import ckptool.output.hashing  # where Bytes is another type
+    from ckptool.formats.damaged import LostRecord
+
+    assert ckptool.output.hashing.Bytes is not int and facts_of(LostRecord)["nbytes"].unit.show is size
