@@ -60,9 +60,11 @@ def of_problem(error: CkptoolError, file: str) -> Diagnosis:
         says = "" if error.code == "ambiguous" else missing
     elif error.code == "truncated" and " is empty" in error.what:
         says = "EOFError: Ran out of input"
-    commands = error.fix.commands[:1] if isinstance(error.fix, Text) else ()
-    advice = error.fix.partition(str(commands[0]))[2].lstrip("; .") if commands else str(error.fix)
-    advice = advice[:1].upper() + advice[1:] if commands else advice
+    commands, advice = error.fix.commands[:1] if isinstance(error.fix, Text) else (), str(error.fix)
+    if isinstance(error.fix, Text) and commands:  # what stands after the first command, as a sentence of its own
+        after = error.fix.parts[error.fix.parts.index(commands[0]) + 1 :]
+        advice = "".join(map(str, after)).lstrip("; .")
+        advice = advice[:1].upper() + advice[1:]
     what = f"{error.what}. {error.why}" if error.why else error.what
     return Diagnosis(file, "", (Finding(error.code, what, says, True, commands, advice).filled(Chain(file)),))
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from ckptool.training.reports import POLLING, PRELOAD
 
 KINDS = ("open", "write", "half of a write", "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
-HALF = KINDS.index("half of a write")
 APPEARED, GREW, GONE = "a file appeared", "a file grew", "a file went away"
 _HEAD, _FOLDER, _OUTSIDE, _LOG = struct.Struct("q6i"), 4096, 8192, 1 << 20  # the page that is shared with shim.c
 
