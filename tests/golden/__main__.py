@@ -32,6 +32,7 @@ class Side:
     def __init__(self, python: Path, folder: Path) -> None:
         self.folder = folder
         odd = {"COLUMNS": "80", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+        odd["PYTHONDONTWRITEBYTECODE"] = "1"  # what user code of a case leaves is not for the record
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTOOL", "PYTEST"))}
         self.process = subprocess.Popen(
             [python, worker.__file__],
