@@ -20,7 +20,6 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.workers import my_turn
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
@@ -142,7 +141,6 @@ def replace_folder(
             _sync(fd)
             if verify is not None:
                 verify(temporary)
-        my_turn()
         old = _commit(temporary, real, allowed, overwrite, fd)
         temporary = ""
         return (*attribute_notes(real, lost), *_sync_folder(real))
