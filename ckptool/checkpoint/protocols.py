@@ -64,6 +64,12 @@ class ArrayLike:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __dlpack__(self: Any, **options: Any) -> Any:  # else `torch.as_tensor(entry)` would ask for element by element
+        return self.torch().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU
+
     def to(self, dtype: Any) -> Any:
         """The tensor in another type, cast when it is read, with the bits of torch's `tensor.to(dtype)`.
 

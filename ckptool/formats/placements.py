@@ -19,13 +19,13 @@ from ckptool.checkpoint import Composite, Flags, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
-from ckptool.formats.boxes import Box, Chunk
+from ckptool.formats.pieces import Box, Piece
 
 MAX_MESH = 1 << 20  # ranks
 MAX_DIMENSIONS = 64
 MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
 
-_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Chunk] | None]]  # the last fields of a share
+_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Piece] | None]]  # the last fields of a share
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
 Run = tuple[int, int]  # the first index of the whole, and a length
@@ -100,21 +100,15 @@ def distributed(value: Any) -> Distributed | None:
     if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
         return None
     facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
-    state, fields = args[3], _fields(args[3])
+    state, fields = args[3], dict[Any, Any]()
+    for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
+        fields |= each if isinstance(each, dict) else {}
     flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or fields.get("_is_param") is True)
     if args[1].name == "DTensor":
         return Distributed(value, True, fields, flags)
     return Distributed(
         value, False, state if isinstance(state, (tuple, list)) and len(state) > 1 else ((), None), flags
     )
-
-
-def _fields(state: Any) -> dict[Any, Any]:
-    """The instance dictionary and the slots in a state."""
-    fields: dict[Any, Any] = {}
-    for each in state if isinstance(state, tuple) else (state,):
-        fields |= each if isinstance(each, dict) else {}
-    return fields
 
 
 def _attributes(node: Any) -> dict[Any, Any]:
@@ -160,7 +154,7 @@ class RankShare:
     dtype: DType
     agreed: tuple[Any, ...]
     table: tuple[int, ...]
-    readings: list[list[Chunk] | None]
+    readings: list[list[Piece] | None]
     flags: Flags
 
 
@@ -213,7 +207,10 @@ class RankFile:
         meta = meta.args if isinstance(meta, Object) else meta
         if isinstance(meta, tuple) and meta and sizes_of(meta[0]) not in (None, shape):
             raise self.differs(name, f"has the shape {list(shape)}, and its spec says {list(sizes_of(meta[0]) or ())}")
-        mesh = self._mesh(name, spec.get("mesh"))
+        node = spec.get("mesh")
+        if id(node) not in self._meshes:
+            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
+        mesh = self._meshes[id(node)][1]
         axes = self._axes(name, spec.get("placements"), mesh, len(shape))
         order = {_pair(entry)[0]: _pair(entry)[1] for entry in _items(spec.get("shard_order"))}
         orders = [(axes, order)] if order else [(axes, {}), encoded_order(axes, mesh.sizes)]
@@ -252,11 +249,6 @@ class RankFile:
             raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
         return tuple(axes)
 
-    def _mesh(self, name: str, node: Any) -> Mesh:
-        if id(node) not in self._meshes:
-            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
-        return self._meshes[id(node)][1]
-
     def _read_mesh(self, name: str, fields: dict[Any, Any]) -> Mesh:
         own = fields.get("mesh")
         table = own if isinstance(own, TensorEntry) else fields.get("_rank_map", fields.get("_flatten_rank_map"))
@@ -292,7 +284,7 @@ class RankFile:
         if sizes_of(facts.get("size")) not in (None, shape):
             raise self.differs(name, f"has the shape {list(shape)}, and its metadata says another")
         places = [_place(each) for each in _items(facts.get("shards_metadata"))]
-        chunks: list[Chunk] = []
+        chunks: list[Piece] = []
         for local, metadata in found.local:
             place = _place(metadata)
             if not isinstance(local, TensorEntry) or place is None:
@@ -303,7 +295,7 @@ class RankFile:
                 raise self.differs(name, f"has {list(place[1])} at {list(place[0])}, where its metadata has no shard")
             if place[2] not in (None, self.rank):
                 raise self.differs(name, f"was saved by rank {place[2]:,}")
-            chunks.append(Chunk(local, place[0], self.owner))
+            chunks.append(Piece(local, place[0], self.owner))
         return tuple(places), (), [chunks]
 
     def differs(self, name: str, what: str) -> Conflict:
@@ -391,7 +383,7 @@ def blocks(
     axes: tuple[Axis, ...],
     order: dict[Any, tuple[int, ...]],
     owner: str,
-) -> list[Chunk] | None:
+) -> list[Piece] | None:
     """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
     runs = runs_of(shape, mesh, axes, order)
     if local.shape != tuple(sum(length for _, length in each) for each in runs):
@@ -399,12 +391,12 @@ def blocks(
     if (count := prod(len(each) for each in runs)) > 4 * MAX_RUNS:
         raise LimitExceeded(f"a local tensor in {counted(count, 'block')}", "Real ones have a few.")
     if not local.numel:
-        return [Chunk(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
+        return [Piece(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
     chunks = []
     for place in product(*map(_with_offsets, runs)):
         box: Box = tuple(begin for _, begin, _ in place), tuple(length for _, _, length in place)
         skip = sum(at * stride for (at, _, _), stride in zip(place, local.stride, strict=True))
-        chunks.append(Chunk(replace(local, shape=box[1], offset=local.offset + skip), box[0], owner))
+        chunks.append(Piece(replace(local, shape=box[1], offset=local.offset + skip), box[0], owner))
     return chunks
 
 

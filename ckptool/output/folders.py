@@ -299,7 +299,12 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise _would_lose(target, foreign)
     except BaseException:
         if os.path.samestat(os.stat(target), os.fstat(fd)):
-            _take_back(temporary, old, target)
+            # Undoes the exchange: a file was put into the old folder at the last moment, or may have been.
+            if old == temporary:
+                _exchange(temporary, target)
+            else:
+                os.rename(target, temporary)
+                os.rename(old, target)
         raise
     return old
 
@@ -333,15 +338,6 @@ def _put_aside(temporary: str, target: str) -> str:
         os.rename(aside, target)
         raise
     return aside
-
-
-def _take_back(temporary: str, old: str, target: str) -> None:
-    """Undoes the exchange: a file was put into the old folder at the last moment, or may have been."""
-    if old == temporary:
-        _exchange(temporary, target)
-    else:
-        os.rename(target, temporary)
-        os.rename(old, target)
 
 
 def _put_back(target: str) -> None:

@@ -275,6 +275,8 @@ def test_arithmetic_is_for_arrays(entry: TensorEntry) -> None:
 
 def test_as_a_tensor(ckpt: Checkpoint) -> None:
     for name, value in TREE["state_dict"].items():  # type: ignore[attr-defined]
+        assert torch.equal(torch.as_tensor(ckpt["state_dict"][name]), value)
+        assert torch.equal(torch.tensor(ckpt["state_dict"][name]), value)
         assert torch.equal(ckpt["state_dict"][name].torch(), value)
 
 

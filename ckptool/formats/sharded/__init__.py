@@ -30,7 +30,8 @@ from ckptool.errors import (
     form,
     listed,
 )
-from ckptool.formats import hf_pieces, marks, safetensors, sidecar
+from ckptool.formats import marks, safetensors, sidecar
+from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.parts import INDEX, NUMBERED
 from ckptool.formats.sharded.writing import DivisionOrigin
 from ckptool.formats.sharded.writing import write as write
@@ -166,7 +167,8 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     _check_agreement(index)
     tree = _in_order(index, pickled)
     ties = _recorded_ties(index, tree)
-    _add_ties(tree, ties)
+    for dropped, kept in ties.items():
+        tree[dropped] = replace(tree[kept])
     tree = tree if pickled else sidecar.with_metadata(tree, sidecar.read(folder))
     sizes = _check_size(index, tree)
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
@@ -376,11 +378,6 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
                 what = f"{index}: {dropped} is recorded as a tie of {both}"
                 raise Conflict(what, "The shards come from two runs.")
     return ties
-
-
-def _add_ties(tree: dict[Any, Any], ties: dict[str, str]) -> None:
-    for dropped, kept in ties.items():
-        tree[dropped] = replace(tree[kept])
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------
