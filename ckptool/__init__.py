@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.report import report as report
     from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
-    from ckptool.verbs.save_for_cpu import save_for_cpu as save_for_cpu
+    from ckptool.verbs.save import save_for_cpu as save_for_cpu
     from ckptool.verbs.scan import scan as scan
     from ckptool.verbs.show import show as show
     from ckptool.verbs.slim import slim as slim
@@ -84,7 +84,7 @@ _HOMES = {
     "load_into": "verbs._live",
     "open": "verbs.open",
     "save": "verbs.save",
-    "save_for_cpu": "verbs.save_for_cpu",
+    "save_for_cpu": "verbs.save",
 }
 
 # Types that offer what a layer above them does -> the module with the functions; `Type.form`: that form.

@@ -29,6 +29,7 @@ from ckptool.cli.output import (
 )
 from ckptool.commands import ALIASES, VERBS, with_verb
 from ckptool.errors import CkptoolError, printable
+from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:
     from ckptool.cli.output import Answer, Json
@@ -117,7 +118,7 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[
         for number, answer in enumerate(answers):
             code = max(code, answer.exit_code)
             if isinstance(answer, CkptoolError) and form is AnswerForm.json:  # of one file: it stands among the results
-                from ckptool.render.error import error_json
+                from ckptool.render.json import error_json
 
                 done.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
@@ -140,14 +141,12 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[
 def _told(error: Exception, done: list[Json]) -> int:
     """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with what was
     done before it. Where standard output takes nothing, standard error has it."""
-    from ckptool.render.error import error_json, error_text
-
     problem: CkptoolError = in_words(error)
     as_text = error_text(problem, style_of(sys.stderr))
     form = AnswerForm.text if isinstance(problem, LostAnswer) else FORM.get()
     with suppress(LostAnswer):
         if form is AnswerForm.json:
-            from ckptool.render.json import dumps
+            from ckptool.render.json import dumps, error_json
 
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code

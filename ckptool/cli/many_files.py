@@ -14,6 +14,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.cli.output import Answer, progress_bar, style_of
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
+from ckptool.render.lines import error_text
 
 Work = Callable[..., Answer]
 Given = Mapping[str, Any]  # what was typed
@@ -55,7 +56,7 @@ def _written(verb: str, pairs: list[Pair], given: Given, work: Work) -> Iterator
                 except CkptoolError as error:
                     if not given.get("skip_refused"):
                         raise _stopped(error, pair[0], 0, count) from error
-                    from ckptool.render.error import error_json, error_text
+                    from ckptool.render.json import error_json
 
                     refused.add(pair)
                     told = error.within(pair[0])

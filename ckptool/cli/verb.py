@@ -50,7 +50,7 @@ def typed_parameters(function: Any) -> list[Parameter]:
     """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
     declared: Declared = function.verb
     found: dict[str, Parameter] = {}
-    sources = [function, *filter(None, (declared.words, declared.instead))]
+    sources = [function, *filter(None, (declared.from_words, declared.first_try))]
     kinds = [signature_of(source).return_annotation for source in sources]
     reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
     sources += [each.told for each in reports if issubclass(each, Report)]
@@ -59,12 +59,13 @@ def typed_parameters(function: Any) -> list[Parameter]:
         if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
             found[each.name] = each
             taken.update(each.option.flags)
+    if "training" in watched(function).values():
+        found["quiet"] = Parameter("quiet", bool, False, option("-q --quiet", "Show no progress."))
     if _writes(function) and not declared.one_output:
         found |= {each.name: each for each in parameters_of(_of_writing)}
     elif any(each.option.each for each in found.values()) and "jobs" not in found:
         found |= {each.name: each for each in parameters_of(_of_reading)}
-    own = [each for name, each in found.items() if name not in declared.without]
-    return [*own, _AS_JSON, _AS_FORM]
+    return [*found.values(), _AS_JSON, _AS_FORM]
 
 
 def _of_writing(*, folder: Folder = None, skip_refused: SkipRefused = False, jobs: Jobs = 1) -> None:
@@ -96,8 +97,8 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     given["as_json"] = FORM.get() is AnswerForm.json
     style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
     jobs = checked_jobs(given.get("jobs", 1))
-    if declared.words is not None:
-        found = declared.words(**_named(declared.words, given))
+    if declared.from_words is not None:
+        found = declared.from_words(**_named(declared.from_words, given))
         if isinstance(found, Report):
             return [answer_of(found, style, _named(found.told, given), found.exit())], False
         given |= found
@@ -109,7 +110,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
         label = next((each for each in (given.get(first), given.get("out")) if isinstance(each, str)), "")
         return write_each(verb, [label] if files is None else files, given, work, declared.one_output or WAYS), False
     given["jobs"] = jobs if files is None or len(files) == 1 else 1  # of the work on one
-    return _each(work, files or [given.get(first)], jobs), declared.apart and not given.get("quiet")
+    return _each(work, files or [given.get(first)], jobs), declared.blank_between and not given.get("quiet")
 
 
 def _each(work: Callable[..., Answer], files: Sequence[str], jobs: int) -> Iterator[Answer | CkptoolError]:
@@ -151,7 +152,7 @@ def _answer(
     """
     given = {**given, **({first: file} if first else {}), **output}
     declared: Declared = function.verb
-    report = declared.instead(**_named(declared.instead, given)) if declared.instead is not None else None
+    report = declared.first_try(**_named(declared.first_try, given)) if declared.first_try is not None else None
     if report is None:
         arguments = {name: value for name, value in given.items() if name in signature_of(function).parameters}
         asked = watched(function)

@@ -1,18 +1,22 @@
-"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably."""
+"""`ckptool.save` and `save_for_cpu`: tensors, arrays and entries, or a model's weights, to a checkpoint, durably."""
 
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import storages
+from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
+from ckptool.checkpoint.tree import map_storages, storages
 from ckptool.output import check_target
-from ckptool.pickles.reduce import from_live
-from ckptool.verbs._save import path_of, put_in_place
+from ckptool.transforms.rename import apply
+from ckptool.verbs._save import checkpoint_of, path_of, put_in_place
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def save(
@@ -46,13 +50,21 @@ def save(
     put_in_place(plan, path, overwrite=overwrite, inputs=sources)
 
 
-def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
-    """A checkpoint of live objects; one that was opened is taken as it is."""
-    if isinstance(tree, Checkpoint):
-        return tree
-    read: Any = from_live
-    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
-        from ckptool.bridge import from_torch
+def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without wrappers' prefixes.
 
-        read = from_torch
-    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
+    weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
+    `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    """
+    from ckptool.verbs._live import bridge, unwrapped
+
+    def without_inner(key: str) -> str:
+        # What `torch.compile` and the like put on submodules; a submodule `module` keeps its name.
+        *modules, name = key.split(".")
+        return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
+
+    state: Any = unwrapped(model, averages=True).state_dict()
+    tree = map_storages(bridge.from_torch(state), lambda storage: replace(storage, location="cpu"))
+    whole = Checkpoint(tree, "live")
+    save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)
