@@ -372,7 +372,9 @@ def headers(source: Source, *, cut: bool = False) -> Iterator[TarInfo]:
                 what = f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}"
                 raise Truncated(what, _CUT)
             yield header
-        if source.read(archive.offset, min(_BLOCK, source.size - archive.offset)).strip(b"\0"):
+        if archive.offset + _BLOCK > source.size:
+            raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
+        if source.read(archive.offset, _BLOCK).strip(b"\0"):
             raise Truncated(f"{source}: the header at byte {archive.offset:,} does not match its checksum", _CUT)
     except (TarError, ValueError, RecursionError) as error:
         raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
