@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
@@ -297,7 +297,13 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
     whole = [piece for piece in pieces if not piece.why]
-    sums = checksums([_stored(archive, piece) for piece in whole], progress)
+    stored = [
+        record_of(archive, piece).data
+        if piece.method
+        else FileRange(source.file, source.start + piece.data_at, piece.stored)
+        for piece in whole
+    ]
+    sums = checksums(stored, progress)
     for piece, total in zip(whole, sums, strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
@@ -308,12 +314,6 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
         else:
             piece.crc = total
     return checked
-
-
-def _stored(archive: Archive, piece: Remnant) -> Data:
-    if piece.method:
-        return record_of(archive, piece).data
-    return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
 def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
