@@ -209,6 +209,7 @@ def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
         if walk.states:
             state = _earlier_state(source, walk, error or problem)
             return *_listed(state), UNDONE, state, ()
+        walk = _again(walk)
         _settle_names(walk)
         return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
     undone = any(note.code == "interrupted-edit" for note in archive.notes)
@@ -278,6 +279,17 @@ def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
             signature, crc, stored, size = layout.unpack(raw)
             return (crc,) if (signature, stored, size) == (b"PK\x07\x08", record.stored, record.size) else ()
     return ()
+
+
+def _again(walk: Walk) -> Walk:
+    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
+    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
+    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
+    if walk.sizes.root or len(pickles) != 1:
+        return walk
+    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
+    second.learn(pickles[0])
+    return second.run()
 
 
 def _settle_names(walk: Walk) -> None:
