@@ -90,9 +90,8 @@ def warm_start(
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
-    from ckptool.transforms.optimizer_state import as_state_dict, carried
     from ckptool.transforms.translate import translated_items, translation_in
-    from ckptool.transforms.warm_start import filled
+    from ckptool.transforms.warm_start import as_state_dict, carried, filled
     from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
     from ckptool.verbs._target import find_target
 
