@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ckptool.commands import VERBS, Use, with_verb
+from ckptool.commands import VERBS, Parameter, Use, with_verb
 from ckptool.errors import counted, printable
-from ckptool.options import Parameter
 
 SECONDS = 3
 FILES = 1  # the exit code that asks the shell for names of files
@@ -174,7 +173,7 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
     "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
     "SCHEME": lambda: list(_of("transforms.lora.schemes").SCHEMES),
-    "FILE.yaml|LAYOUT": lambda: list(_of("transforms.translate.layouts").shipped()),
+    "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
