@@ -102,7 +102,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             flat.add((name,), (name,), whole_tree.as_bytes(storage))
             saving.add_whole(name, flat.values[name])
         kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        message = f"{whole_tree.NAME} in the table keeps, for ckptool alone, what torch cannot say here: {kept}"
+        message = f"the tensor {whole_tree.NAME} keeps, for ckptool alone, what torch cannot say here: {kept}"
         notes = (Note(whole_tree.KEPT, message),)
     files = saving.lay_out()
     table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
