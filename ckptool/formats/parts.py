@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -76,13 +76,6 @@ _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and
 
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
-    found = _with_part(checkpoint, opened)
-    if isinstance(opened, Folder):
-        found.kept[FOLDER] = opened.path  # whose other files are judged where it is asked what would run
-    return found
-
-
-def _with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     part = checkpoint.part or part_of(checkpoint)
     if part is None and isinstance(opened, Folder):
         from ckptool.formats.members import NAME, with_members
@@ -90,11 +83,13 @@ def _with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
         if checkpoint.container != NAME:
             checkpoint = with_members(checkpoint, Folder(opened.path))
             part = checkpoint.part
-    if part is None:
-        return checkpoint
-    fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
-    note = Note(CODE, f"{part.label}: {part.meaning}", fix)
-    return replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
+    if part is not None:
+        fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
+        note = Note(CODE, f"{part.label}: {part.meaning}", fix)
+        checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
+    if isinstance(opened, Folder):
+        checkpoint.kept[FOLDER] = opened.path  # whose other files are judged where it is asked what would run
+    return checkpoint
 
 
 def part_of(checkpoint: Checkpoint) -> PartOf | None:
@@ -161,29 +156,31 @@ class _Facts:
     flat: bool = False
     empty: int = 0
     named: int = 0
-    seen: set[int] = field(default_factory=set)
 
 
 def _facts_of(tree: Any) -> _Facts:
-    facts = _Facts()
-    stack = [tree]
+    facts, stack, seen = _Facts(), [tree], set[int]()
     while stack:
         node = stack.pop()
         if type(node) is Composite:
-            _count_distributed(node, facts)
-        elif isinstance(node, (dict, list, tuple, Object, Set)) and id(node) not in facts.seen:
-            facts.seen.add(id(node))
+            from ckptool.formats.placements import distributed  # which few files need
+
+            if (found := distributed(node)) is not None:
+                rank, world = found.ranks
+                facts.tensors += 1
+                facts.shared += not found.is_whole
+                facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
+                facts.world = world if facts.world is None and type(world) is int and world > 0 else facts.world
+        elif isinstance(node, (dict, list, tuple, Object, Set)) and id(node) not in seen:
+            seen.add(id(node))
             if isinstance(node, dict):
                 stack += _of_dictionary(node, facts)
             else:
-                stack += [part for part in _inside(node) if type(part) not in _SCALARS]
+                parts: Any = node.items if isinstance(node, Set) else node
+                if isinstance(node, Object):
+                    parts = node.args, node.items, node.elements, node.state
+                stack += [part for part in parts if type(part) not in _SCALARS]
     return facts
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if isinstance(node, Object):
-        return node.args, node.items, node.elements, node.state
-    return node.items if isinstance(node, Set) else node
 
 
 def _of_dictionary(node: dict[Any, Any], facts: _Facts) -> list[Any]:
@@ -206,24 +203,6 @@ def _is_weight(key: Any) -> bool:
     return type(key) is str and key.rpartition(".")[2] in ("weight", "bias")
 
 
-def _count_distributed(tensor: Composite, facts: _Facts) -> None:
-    """Counts a tensor of torch.distributed, and whether all of it is there."""
-    from ckptool.formats.placements import distributed  # which few files need
-
-    found = distributed(tensor)
-    if found is not None:
-        facts.tensors += 1
-        facts.shared += not found.is_whole
-        _note_ranks(facts, *found.ranks)
-
-
-def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
-    if facts.rank is None and type(rank) is int and rank >= 0:
-        facts.rank = rank
-    if facts.world is None and type(world) is int and world > 0:
-        facts.world = world
-
-
 # The kinds -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +215,11 @@ def _share(facts: _Facts, file: _File) -> PartOf | None:
     if facts.shared:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
         what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        is_there = found is not None and world is not None and len(_others(file, *found.span("rank"))) >= world
+        is_there = False
+        if found is not None and world is not None:  # the files that differ from it only in the number
+            before, after = file.name[: found.start("rank")], file.name[found.end("rank") :]
+            same = [name for name in file.names if name.startswith(before) and name.endswith(after)]
+            is_there = sum(name[len(before) : len(name) - len(after)].isdecimal() for name in same) >= world
         return replace(_ranked(rank, world, f"{which} {what}"), whole=(file.folder or ".") if is_there else "")
     if facts.flat:
         what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
@@ -244,13 +227,6 @@ def _share(facts: _Facts, file: _File) -> PartOf | None:
     if named and world is not None and world > 1:
         return _ranked(rank, world, "the other ranks have files of their own")
     return None
-
-
-def _others(file: _File, start: int, end: int) -> list[str]:
-    """The files beside one, itself among them, that differ from it only in the number that stands there."""
-    before, after = file.name[:start], file.name[end:]
-    same = (name for name in file.names if name.startswith(before) and name.endswith(after))
-    return [name for name in same if name[start : len(name) - len(after)].isdecimal()]
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:
@@ -288,34 +264,26 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
 
 def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
     """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
+    world: Any = None
+    args = top.get("args") if "model" in top else None
+    if isinstance(args, Object):  # those of Megatron say over how many files they divide it
+        sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+        world = prod(size for size in sizes if type(size) is int and size > 0)
     if found := MODEL_STATES.fullmatch(file.name):
-        return _one_of(found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size"))
-    if found := CONSOLIDATED.fullmatch(file.name):
-        return _one_of(found["rank"], file.matching(CONSOLIDATED), None)
-    world = _megatron_world(top)
-    if found := MODEL_PARALLEL.fullmatch(file.folder_name):
+        rank, others, world = found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size")
+    elif found := CONSOLIDATED.fullmatch(file.name):
+        rank, others, world = found["rank"], file.matching(CONSOLIDATED), None
+    elif found := MODEL_PARALLEL.fullmatch(file.folder_name):
         above = os.path.dirname(os.path.dirname(absolute(file.path)))
-        others = [name for name in names_in(above) if MODEL_PARALLEL.fullmatch(name)]
-        return _one_of(found["rank"] + found["rest"], others, world)
-    return _ranked(None, world, _ONE_OF_SEVERAL) if world is not None and world > 1 else None
-
-
-def _one_of(rank: str, others: list[str], world: Any) -> PartOf | None:
+        rank, others = found["rank"] + found["rest"], [n for n in names_in(above) if MODEL_PARALLEL.fullmatch(n)]
+    else:
+        return _ranked(None, world, _ONE_OF_SEVERAL) if world is not None and world > 1 else None
     number = int(rank) if "_" not in rank else None
     count = max(len(others), world if type(world) is int else 1, (number or 0) + 1)
     if count < 2:
         return None
     label = f"rank {rank.replace('_', '/') if number is None else number} of {count:,}"
     return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
-
-
-def _megatron_world(top: dict[Any, Any]) -> int | None:
-    """Over how many files the arguments in a Megatron checkpoint divide its model."""
-    args = top.get("args")
-    if not isinstance(args, Object) or "model" not in top:
-        return None
-    sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-    return prod(size for size in sizes if type(size) is int and size > 0)
 
 
 def _piece(checkpoint: Checkpoint, file: _File) -> PartOf | None:
