@@ -12,7 +12,6 @@ of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_P
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,54 +19,30 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
+from ckptool.checkpoint.files import Folder, Input, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import NAME, arg, command
-from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
+from ckptool.errors import OnlyAPart, counted, listed, printable
+from ckptool.formats.folder import (
+    CONSOLIDATED,
+    INDEX,
+    LAYER,
+    MODEL_PARALLEL,
+    MODEL_STATES,
+    NUMBERED,
+    OF_WORLD,
+    PIECES,
+    STATES,
+    NamePattern,
+    names_in,
+)
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
-MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
 MAX_INDEX = 16 << 20
 
 
-class NamePattern:
-    """A pattern of file names. It is compiled when a name has `mark` in it, which most names never have."""
-
-    def __init__(self, mark: str, pattern: str) -> None:
-        self.mark, self.pattern = mark, pattern
-
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
-    def fullmatch(self, name: str) -> re.Match[str] | None:
-        return self.compiled.fullmatch(name) if self.mark in name else None
-
-
-# Of shards, and the index that says which tensor is in which.
-NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
-INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
-# Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
-STATES = NamePattern(
-    "zero_pp_rank_",
-    r"(?P<set>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<rest>[\d_]+(?:optim|model)_states)\.pt",
-)
-MODEL_STATES = NamePattern("_model_states.pt", r"(?P<set>)mp_rank_(?P<rank>\d+)(?P<rest>(?:_\d+)*_model_states)\.pt")
-LAYER = NamePattern(
-    "model_states.pt",
-    r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt",
-)
-OF_WORLD = NamePattern(
-    "_world_size_", r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt"
-)
-FSDP_RANKS = NamePattern(
-    "_rank", r"(?P<set>(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin"
-)
-PIECES = NamePattern("shard-", r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
-MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
-CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
@@ -126,15 +101,6 @@ class _File:
 
     def matching(self, pattern: NamePattern) -> list[str]:
         return [name for name in self.names if pattern.fullmatch(name)]
-
-
-def names_in(folder: str) -> list[str]:
-    """The names in a folder, sorted; none where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False))
-    except OSError:
-        return []
 
 
 # What the tree says --------------------------------------------------------------------------------------------------
@@ -325,26 +291,6 @@ def _index_of(file: _File) -> tuple[str, list[str]]:
         if file.name in named:
             return name, sorted(named)
     return "", []
-
-
-def refuse_renamed(checkpoint: Checkpoint) -> None:
-    """Raises `Conflict` for a file of one rank, layer or expert that was saved under the name of another.
-
-    torch calls the root folder of a zip as the file that it is written to, and nothing else in a share of ZeRO says
-    which rank's it is.
-    """
-    source, root = checkpoint.source, getattr(checkpoint.origin, "root", "").strip("/")
-    if not root or not isinstance(source, Source):
-        return
-    name = os.path.basename(source.path)
-    saved = root + os.path.splitext(name)[1]
-    for pattern in (STATES, MODEL_STATES, LAYER, OF_WORLD, FSDP_RANKS):
-        if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
-            raise Conflict(
-                f"{source} was saved as {saved}",
-                "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
-                "Copy all files of the folder again, each under its own name.",
-            )
 
 
 def _placeholders(facts: _Facts) -> PartOf | None:
