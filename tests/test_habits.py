@@ -157,7 +157,7 @@ ckptool.diff("mean.pt", "weights.pt").same
 ---
 "fc.weight" in str(ckptool.show("a.pt", at="state_dict/fc.weight"))
 ---
-abs(ckpt["state_dict/fc.weight"] - ckptool.open("weights.pt")["fc.weight"]).max() == 0
+np.abs(ckpt["state_dict/fc.weight"][:] - ckptool.open("weights.pt")["fc.weight"][:]).max() == 0
 ---
 try:
     ckpt["epcoh"]

@@ -118,11 +118,6 @@ def _identity(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _target(slots: Mapping[str, _Slot], name: str) -> Target:
-    kinds = {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
-    return Target(name, MODULE, _expected({key: slot.tensor for key, slot in slots.items()}, kinds), kinds_known=True)
-
-
 def target_of_code(name: str) -> Target:
     """The module or state dict that `file.py:factory` or `pkg.module:factory` makes, as a target with values.
 
@@ -272,7 +267,9 @@ def _planned(
         )
     bare = unwrapped(model)
     slots = _slots(bare)
-    target = _target(slots, type(bare).__name__)
+    name = type(bare).__name__
+    kinds = {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
+    target = Target(name, MODULE, _expected({key: slot.tensor for key, slot in slots.items()}, kinds), kinds_known=True)
     whole, root, remark = _weights(checkpoint, at, part)
     root = root if optimizer is not None else as_named(root, whole, slots)
     plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)

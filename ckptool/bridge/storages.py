@@ -114,7 +114,10 @@ class Storages:
         if self.restorer.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
         if self.faking:
-            return self._fake(storage)
+            # A storage without bytes that knows which device its fake tensors say that they are on.
+            made = untyped.UntypedStorage(storage.nbytes, device="meta")
+            made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
+            return cast(torch.UntypedStorage, made)
         data = storage.data
         # Deduplicated storages have one place in the file, and each its own memory.
         mapped = self.map_files and not storage.deduplicated
@@ -125,12 +128,6 @@ class Storages:
         else:
             made = _in_memory(data, storage.crc)
         return self.restorer.restore(made, storage.location)
-
-    def _fake(self, storage: Storage) -> torch.UntypedStorage:
-        """A storage without bytes that knows which device its fake tensors say that they are on."""
-        made = untyped.UntypedStorage(storage.nbytes, device="meta")
-        made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
-        return cast(torch.UntypedStorage, made)
 
     def _map(self, source: Source) -> torch.UntypedStorage:
         """The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: Python's maps

@@ -106,15 +106,11 @@ def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
 
 def composite(builder: Builder, node: Composite) -> Any:
     """A tensor that is made of other tensors: quantized, sparse, nested, of a subclass."""
-    return _rebuild(builder, node, node.made.fn, node.made.args)
-
-
-def _rebuild(builder: Builder, node: Any, fn: Any, args: tuple[Any, ...]) -> Any:
-    """A call of one of torch's rebuild functions: its arguments are made first, then it is done as `REBUILD` says."""
-    do = REBUILD.get(f"{fn}")
+    # A call of one of torch's rebuild functions: its arguments are made first, then it is done as `REBUILD` says.
+    do = REBUILD.get(f"{node.made.fn}")
     if do is None:
-        return builder.refuse(node, f"a tensor of {fn}")
-    return do(builder, node, args)
+        return builder.refuse(node, f"a tensor of {node.made.fn}")
+    return do(builder, node, node.made.args)
 
 
 def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:

@@ -129,21 +129,17 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
     words, _, rest = str(error).strip().partition("\n")
     if "DataLoader worker" in words:  # which puts its traceback before the message
         words = rest.rpartition("\n")[2].partition(": ")[2] or words
+    # The traceback from the first line of the user's code on.
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None and _is_ours(place.tb_frame.f_code.co_filename):
+        place = place.tb_next
     return UserCodeFailed(
         f"{what}: {name} raised {type(error).__name__}: {words[:200]}",
-        _traceback(error),
+        TextLines(*"".join(traceback.format_exception(type(error), error, place)).rstrip().split("\n")),
         "The error is in your own code, not in ckptool."
         if names_code(name)
         else "It does not fit what it was given: check the data, the model and their args.",
     )
-
-
-def _traceback(error: BaseException) -> TextLines:
-    """The traceback from the first line of the user's code on."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None and _is_ours(place.tb_frame.f_code.co_filename):
-        place = place.tb_next
-    return TextLines(*"".join(traceback.format_exception(type(error), error, place)).rstrip().split("\n"))
 
 
 def _is_ours(file: str) -> bool:

@@ -187,13 +187,10 @@ class Prefetcher:
         return found
 
     def _read(self, owner: BlockReader[T], place: int) -> T:
-        return owner.read(place, self._arrays(owner, place))
-
-    def _arrays(self, owner: BlockReader[Any], place: int) -> list[Array]:
         size, count = min(owner.block, owner.length - place), len(owner.sources)
         if self._memory is None or len(self._memory) < count * owner.block:
             self._memory = aligned(max(ROOM, count * owner.block))
-        return [self._memory[number * owner.block :][:size] for number in range(count)]
+        return owner.read(place, [self._memory[number * owner.block :][:size] for number in range(count)])
 
 
 class BlockReader(Generic[T]):

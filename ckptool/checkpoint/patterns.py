@@ -64,7 +64,8 @@ def match_within_limit(match: Callable[[str], Match], key: str, pattern: re.Patt
     in the main thread only; in other threads, and where the timer is someone else's, the match goes on until it is
     done.
     """
-    if _is_quick(pattern.pattern, key) or not _has_timer():
+    # For most names and expressions setting a timer would take longer than matching ever can.
+    if (len(key) <= SHORT and _choices(pattern.pattern) <= 1) or not _has_timer():
         return match(key)
 
     def expired(number: int, frame: object) -> NoReturn:
@@ -82,11 +83,6 @@ def match_within_limit(match: Callable[[str], Match], key: str, pattern: re.Patt
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
-
-
-def _is_quick(pattern: str, key: str) -> bool:
-    """True where setting a timer would take longer than matching ever can: most names, most expressions."""
-    return len(key) <= SHORT and _choices(pattern) <= 1
 
 
 @lru_cache(64)

@@ -45,7 +45,11 @@ def module_state_dict(node: Any) -> OrderedDict | None:
     names = OrderedDict()
     try:
         for prefix, attributes in walk_modules(node, module_attributes, lambda found: found["_modules"]):
-            _add_tensors(names, prefix, attributes)
+            left_out = attributes.get("_non_persistent_buffers_set")
+            transient = set(left_out.items) if isinstance(left_out, Set) else set()
+            for name, value in (*attributes["_parameters"].items(), *attributes["_buffers"].items()):
+                if name not in transient and (tensor := detached(value)) is not None:
+                    names[prefix + name] = tensor
     except LimitExceeded:
         return None
     return names
@@ -91,14 +95,6 @@ def walk_modules(
 def _breadth(attributes: Attributes) -> int:
     """At most how many names a module's own tensors have."""
     return len(attributes) + sum(len(attributes[part]) for part in _PARTS if isinstance(attributes.get(part), dict))
-
-
-def _add_tensors(names: OrderedDict, prefix: str, attributes: Attributes) -> None:
-    left_out = attributes.get("_non_persistent_buffers_set")
-    transient = set(left_out.items) if isinstance(left_out, Set) else set()
-    for name, value in (*attributes["_parameters"].items(), *attributes["_buffers"].items()):
-        if name not in transient and (tensor := detached(value)) is not None:
-            names[prefix + name] = tensor
 
 
 _WRAPPERS = ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch.autograd.variable.Variable")

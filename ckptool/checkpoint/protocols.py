@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.dtypes import dtype_of
@@ -64,7 +64,7 @@ class ArrayLike:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __dlpack__(self: Any, **options: Any) -> Any:
+    def __dlpack__(self: Any, **options: Any) -> Any:  # else `torch.as_tensor(entry)` would ask for element by element
         return self.torch().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -110,14 +110,6 @@ class ArrayLike:
             if not name.startswith("_"):
                 what += f": its values are in the file. Read them first: entry.numpy().{name} or entry.torch().{name}"
             raise AttributeError(what, name=name, obj=self)
-
-
-def _of_arrays(operator: str) -> Callable[[Any, Any], Any]:
-    return lambda self, other: getattr(self.numpy(), operator)(other)
-
-
-for _name in "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul".split():
-    setattr(ArrayLike, f"__{_name}__", _of_arrays(f"__{_name}__"))
 
 
 class TreeMapping:

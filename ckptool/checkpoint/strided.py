@@ -191,7 +191,9 @@ class _Gather:
             if owner is self and kept_start == start:
                 return start, kept
         block = self._make(lead, row)
-        _keep(self, start, block)
+        _forget(self)
+        _recent.append((self, start, block))
+        del _recent[:-_KEPT]
         return start, block
 
     def _make(self, lead: int, row: int) -> Array:
@@ -209,12 +211,6 @@ class _Gather:
 
 # Blocks live here and not in their readers: a tree may hold thousands of views, and each would keep its last block.
 _recent: list[tuple[_Gather, int, Array]] = []
-
-
-def _keep(owner: _Gather, start: int, block: Array) -> None:
-    _forget(owner)
-    _recent.append((owner, start, block))
-    del _recent[:-_KEPT]
 
 
 def _forget(owner: _Gather) -> None:
@@ -354,16 +350,12 @@ def indexed(tensor: Any, key: Any) -> Any:
             order.append(0)
         else:
             raise IndexError(f"index {part} is out of bounds for dimension {axis} of size {size:,}")
-        view, axis = _every(view, axis, chosen), axis + 1
+        # Of these indices along a dimension, the lowest first.
+        shape, stride = list(view.shape), list(view.stride)
+        offset = view.offset + (min(chosen[0], chosen[-1]) * stride[axis] if chosen else 0)
+        shape[axis], stride[axis] = len(chosen), stride[axis] * abs(chosen.step)
+        view, axis = replace(view, shape=tuple(shape), stride=tuple(stride), offset=offset), axis + 1
     return to_numpy(view, check=False)[tuple(order)]
-
-
-def _every(entry: TensorEntry, axis: int, chosen: range) -> TensorEntry:
-    """The view of these indices along a dimension, the lowest first."""
-    shape, stride = list(entry.shape), list(entry.stride)
-    offset = entry.offset + (min(chosen[0], chosen[-1]) * stride[axis] if chosen else 0)
-    shape[axis], stride[axis] = len(chosen), stride[axis] * abs(chosen.step)
-    return replace(entry, shape=tuple(shape), stride=tuple(stride), offset=offset)
 
 
 def resolved(entry: TensorEntry) -> TensorEntry:

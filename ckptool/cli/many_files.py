@@ -67,7 +67,7 @@ def _written(verb: str, pairs: list[Pair], given: Given, write: Write) -> Iterat
                 try:
                     printed = task(progress)
                 except CkptoolError as error:
-                    raise error if count == 1 else _stopped(error, file, number, count) from error
+                    raise error if count == 1 else _stopped(error, file, number, count, jobs) from error
             yield printed
 
 
@@ -96,12 +96,13 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
     return written.isdisjoint(around) and all(above(out).isdisjoint(read) for out in (*written, *read))
 
 
-def _stopped(error: CkptoolError, file: str, number: int, count: int) -> CkptoolError:
+def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: int = 1) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
     told = error.within(file)
     done = "None of the files was written; to write the others: --skip-refused."
-    if number:
-        done = f"{number} of {count} files {form(number, 'was', 'were')} done before; the others were left as they are."
+    if number or jobs > 1:
+        others = "of the others, some may be done, too." if jobs > 1 else "the others were left as they are."
+        done = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
     told.why = " ".join(part for part in (told.why, done) if part)
     return told
 

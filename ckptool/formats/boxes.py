@@ -266,21 +266,17 @@ def assembled(shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> Te
     length = prod(shape) * first.dtype.itemsize
     every = [each for chunk in chunks for each in (chunk, *chunk.replicas)]
     inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in every}.values())
-    one_by_one = _are_consecutive(shape, chunks)
+    # Whole rows, each chunk all of its storage in row-major order: their bytes follow each other.
+    one_by_one = all(
+        chunk.entry.shape[1:] == shape[1:] and _is_all(chunk.entry) and not chunk.replicas and chunk.entry.numel
+        for chunk in chunks
+    )
     if one_by_one:
         inputs = tuple(chunk.entry.storage for chunk in sorted(chunks, key=lambda chunk: chunk.offsets))
     checks = len(every) > len(chunks)
     read = _Assembly(shape, chunks, name).read
     data = Computed(length, read, inputs, checks=checks, concatenated=one_by_one) if length else InlineBytes(b"")
     return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
-
-
-def _are_consecutive(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """True for whole rows, each chunk all of its storage in row-major order: their bytes follow each other."""
-    return all(
-        chunk.entry.shape[1:] == shape[1:] and _is_all(chunk.entry) and not chunk.replicas and chunk.entry.numel
-        for chunk in chunks
-    )
 
 
 def _as_vector(scalar: TensorEntry) -> TensorEntry:

@@ -81,20 +81,16 @@ def read(folder: Folder) -> BundleRecord:
     if schema != SCHEMA:
         raise Unsupported(f"{source} is a record of the version {str(schema)[:80]}", f"This version reads {SCHEMA}.")
     try:
-        return _record(fields)
+        parts = tuple(_part(member) for member in _list(fields["members"]))
+        if twice := [name for name, count in Counter(str(part.name) for part in parts).items() if count > 1]:
+            raise ValueError(f"it names {listed(twice)} twice")
+        ties = tuple(_texts(group) for group in _list(fields.get("ties", [])))
+        return BundleRecord(str(fields.get("container")), parts, ties, fields.get("ordered") is True)
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(
             f"{source} is damaged: {str(error)[:200] or type(error).__name__}",
             "It is not what ckptool unbundle writes.",
         ) from None
-
-
-def _record(fields: dict[str, Any]) -> BundleRecord:
-    parts = tuple(_part(member) for member in _list(fields["members"]))
-    if twice := [name for name, count in Counter(str(part.name) for part in parts).items() if count > 1]:
-        raise ValueError(f"it names {listed(twice)} twice")
-    ties = tuple(_texts(group) for group in _list(fields.get("ties", [])))
-    return BundleRecord(str(fields.get("container")), parts, ties, fields.get("ordered") is True)
 
 
 def _part(member: Any) -> BundleMember:

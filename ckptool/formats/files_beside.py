@@ -46,7 +46,11 @@ def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str
         failed = []
         for name in _names(folder):
             try:
-                found = list(uses_of(_opened(os.path.join(folder, name))))
+                # The checkpoint in a file that is a pickle, or has one inside; an empty one for any other.
+                path = os.path.join(folder, name)
+                source = Source(path)
+                source.share_descriptors()  # there may be thousands of them
+                found = list(uses_of(read_alone(source) if is_pickled(source) else Checkpoint(None, "")))
             except NotACheckpoint:
                 continue
             except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
@@ -56,13 +60,6 @@ def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str
         checkpoint.kept["beside"] = uses, failed
     judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept.get("beside", ([], []))
     return judged
-
-
-def _opened(path: str) -> Checkpoint:
-    """The checkpoint in a file that is a pickle, or has one inside; an empty one for any other."""
-    source = Source(path)
-    source.share_descriptors()  # there may be thousands of them
-    return read_alone(source) if is_pickled(source) else Checkpoint(None, "")
 
 
 def is_pickled(source: Source) -> bool:

@@ -172,7 +172,11 @@ def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
     path = os.path.join(place, name)
     if not os.path.isfile(path):
         return None, "not a file"
-    if not _is_inside(path, place):
+    # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
+    folder, real = os.path.realpath(place), os.path.realpath(path)
+    snapshots = os.path.dirname(folder)
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
+    if os.path.dirname(real) not in (folder, blobs):
         return None, "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:
@@ -180,14 +184,6 @@ def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
     if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
         return None, "a checkpoint, not a tokenizer"
     return FileRange(source, 0, source.size), ""
-
-
-def _is_inside(path: str, place: str) -> bool:
-    """True for a file that is in the folder itself, or in the blobs of the hub's cache that the folder belongs to."""
-    folder, real = os.path.realpath(place), os.path.realpath(path)
-    snapshots = os.path.dirname(folder)
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
-    return os.path.dirname(real) in (folder, blobs)
 
 
 # The dtype of the configuration --------------------------------------------------------------------------------------

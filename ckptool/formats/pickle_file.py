@@ -60,7 +60,10 @@ def read(source: Source) -> Checkpoint:
             made, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, finish=left_in_file
         )
     except CkptoolError:
-        _refuse_joblib(source)
+        if _JOBLIB in source.read(0, min(_FIRST, source.size)):
+            what = f"{source} was written by joblib"
+            why = "Its arrays lie between the opcodes, which only joblib reads."
+            raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
         raise
     if made.end != source.size:
         _refuse_more(source, made.end)
@@ -77,13 +80,6 @@ def _refuse_id(pid: Any) -> NoReturn:
     what = f"it refers to something outside of the pickle, by a persistent id{shown}"
     why = "Only the program that wrote it knows what is meant."
     raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")
-
-
-def _refuse_joblib(source: Source) -> None:
-    if _JOBLIB in source.read(0, min(_FIRST, source.size)):
-        what = f"{source} was written by joblib"
-        why = "Its arrays lie between the opcodes, which only joblib reads."
-        raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
 
 
 def _refuse_more(source: Source, end: int) -> NoReturn:

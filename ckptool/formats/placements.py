@@ -100,21 +100,15 @@ def distributed(value: Any) -> Distributed | None:
     if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
         return None
     facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
-    state, fields = args[3], _fields(args[3])
+    state, fields = args[3], dict[Any, Any]()
+    for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
+        fields |= each if isinstance(each, dict) else {}
     flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or fields.get("_is_param") is True)
     if args[1].name == "DTensor":
         return Distributed(value, True, fields, flags)
     return Distributed(
         value, False, state if isinstance(state, (tuple, list)) and len(state) > 1 else ((), None), flags
     )
-
-
-def _fields(state: Any) -> dict[Any, Any]:
-    """The instance dictionary and the slots in a state."""
-    fields: dict[Any, Any] = {}
-    for each in state if isinstance(state, tuple) else (state,):
-        fields |= each if isinstance(each, dict) else {}
-    return fields
 
 
 def _attributes(node: Any) -> dict[Any, Any]:
@@ -213,7 +207,10 @@ class RankFile:
         meta = meta.args if isinstance(meta, Object) else meta
         if isinstance(meta, tuple) and meta and sizes_of(meta[0]) not in (None, shape):
             raise self.differs(name, f"has the shape {list(shape)}, and its spec says {list(sizes_of(meta[0]) or ())}")
-        mesh = self._mesh(name, spec.get("mesh"))
+        node = spec.get("mesh")
+        if id(node) not in self._meshes:
+            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
+        mesh = self._meshes[id(node)][1]
         axes = self._axes(name, spec.get("placements"), mesh, len(shape))
         order = {_pair(entry)[0]: _pair(entry)[1] for entry in _items(spec.get("shard_order"))}
         orders = [(axes, order)] if order else [(axes, {}), encoded_order(axes, mesh.sizes)]
@@ -251,11 +248,6 @@ class RankFile:
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
             raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
         return tuple(axes)
-
-    def _mesh(self, name: str, node: Any) -> Mesh:
-        if id(node) not in self._meshes:
-            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
-        return self._meshes[id(node)][1]
 
     def _read_mesh(self, name: str, fields: dict[Any, Any]) -> Mesh:
         own = fields.get("mesh")

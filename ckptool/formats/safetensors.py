@@ -180,7 +180,12 @@ class _Header:
         except (KeyError, TypeError, ValueError):
             raise _bad_fields(source, name, fields) from None
         if dtype.name == "f4_e2m1fn_x2":
-            shape = _pairs(source, name, shape)
+            # The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly.
+            if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
+                raise BadTensor(
+                    f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes"
+                )
+            shape = [*shape[:-1], shape[-1] // 2]
         if type(shape) is not list or type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             raise _bad_fields(source, name, fields)
         stride, count = _contiguous(shape)
@@ -226,13 +231,6 @@ def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
 def _layout(*sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """The shape as one object for all tensors that have it, its strides and number of elements."""
     return sizes, *_contiguous(list(sizes))
-
-
-def _pairs(source: Readable, name: str, shape: Any) -> Any:
-    """The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly."""
-    if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
-        raise BadTensor(f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes")
-    return [*shape[:-1], shape[-1] // 2]
 
 
 def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int) -> None:

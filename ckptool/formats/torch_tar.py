@@ -117,7 +117,11 @@ class _Tables:
     def load(self, pid: Any) -> Any:
         """The tensor, storage or module's class that a persistent id stands for."""
         if type(pid) is tuple:
-            return self._module(pid)
+            # The class of a pickled module: a name. Its file and source text are kept as text, to be shown.
+            cls, source = module_source(pid)
+            if source is not None:
+                self.sources[str(cls)] = source
+            return cls
         key = pid
         if isinstance(pid, (str, bytes)):
             text = as_text(pid)
@@ -132,13 +136,6 @@ class _Tables:
         if found is None:
             raise Corrupt(f"the value refers to the tensor {key}, which is not in the file", _DAMAGED)
         return found
-
-    def _module(self, pid: tuple[Any, ...]) -> Global:
-        """The class of a pickled module: a name. Its file and source text are kept as text, to be shown."""
-        cls, source = module_source(pid)
-        if source is not None:
-            self.sources[str(cls)] = source
-        return cls
 
     def _pickle(self, data: Data, at: int, what: str) -> tuple[Any, int]:
         found = small_pickle(data, at, what)
@@ -356,7 +353,10 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
             raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
         header = read_header(source, at)
         if header is None:
-            return _complete(source, members, wanted), end_of(source, at)
+            missing = [name for name in wanted if name not in members]
+            if missing:
+                raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(wanted)}.")
+            return members, end_of(source, at)
         if header.kind == "x":
             size = read_attributes(source, header)
         else:
@@ -434,13 +434,6 @@ def _check_member(source: Source, header: TarHeader, members: dict[str, Data], w
     if header.at + header.size > source.size:
         what = f"{shown} has {header.size:,} bytes from byte {header.at:,}; the file ends at {source.size:,}"
         raise Truncated(what, _CUT)
-
-
-def _complete(source: Source, members: dict[str, Data], wanted: tuple[str, ...]) -> dict[str, Data]:
-    missing = [name for name in wanted if name not in members]
-    if missing:
-        raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(wanted)}.")
-    return members
 
 
 def end_of(source: Source, at: int) -> int:

@@ -64,7 +64,10 @@ def read(source: Readable) -> Checkpoint:
     archive = directory.read_archive(source)
     pickle = find_pickle(archive)
     root = pickle.name.removesuffix("data.pkl")
-    _refuse_other_kinds(archive, root)
+    # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
+    if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
+        what = f"{archive.source} is a checkpoint that has records of a TorchScript program as well"
+        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
     small = small_records(archive, root)
     storages = RecordStorages(archive, root + "data/", big_endian=small["byteorder"] == "big")
     decoded = decoded_record(pickle, storages)
@@ -115,13 +118,6 @@ def _other_zip(archive: Archive) -> CkptoolError:
     from ckptool.formats.unrecognized import other_zip
 
     return other_zip(archive.source, archive.records)
-
-
-def _refuse_other_kinds(archive: Archive, root: str) -> None:
-    """A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other."""
-    if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
-        what = f"{archive.source} is a checkpoint that has records of a TorchScript program as well"
-        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
 
 
 def confirm_the_rest(archive: Archive) -> None:

@@ -70,9 +70,14 @@ def read(source: Readable) -> Checkpoint:
     program = _Program(archive, root, big_endian)
     confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())
+    # Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered.
     notes = (
         *_program_notes(program, tree),
-        *_without_commands([*archive.notes, *record_notes(archive, root, storages)]),
+        *[
+            replace(note, fix=())
+            for note in [*archive.notes, *record_notes(archive, root, storages)]
+            if note.code != "deflated"
+        ],
     )
     metadata = {"class": decoded.root.name, **{name: text for name, text in small.items() if text is not None}}
     discarded = (*decoded.discarded, *program.runs())
@@ -290,8 +295,3 @@ def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
         where = "attributes" if packed else "constants"
         notes.append(Note("no-state-dict", f"its state dict is empty: {why}", command("show", f"{path}#{where}")))
     return notes
-
-
-def _without_commands(notes: list[Note]) -> list[Note]:
-    """Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered."""
-    return [replace(note, fix=()) for note in notes if note.code != "deflated"]

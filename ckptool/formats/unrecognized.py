@@ -72,7 +72,11 @@ MAX_ZEROS = 1 << 20
 def refuse(head: bytes, source: Input) -> CkptoolError:
     """The error for a file or folder that no format reads, naming what it is as exactly as its first bytes allow."""
     if isinstance(source, Folder):
-        return _no_checkpoint_in(source)
+        held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
+        sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
+        ls, scan = other_program("ls", source.path), command("scan", source.path)
+        fix = f"Name the file: {ls}; or see what is there: {scan}"
+        return NotACheckpoint(f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
     return (
         _text_file(head, source)
         or _by_magic(head, source)
@@ -80,14 +84,6 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         or _newer_pickle(head, source)
         or _nothing_known(head, source)
     )
-
-
-def _no_checkpoint_in(folder: Folder) -> CkptoolError:
-    held = f"It holds {listed(folder.names, 4)}." if folder.names else "It is empty."
-    sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
-    ls, scan = other_program("ls", folder.path), command("scan", folder.path)
-    fix = f"Name the file: {ls}; or see what is there: {scan}"
-    return NotACheckpoint(f"{folder} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
 
 
 def _by_magic(head: bytes, source: Source) -> CkptoolError | None:

@@ -57,7 +57,12 @@ class DurableCheckpoints:
         try:
             resume = self._checked(folder, resume_from_checkpoint)
             if resume and 0 < self.args.max_steps <= (state := _state_of(resume)).global_step:
-                return self._finished(resume, state)
+                # Loads the end of a complete run that is started again: Trainer itself would train another step.
+                self._load_from_checkpoint(resume)
+                self.state = state
+                if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                    self._load_best_model()
+                return TrainOutput(state.global_step, 0.0, {})
             return super().train(resume, *args, **options)  # type: ignore[misc]
         finally:
             if lock is not None:
@@ -86,14 +91,6 @@ class DurableCheckpoints:
             )
         return resume or None
 
-    def _finished(self: Any, resume: str, state: TrainerState) -> TrainOutput:
-        """Loads the end of a complete run that is started again: Trainer itself would train another step."""
-        self._load_from_checkpoint(resume)
-        self.state = state
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
-        return TrainOutput(state.global_step, 0.0, {})
-
     def _get_output_dir(self: Any, trial: Any) -> str:
         return self._staged or str(super()._get_output_dir(trial))  # type: ignore[misc]
 
@@ -116,7 +113,10 @@ class DurableCheckpoints:
                 self.state.save_to_json(os.path.join(temporary, _STATE))
         if main:
             folders.commit_folder(temporary, target, step)
-            self._rotate(run, target)
+            limit, kept = self.args.save_total_limit, {target, self.state.best_model_checkpoint} - {None}
+            others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
+            for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))] if limit else ():
+                folders.remove_checkpoint(path)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
@@ -124,12 +124,6 @@ class DurableCheckpoints:
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if self._staged is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
-
-    def _rotate(self: Any, run: str, newest: str) -> None:
-        limit, kept = self.args.save_total_limit, {newest, self.state.best_model_checkpoint} - {None}
-        others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-        for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))] if limit else ():
-            folders.remove_checkpoint(path)
 
     def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **options: Any) -> Any:
         """Fetches batches; warns once if the data set draws random numbers, which Trainer does not restore."""

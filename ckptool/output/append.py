@@ -15,7 +15,6 @@ from collections.abc import Callable
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import absolute, file_problem
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.workers import my_turn
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
@@ -119,6 +118,5 @@ def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
     os.fsync(fd)  # on disk before what they guard is: a power cut may lose any of the writes since the last sync
     Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
     os.fsync(fd)
-    my_turn()
     os.ftruncate(fd, end)
     settle(fd)

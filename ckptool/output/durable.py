@@ -21,7 +21,6 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.workers import my_turn
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
@@ -109,7 +108,6 @@ def replace_file(
             settle(fd)
             if verify is not None:
                 verify(temporary)
-        my_turn()
         _commit(temporary, real, overwrite)
         temporary = ""
     except OSError as error:

@@ -20,7 +20,6 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.workers import my_turn
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
@@ -142,7 +141,6 @@ def replace_folder(
             _sync(fd)
             if verify is not None:
                 verify(temporary)
-        my_turn()
         old = _commit(temporary, real, allowed, overwrite, fd)
         temporary = ""
         return (*attribute_notes(real, lost), *_sync_folder(real))
@@ -301,7 +299,12 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
             raise _would_lose(target, foreign)
     except BaseException:
         if os.path.samestat(os.stat(target), os.fstat(fd)):
-            _take_back(temporary, old, target)
+            # Undoes the exchange: a file was put into the old folder at the last moment, or may have been.
+            if old == temporary:
+                _exchange(temporary, target)
+            else:
+                os.rename(target, temporary)
+                os.rename(old, target)
         raise
     return old
 
@@ -335,15 +338,6 @@ def _put_aside(temporary: str, target: str) -> str:
         os.rename(aside, target)
         raise
     return aside
-
-
-def _take_back(temporary: str, old: str, target: str) -> None:
-    """Undoes the exchange: a file was put into the old folder at the last moment, or may have been."""
-    if old == temporary:
-        _exchange(temporary, target)
-    else:
-        os.rename(target, temporary)
-        os.rename(old, target)
 
 
 def _put_back(target: str) -> None:

@@ -397,19 +397,16 @@ class _Encoder:
         self.out += b"R" if made.how == "call" else b"\x92" if made.kwargs is not None else b"\x81"
         self._memoize(whole)
         if made.elements is not None:
-            yield from self._elements(made)
+            if made.adds:
+                self.protocol = 4
+                yield from self._appends(made.elements or [], one=b"", many=b"\x90")
+            else:
+                yield from self._appends(made.elements or [])
         if made.items is not None:
             yield from self._items(made.items, exact=False)
         if made.state is not MISSING:
             yield from self._each([made.state])
             self.out += b"b"
-
-    def _elements(self, made: Object) -> Steps:
-        if made.adds:
-            self.protocol = 4
-            yield from self._appends(made.elements or [], one=b"", many=b"\x90")
-        else:
-            yield from self._appends(made.elements or [])
 
     _STEPS: tuple[tuple[type, Callable[[Any, Any], Steps]], ...] = (
         (dict, _dict),

@@ -92,14 +92,13 @@ class LiveReader:
         if value is Ellipsis or value is NotImplemented:
             return Global("__builtin__", str(value))
         if isinstance(value, _NAMED):
-            return self._named(value)
+            name = self.name_of(value)
+            return (
+                name if name is not None else self.refuse(value, "a function or class that cannot be imported by name")
+            )
         if self.arrays_as_tensors and _is_array(value):
             return array_entry(value)
         return self.reduced(value)
-
-    def _named(self, value: Any) -> Any:
-        name = self.name_of(value)
-        return name if name is not None else self.refuse(value, "a function or class that cannot be imported by name")
 
     def name_of(self, value: Any) -> Global | None:
         if value not in self.names:

@@ -211,7 +211,12 @@ class _Lexer:
     def _slowly(self, op: int, pos: int) -> int:
         """Goes over an opcode that is rare, or moves the window where it or a frame cuts the opcode."""
         if op < 0:
-            return self._at_limit(pos)
+            # Goes on where the window or the frame ends.
+            if self.base + pos == self.frame:
+                self.frame = -1
+                self._set_limit()
+                return pos
+            return self._have(pos, 1)
         return self._value(op, pos) if op in _SIZED else self._other(op, pos)
 
     def _finished(self, pos: int) -> Skeleton:
@@ -284,14 +289,6 @@ class _Lexer:
         return pos + 9
 
     # The window ---------------------------------------------------------------------------------------------------
-
-    def _at_limit(self, pos: int) -> int:
-        """Goes on where the window or the frame ends."""
-        if self.base + pos == self.frame:
-            self.frame = -1
-            self._set_limit()
-            return pos
-        return self._have(pos, 1)
 
     def _have(self, pos: int, length: int) -> int:
         """Makes sure that `length` bytes from `pos` are in the window; gives the new `pos`."""

@@ -311,7 +311,9 @@ def _from_type(args: tuple[Any, ...]) -> Any:
     if len(args) not in (3, 4) or type(args[1]) is not Global or type(args[2]) is not tuple:
         return None
     if args[0] is REBUILD_JAGGED:
-        return _jagged(args[2])
+        # `_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout.
+        values = args[2][0].get("values") if len(args[2]) == 1 and isinstance(args[2][0], dict) else None
+        return (JAGGED, values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
     builder = BUILDERS.get(args[0]) if type(args[0]) is Global and args[0].module == "torch._utils" else None
     inner = builder(args[2]) if builder is not None else NotImplemented
     if not _tensor_like(inner):
@@ -323,12 +325,6 @@ def _from_type(args: tuple[Any, ...]) -> Any:
         "torch.nn.parameter.Buffer",
     )
     return ("with attributes" if plain else f"{args[1]}"), inner.dtype, inner.shape
-
-
-def _jagged(args: tuple[Any, ...]) -> Any:
-    """`_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout."""
-    values = args[0].get("values") if len(args) == 1 and isinstance(args[0], dict) else None
-    return (JAGGED, values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
 
 
 def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:

@@ -195,7 +195,7 @@ class Batches:
                 ) from error
         position.loader_state = None
         if not getattr(loader, "num_workers", 0):
-            return iter(loader() if _is_function(loader) else loader)
+            return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
         given = loader.worker_init_fn
         loader.worker_init_fn = _WorkerInit(given)
         try:
@@ -247,10 +247,6 @@ atexit.register(end_workers)
 def is_iterator(loader: Any) -> bool:
     """True for an iterator, which cannot be iterated again."""
     return hasattr(loader, "__next__")
-
-
-def _is_function(loader: Any) -> bool:
-    return callable(loader) and not hasattr(loader, "__iter__")
 
 
 def by_place(seed: int, rank: int, device: torch.device) -> Seeding:

@@ -307,17 +307,14 @@ class _UntilAsked:
         return self
 
     def __next__(self) -> Batch:
-        if self._asked():
+        # Of processes that compute a model together, at once in all of them.
+        asked = self.stop is not None and self.stop.asked
+        if self.trainer.world.any_rank(asked) if self.trainer.is_divided else asked:
             self.dropped = True
             raise _EvaluationStopped
         number, batch = next(self.batches)
         seed_all(self.trainer.world.device, self.trainer.config.seed, "eval", self.trainer.step, number)
         return batch
-
-    def _asked(self) -> bool:
-        """True when the run is to stop; of processes that compute a model together, at once in all of them."""
-        asked = self.stop is not None and self.stop.asked
-        return self.trainer.world.any_rank(asked) if self.trainer.is_divided else asked
 
 
 def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:

@@ -20,7 +20,7 @@ from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.extensions import find_named, load_named
-from ckptool.training.matching import Patterns, modules_matching, outermost
+from ckptool.training.matching import modules_matching, outermost
 
 Say = Callable[[str], Any]
 
@@ -267,7 +267,10 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
         chosen = {settings.sequential: _sequential(model, settings.sequential)}
         _in_segments(chosen[settings.sequential], settings.segments, options)
     else:
-        chosen = _matching(model, settings.match or "")
+        # The outermost modules that match: what is inside of them is computed again with them.
+        patterns = settings.match or ""
+        names = outermost(modules_matching(model, patterns, "activation_checkpoint"))
+        chosen = {name: model.get_submodule(name) for name in names}
         for module in chosen.values():
             _forgetting(module, options)
     drops = [name for name, module in chosen.items() if _has(module, nn.modules.dropout._DropoutNd)]
@@ -287,12 +290,6 @@ def _sequential(model: nn.Module, name: str) -> nn.Module:
             f"activation_checkpoint: {name!r} is not an nn.Sequential", f"Available: {listed(there, 8) or 'none'}."
         )
     return found
-
-
-def _matching(model: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
-    """The outermost modules that match: what is inside of them is computed again with them."""
-    names = outermost(modules_matching(model, patterns, "activation_checkpoint"))
-    return {name: model.get_submodule(name) for name in names}
 
 
 def _forgetting(module: nn.Module, options: dict[str, Any]) -> None:

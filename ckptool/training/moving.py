@@ -154,7 +154,8 @@ class _Walk:
             return ()
         if _is(value, "numpy", "ndarray"):
             if value.dtype != object and value.flags.writeable:
-                self.note(name, kind, _array_digest(value))
+                values = value if value.nbytes <= WHOLE else value.flat[:: max(1, value.size // SAMPLES)]
+                self.note(name, kind, f"{list(value.shape)} {digest(values.tobytes())}")
             return ()
         return list(_parts(name, value, kind))
 
@@ -267,11 +268,6 @@ def _short(text: str) -> str:
 def _sampled(items: Iterable[Any], count: int) -> Iterator[Any]:
     """All of them, or so many that lie evenly among them."""
     return islice(items, 0, None, max(1, count // SAMPLES))
-
-
-def _array_digest(array: Any) -> str:
-    values = array if array.nbytes <= WHOLE else array.flat[:: max(1, array.size // SAMPLES)]
-    return f"{list(array.shape)} {digest(values.tobytes())}"
 
 
 def _generator_state(value: Any) -> bytes | None:

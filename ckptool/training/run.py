@@ -112,7 +112,11 @@ class Run:
                 self._restore(loaded(newest.path, self.objects.in_parts), newest.path)
                 self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
             self.objects.refuse_unowned_parameters()
-            self._note_begin()
+            if self.world.is_first:
+                self.folder.store.refuse_others(self.step, self.step + 1)
+                facts = environment(self.world.size, self.world.device)
+                self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
+                self.folder.metrics.cut_back(self.step)
         except BaseException:
             self.close()
             raise
@@ -135,13 +139,6 @@ class Run:
         if self.world.broadcast(failed is not None):
             raise failed or UsageError(f"the first process could not open the run {folder}")
         return opened or run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
-
-    def _note_begin(self) -> None:
-        if self.world.is_first:
-            self.folder.store.refuse_others(self.step, self.step + 1)
-            facts = environment(self.world.size, self.world.device)
-            self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
-            self.folder.metrics.cut_back(self.step)
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the lock; nothing more can be saved."""

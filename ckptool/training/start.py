@@ -98,7 +98,11 @@ def _trained(run: ConfiguredRun, world: World, progress: Progress | None, say: S
             run.store.refuse_others(trainer.step, trainer.total_steps)
             for name in _more_files(config):
                 run.claim(name)
-            _note_changes(run)
+            # Records changes of the configuration, with which the run goes on from now.
+            found = changes(read_config(run.folder)[1], run.config)
+            if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
+                run.revision += 1
+                run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
             facts = {key: value for key, value in (("changed", changed), ("skipped", trainer.skipped)) if value}
             event = "start" if saved is None else "resume"
             run.note(event, step=trainer.step, **facts, **environment(world.size, world.device))
@@ -110,14 +114,6 @@ def _more_files(config: Config) -> list[str]:
     """The names of the files that hooks write into the run's folder."""
     profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
     return [*([TABLE] if config.log.csv else []), *profile]
-
-
-def _note_changes(run: ConfiguredRun) -> None:
-    """Records changes of the configuration, with which the run goes on from now."""
-    found = changes(read_config(run.folder)[1], run.config)
-    if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
-        run.revision += 1
-        run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
 
 
 def _restore(trainer: Trainer, run: ConfiguredRun, say: Say) -> SavedState | None:
@@ -221,7 +217,10 @@ def rehearse(config: Config) -> Rehearsal:
             began = time.perf_counter()
             path = committed(run.store, trainer.step, gathered(trainer), {}, world).path
             saving = time.perf_counter() - began
-            _compare(trainer, path)
+            again = build(trainer.config, trainer.world)
+            restored(again, loaded(path, in_parts), path)
+            if differing := first_difference(gathered(trainer), gathered(again)):
+                raise Corrupt(f"the reloaded state differs in {differing}", "A run would not resume as it stopped.")
             run.close()
             return Rehearsal(
                 parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
@@ -253,14 +252,6 @@ def _activations_of_all(config: Config, world: World) -> int | None:
     values = config.dumped()
     values["train"]["activation_checkpoint"] = None
     return _rehearsed_step(build(configfile.checked(values, "run.yaml"), world))[0]
-
-
-def _compare(trainer: Trainer, path: str) -> None:
-    """Raises `Corrupt` unless a new trainer, given the saved state, gathers the very same one."""
-    again = build(trainer.config, trainer.world)
-    restored(again, loaded(path, in_parts), path)
-    if differing := first_difference(gathered(trainer), gathered(again)):
-        raise Corrupt(f"the reloaded state differs in {differing}", "A run would not resume as it stopped.")
 
 
 def first_difference(one: Any, other: Any, place: str = "") -> str:

@@ -78,10 +78,13 @@ class Retention:
     def reasons(self, there: Iterable[SavedState]) -> dict[int, list[str]]:
         """The steps to keep, in order, each with the names of the rules that want it."""
         ordered = sorted(there, key=lambda saved: saved.step)
+        # The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first.
+        sign = 1 if self.mode == "min" else -1
+        measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
         wanted = {
             "newest": ordered[-1:],
             "last": ordered[-self.last :] if self.last else [],
-            "best": self._ranked(ordered)[: self.best],
+            "best": sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])[: self.best],
             "every": [saved for saved in ordered if self.every and saved.step % self.every == 0],
         }
         reasons: dict[int, list[str]] = {}
@@ -98,12 +101,6 @@ class Retention:
         whole = [saved for saved in there if has_its_size(saved)]
         kept = self.reasons(whole)
         return kept, [saved for saved in whole if saved.step not in kept]
-
-    def _ranked(self, ordered: list[SavedState]) -> list[SavedState]:
-        """The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first."""
-        sign = 1 if self.mode == "min" else -1
-        measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
-        return sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])
 
 
 def name_of(step: int, ending: str = ".pt") -> str:

@@ -269,7 +269,10 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     restored_weights(trainer, tree, where)
     for name in trainer.optimizers:
         if _declared(tree, name) == _declared({"config": recorded(trainer.config.dumped())}, name):
-            _as_it_was(trainer, tree, name, where)
+            # An optimizer and its schedule go on where they stopped.
+            load_optimizer(trainer.optimizers[name], _part(tree, trainer.key("optimizer", name), where), where)
+            if name in trainer.schedules:
+                trainer.schedules[name].load_state_dict(_part(tree, trainer.key("scheduler", name), where))
         else:
             _as_declared(trainer, tree, name, where)
     if trainer.scaler is not None:
@@ -278,13 +281,6 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
     trainer.data.load_state(trainer.step, tree["data_state"])
-
-
-def _as_it_was(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
-    """An optimizer and its schedule go on where they stopped."""
-    load_optimizer(trainer.optimizers[name], _part(tree, trainer.key("optimizer", name), where), where)
-    if name in trainer.schedules:
-        trainer.schedules[name].load_state_dict(_part(tree, trainer.key("scheduler", name), where))
 
 
 def _as_declared(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:

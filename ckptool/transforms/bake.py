@@ -162,7 +162,7 @@ def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
 
             norm = numpy.sqrt(_sums(v, shape, lambda values, _: values * values))
             with numpy.errstate(all="ignore"):
-                scale.append(_whole(g).reshape(shape) / norm)
+                scale.append(_elements(g)(0, g.numel).reshape(shape) / norm)
         return scale[0]
 
     return _product(v, (g, v), lambda start, stop: _spread(scales(), v.shape, start, stop))
@@ -207,10 +207,6 @@ def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:
         return -values if entry.flags.neg else values
 
     return read
-
-
-def _whole(entry: TensorEntry) -> Array:
-    return _elements(entry)(0, entry.numel)
 
 
 def _sums(entry: TensorEntry, shape: tuple[int, ...], term: Callable[[Array, Array], Array]) -> Array:

@@ -93,7 +93,11 @@ def _in_form(
         return _by_number(optimizer, slots, place), f"{counted(len(slots), 'parameter')} by number"
     line = f"{counted(len(slots), 'parameter')} by name"
     if not all(type(slot) is str for slot in slots):
-        _refuse_joint(optimizer, place)
+        if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
+            what = f"{place or 'the optimizer'} is LBFGS, whose state is not of single parameters"
+            raise Unsupported(
+                what, "Its vectors run over all parameters at once.", f"Keep its numbers: without {OPTION}"
+            )
         names, known_by = slot_names_in(optimizer, place, whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
         optimizer = _with_slots(optimizer, names)
@@ -171,10 +175,3 @@ def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
     holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
     names = holder.get("buffer_names") if isinstance(holder, dict) else None
     return dict.fromkeys((name for name in names if type(name) is str), BUFFER) if isinstance(names, list) else {}
-
-
-def _refuse_joint(optimizer: dict[str, Any], place: str) -> None:
-    """Raises `Unsupported` for LBFGS, which keeps the history of all parameters, as one vector, with the first."""
-    if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
-        what = f"{place or 'the optimizer'} is LBFGS, whose state is not of single parameters"
-        raise Unsupported(what, "Its vectors run over all parameters at once.", f"Keep its numbers: without {OPTION}")

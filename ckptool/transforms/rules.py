@@ -107,7 +107,9 @@ def _expression(old: str, new: str) -> tuple[re.Pattern[str], Callable[[re.Match
     if found := re.search(r"(?<!\\)\{\w+\s*([+-]\s*\w+\s*)?\}", new):
         raise UsageError(f"{found[0]} is for rules without re:; what a regular expression matched is \\1 or \\g<name>")
     pattern = re.compile(old)
-    _check_template(pattern, new)
+    probe = re.compile(f"{pattern.pattern}\n|", pattern.flags).fullmatch("")  # the line break ends a comment of (?x)
+    if probe is not None:
+        probe.expand(new)
     return pattern, lambda match: match.expand(new)
 
 
@@ -131,13 +133,6 @@ def refuse_unbound(new: KeyName, groups: Collection[str]) -> None:
     for name in (name for each in new.expressions for name in sorted(each.names)):
         if f"v_{name}" not in groups:
             raise UsageError(f"{{{name}}} is not on the left side")
-
-
-def _check_template(pattern: re.Pattern[str], template: str) -> None:
-    """Raises where the template refers to a group that the pattern does not have."""
-    probe = re.compile(f"{pattern.pattern}\n|", pattern.flags).fullmatch("")  # the line break ends a comment of (?x)
-    if probe is not None:
-        probe.expand(template)
 
 
 def read_rules(path: str) -> list[Rule]:

@@ -266,19 +266,11 @@ def test_as_an_array(entry: TensorEntry) -> None:
     assert float(numpy.linalg.norm(entry)) == pytest.approx(float(WEIGHT.norm()))
 
 
-def test_arithmetic_is_that_of_arrays(entry: TensorEntry) -> None:
-    weight: Any = WEIGHT.numpy()
+def test_arithmetic_is_for_arrays(entry: TensorEntry) -> None:
     this: Any = entry
-    for made, expected in (
-        (this * 2, weight * 2),
-        (1 - this, 1 - weight),
-        (this - this, weight - weight),
-        (weight / this, weight / weight),
-        (this.T @ this, weight.T @ weight),
-    ):
-        assert isinstance(made, numpy.ndarray) and numpy.allclose(made, expected, atol=1e-5)
     with pytest.raises(TypeError):
-        this + "text"
+        this * 2
+    assert (numpy.asarray(this) * 2 == WEIGHT.numpy() * 2).all()
 
 
 def test_as_a_tensor(ckpt: Checkpoint) -> None:
@@ -362,6 +354,6 @@ def test_values_of_a_file_that_was_written_again_are_refused(tmp_path: Path) -> 
     assert entry.numpy().sum() == 0
     saved({"w": torch.ones(4, 4), "more": torch.ones(9)}, tmp_path / "a.pt")
     reads: list[Any] = [lambda: entry.numpy(), lambda: entry[1:], lambda: entry.torch(), lambda: entry.bytes()]
-    for read in [*reads, lambda: numpy.asarray(entry), lambda: entry.to("bf16")[0], lambda: entry + 1]:
+    for read in [*reads, lambda: numpy.asarray(entry), lambda: entry.to("bf16")[0]]:
         with pytest.raises(FileChanged, match="changed"):
             read()

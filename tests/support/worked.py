@@ -35,9 +35,3 @@ def throwing_away(item: int, progress: object) -> int:
     ThrownAway()
     time.sleep(1)
     return item
-
-
-def reporting(item: str, progress: object) -> None:
-    for done in range(5):
-        time.sleep(0.06)
-        progress(done, 5)  # type: ignore[operator]

@@ -234,6 +234,7 @@ def test_torchrun_starts_it_again(tmp_path: Path) -> None:
 # Models --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_two_models_and_16_bits_are_trained_as_under_ddp(tmp_path: Path) -> None:
     for name, sections in {"gan": GAN, "fp16": {"train": {"precision": "fp16", "steps": 4}}}.items():
         for strategy in ("fsdp", "ddp"):

@@ -271,16 +271,13 @@ def _nested(tables: Tables, values: dict[str, Any], paths: dict[str, Path]) -> d
             raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
     for parent, key in reversed(lists):
-        parent[key] = _as_list(tables, parent[key])
+        # The elements in order; torch records no empty dictionaries, and reads None in their places.
+        parts = parent[key]
+        last = max(parts)
+        if min(parts) < 0 or last > 4 * len(parts) + 1_000:
+            raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
+        parent[key] = [parts.get(i) for i in range(last + 1)]
     return root
-
-
-def _as_list(tables: Tables, parts: dict[int, Any]) -> list[Any]:
-    """The elements in order; torch records no empty dictionaries, and reads None in their places."""
-    last = max(parts)
-    if min(parts) < 0 or last > 4 * len(parts) + 1_000:
-        raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
-    return [parts.get(i) for i in range(last + 1)]
 
 
 def _notes(tables: Tables) -> list[Note]:

@@ -89,6 +89,10 @@ def share_of(rank: int, file: str, tree: Any) -> Share:
     base: Any = next((found[key] for key in _STATES if key in found), {})
     states, groups = (base.get("state"), base.get("param_groups")) if isinstance(base, dict) else (base, [])
     stage = _number(found.get("zero_stage"))
+    node = found.get("partition_count")
+    counts = tuple(node) if isinstance(node, (list, tuple)) else (node,)
+    if not counts or not all(type(count) is int and 0 < count < 1 << 32 for count in counts):
+        raise damaged(file, "does not say over how many ranks it is divided")
     return Share(
         rank,
         file,
@@ -96,7 +100,7 @@ def share_of(rank: int, file: str, tree: Any) -> Share:
         vectors,
         dict(enumerate(states)) if isinstance(states, list) else states if isinstance(states, dict) else {},
         groups if isinstance(groups, list) else [],
-        _counts(file, found.get("partition_count")),
+        counts,
         [_mapping(each) for each in _items(found.get("param_slice_mappings"))],
         list(_items(found.get("param_alignment_paddings"))),
         {str(key): plain(value) for key, value in found.items() if key not in _LAYOUT},
@@ -120,13 +124,6 @@ def plain(node: Any) -> Any:
         return node
     number = _number(node)
     return dict(node.attributes) if number is None else number
-
-
-def _counts(file: str, node: Any) -> tuple[int, ...]:
-    counts = tuple(node) if isinstance(node, (list, tuple)) else (node,)
-    if not counts or not all(type(count) is int and 0 < count < 1 << 32 for count in counts):
-        raise damaged(file, "does not say over how many ranks it is divided")
-    return counts
 
 
 def _mapping(node: Any) -> dict[str, tuple[int, int]]:

@@ -62,7 +62,10 @@ def read_tag(folder: Folder) -> Checkpoint:
         for name, shape in shapes.items():
             slots = _parameter(tag, inside, name, shape)
             weights[name] = slots.pop(WEIGHT)
-            state[name] = _undivided(common, number) | slots
+            # What stage 3 keeps once for a group: a `step`.
+            base = common.get("optimizer_state_dict")
+            states = base.get("state") if isinstance(base, dict) else None
+            state[name] = (undivided(states.get(number)) if isinstance(states, dict) else {}) | slots
     steps = {step: name for name, slots in state.items() if (step := number_in(slots.get("step"))) is not None}
     if len(steps) > 1:  # ZeRO steps all of its vectors together
         one, other = list(steps.values())[:2]
@@ -124,10 +127,3 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
         meant = list(weight.shape if wrong else shape)
         raise damaged(files, f"has {listed(wrong or [WEIGHT])} of another shape than {meant}")
     return slots
-
-
-def _undivided(common: dict[Any, Any], group: int) -> dict[str, Any]:
-    """What stage 3 keeps once for a group: a `step`."""
-    base = common.get("optimizer_state_dict")
-    states = base.get("state") if isinstance(base, dict) else None
-    return undivided(states.get(group)) if isinstance(states, dict) else {}

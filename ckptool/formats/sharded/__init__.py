@@ -166,7 +166,8 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     _check_agreement(index)
     tree = _in_order(index, pickled)
     ties = _recorded_ties(index, tree)
-    _add_ties(tree, ties)
+    for dropped, kept in ties.items():
+        tree[dropped] = replace(tree[kept])
     tree = tree if pickled else sidecar.with_metadata(tree, sidecar.read(folder))
     sizes = _check_size(index, tree)
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
@@ -376,11 +377,6 @@ def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
                 what = f"{index}: {dropped} is recorded as a tie of {both}"
                 raise Conflict(what, "The shards come from two runs.")
     return ties
-
-
-def _add_ties(tree: dict[Any, Any], ties: dict[str, str]) -> None:
-    for dropped, kept in ties.items():
-        tree[dropped] = replace(tree[kept])
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
     if not case_matters:
         refuse_equal_but_for_case(archive)
     if archive.end != source.size:
-        _refuse_foreign_tail(archive)
+        if not _begins_as_edit(archive) or not _lists_the_same(archive):
+            tail = f"{archive.source.size - archive.end:,} bytes behind its zip archive"
+            what = f"{archive.source} has {tail} that no in-place edit left there"
+            raise Ambiguous(what, "Some readers would see another archive there.")
         left = f"{source.size - archive.end:,} bytes after the archive are not part of it"
         archive.notes.append(Note("interrupted-edit", f"an in-place edit was interrupted; {left}"))
     archive.notes += odd_entries(archive)
@@ -444,14 +447,6 @@ def _is_finished_edit(source: Readable, end: int, begin: int) -> bool:
         return read_archive(source.file.part(source.start, end)).superseded == begin
     except CkptoolError:
         return False
-
-
-def _refuse_foreign_tail(archive: Archive) -> None:
-    """Raises `Ambiguous` unless what is behind the archive could be of an in-place edit of it, and may be cut off."""
-    if not _begins_as_edit(archive) or not _lists_the_same(archive):
-        tail = f"{archive.source.size - archive.end:,} bytes behind its zip archive"
-        what = f"{archive.source} has {tail} that no in-place edit left there"
-        raise Ambiguous(what, "Some readers would see another archive there.")
 
 
 def _begins_as_edit(archive: Archive) -> bool:

@@ -179,7 +179,11 @@ class _Merge:
         if whole is not None and old is not None and old.dtype is whole.dtype and not old.dtype.is_float:
             weight = old  # a counter
         else:
-            weight = self._weight(key)
+            value = self.tree.get(key, self.base[key])
+            if not isinstance(value, TensorEntry) or not value.dtype.is_float:
+                what = f"{self.base_name}: {key} is quantized, or not of a floating type"
+                raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
+            weight = value
         if whole is not None:
             if whole.shape != weight.shape:
                 raise Misfit(whole.shape)
@@ -195,13 +199,6 @@ class _Merge:
             peft=self.adapter.scheme == PEFT,
             turned=lambda: self._is_turned(key, delta),
         )
-
-    def _weight(self, key: str) -> TensorEntry:
-        value = self.tree.get(key, self.base[key])
-        if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-            what = f"{self.base_name}: {key} is quantized, or not of a floating type"
-            raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
-        return value
 
     def _is_turned(self, key: str, delta: Delta) -> bool:
         """True for a square weight that is [in, out]: told by others of the base or, experts, of the adapter; else by

@@ -57,7 +57,11 @@ class Structure:
         classes = self._classes()
         for leaf in ("weight", "bias", ""):
             for one in classes:
-                self._likely_by_module(one)
+                # Sets aside what lies beside a tensor that is set aside.
+                self._keep_open(one)
+                for ours, theirs in _in_same_module(one, self.likely):
+                    self.search.set_aside(_family_pairs(ours, theirs, *self.doubts[ours.module]))
+                self._keep_open(one)
                 self._likely_by_order(one, leaf)
 
     def _consider(self, ours: list[Family], theirs: list[Family]) -> None:
@@ -70,7 +74,10 @@ class Structure:
         while len(self.search.certain) != before:
             before = len(self.search.certain)
             for one in self._classes():
-                self._by_module(one)
+                # Matches what lies beside a tensor that is known: the bias of a weight.
+                for ours, theirs in _in_same_module(one, self.modules):
+                    self._match(ours, theirs, "the other tensors of the module fit")
+                self._keep_open(one)
                 self._by_words(one)
             self._consider(_open(self.ours, self.source), _open(self.theirs, self.target))
 
@@ -98,12 +105,6 @@ class Structure:
         self.heads.add(heads)
         if ours.leaf == theirs.leaf:
             self.modules.setdefault(ours.module, theirs.module)
-
-    def _by_module(self, one: _ShapeClass) -> None:
-        """Matches what lies beside a tensor that is known: the bias of a weight."""
-        for ours, theirs in _in_same_module(one, self.modules):
-            self._match(ours, theirs, "the other tensors of the module fit")
-        self._keep_open(one)
 
     def _by_words(self, one: _ShapeClass) -> None:
         """Matches families with more words in common with each other than with any other of their class."""
@@ -181,13 +182,6 @@ class Structure:
             ours = [[one] if one.signature in theirs else _parts(one, goals) for one in self.ours]
             others_in_parts = [[one] if one.signature in mine else _parts(one, origins) for one in self.theirs]
             self._consider([*chain(*ours)], [*chain(*others_in_parts)])
-
-    def _likely_by_module(self, one: _ShapeClass) -> None:
-        """Sets aside what lies beside a tensor that is set aside."""
-        self._keep_open(one)
-        for ours, theirs in _in_same_module(one, self.likely):
-            self.search.set_aside(_family_pairs(ours, theirs, *self.doubts[ours.module]))
-        self._keep_open(one)
 
     def _likely_by_order(self, one: _ShapeClass, leaf: str) -> None:
         """Sets aside the rest of a class, of weights or biases or others, in the order of the keys."""

@@ -55,9 +55,6 @@ class Scope:
             if isinstance(found := self._found[name], Unbound):
                 raise found
             return found
-        return self._configured(name)
-
-    def _configured(self, name: str) -> int | None:
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
