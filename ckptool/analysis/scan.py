@@ -24,8 +24,9 @@ from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
-from ckptool.formats import deepspeed, marks, megatron, members, sharded, torch_checkpointing
+from ckptool.formats import marks, members, sharded
 from ckptool.formats.files_beside import all_uses, is_pickled
+from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.opening import PathLike, counting_whole
 from ckptool.formats.parts import MEMBERS
 from ckptool.options import option

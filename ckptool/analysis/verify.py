@@ -42,9 +42,9 @@ from ckptool.facts import (
     yellow,
 )
 from ckptool.formats import marks, members, parts, sharded
-from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
+from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
 from ckptool.options import option

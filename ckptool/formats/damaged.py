@@ -35,7 +35,7 @@ from ckptool.formats.zip.salvage import (
     NO_SUM,
     SMALL,
     TWICE,
-    Piece,
+    Remnant,
     Sizes,
     Walk,
     is_pickle,
@@ -186,7 +186,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
-def _agrees(state: Archive, pieces: list[Piece]) -> bool:
+def _agrees(state: Archive, pieces: list[Remnant]) -> bool:
     """True if the headers and checksums of an archive all say the same: then its bytes are good as they are."""
     try:
         for record in state.records.values():
@@ -197,7 +197,7 @@ def _agrees(state: Archive, pieces: list[Piece]) -> bool:
 
 
 # Records, their root folder, what was done, the directory that they are from, the headers that any directory names.
-_Pieces = tuple[list[Piece], str, str, Archive | None, Collection[int]]
+_Pieces = tuple[list[Remnant], str, str, Archive | None, Collection[int]]
 
 
 def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
@@ -228,11 +228,13 @@ def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
     return archive
 
 
-def _listed(archive: Archive) -> tuple[list[Piece], str]:
+def _listed(archive: Archive) -> tuple[list[Remnant], str]:
     """The records of a directory, with the names that their own headers or the pickle confirm; their root."""
     pieces = []
     for record in archive.by_offset():
-        piece = Piece(record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end)
+        piece = Remnant(
+            record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end
+        )
         piece.claims = (record.crc, *_descriptor_crc(archive, record)) if archive.has_checksums else ()
         own = _own_name(archive, piece)
         piece.named = own == piece.name
@@ -250,7 +252,7 @@ def _listed(archive: Archive) -> tuple[list[Piece], str]:
     return pieces, sizes.root
 
 
-def _take_sensible_names(archive: Archive, pieces: list[Piece], sizes: Sizes) -> None:
+def _take_sensible_names(archive: Archive, pieces: list[Remnant], sizes: Sizes) -> None:
     """Settles the name where a record's header and the directory differ: the one that alone makes sense."""
     taken = {piece.name for piece in pieces if piece.named}
     known = set(sizes.of) | {sizes.root + name for name in SMALL}
@@ -262,7 +264,7 @@ def _take_sensible_names(archive: Archive, pieces: list[Piece], sizes: Sizes) ->
                 piece.name, piece.named = fitting[0], True
 
 
-def _own_name(archive: Archive, piece: Piece) -> str | None:
+def _own_name(archive: Archive, piece: Remnant) -> str | None:
     """The name in a record's own header; None where there is no header, or none that leads to the data."""
     head = archive.source.read(piece.header, LOCAL.size)
     name_size, extra_size = LOCAL.unpack(head)[-2:]
@@ -307,7 +309,7 @@ def _settle_names(walk: Walk) -> None:
             piece.named = True
 
 
-def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = None) -> bool:
+def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = None) -> bool:
     """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
@@ -325,13 +327,13 @@ def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = No
     return checked
 
 
-def _stored(archive: Archive, piece: Piece) -> Data:
+def _stored(archive: Archive, piece: Remnant) -> Data:
     if piece.method:
         return record_of(archive, piece).data
     return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
-def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
+def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
     """Two whole records of one name: the same bytes are one record; of others nobody can tell which is meant.
 
     Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers named.
@@ -339,7 +341,7 @@ def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
     pickles = [piece for piece in pieces if not piece.why and is_pickle(piece.name)]
     chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
     pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
-    first: dict[str, Piece] = {}
+    first: dict[str, Remnant] = {}
     for piece in pieces:
         if not piece.why:
             other = first.setdefault(piece.name, piece)

@@ -199,7 +199,7 @@ def _opened(
         return open_by_rules(file, rules_file, at, part=part)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
-    from ckptool.formats.rank_files.flat_parameters import rebuilt
+    from ckptool.formats.layouts.flat_parameters import rebuilt
     from ckptool.verbs._target import find_target
 
     path, place = split(file)

@@ -48,13 +48,13 @@ WIDE = 120  # columns
 PATH = ("cli", "verbs", "reports", "analysis", "render", "errors", "commands", "facts", "options")
 WRITERS = ("__init__", "error", "html", "json", "lines", "markdown", "reflection", "style")  # of every report alike
 BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
-BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
+BLOCKS = {"Chunk", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
 DESIGNS = {
     "engines that match names": """
         rename.by_rules apply.plan_steps join_rules.JoinRule places.Places optimizer_state.slot_names suggest.suggest
         warm_start_plan.plan_warm_start fit.find_way""",
-    "ways of joining ranks": "boxes.Joiner joined_folder.JoinedFolder join_trees.TreeJoiner join_ranks.joined",
+    "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner join_ranks.joined",
     "JSON languages for trees": "unpacking beside_table sidecar bundle_json",
 }
 

@@ -30,7 +30,8 @@ from ckptool.errors import (
     form,
     listed,
 )
-from ckptool.formats import hf_pieces, marks, safetensors, sidecar
+from ckptool.formats import marks, safetensors, sidecar
+from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.parts import INDEX, NUMBERED
 from ckptool.formats.sharded.writing import DivisionOrigin
 from ckptool.formats.sharded.writing import write as write

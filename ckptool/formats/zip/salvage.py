@@ -63,7 +63,7 @@ TWICE = "two different records have its name"
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class Remnant:
     """A record, or the rest of one. Places and sizes in bytes.
 
     claims: what its header, descriptor or directory say is its CRC-32.  named: its name is proven.
@@ -119,12 +119,12 @@ class Walk:
 
     def __init__(self, source: Readable, budget: int, most: int = directory.MAX_ENTRIES) -> None:
         self.source, self.budget, self.most = source, budget, most  # most: records
-        self.pieces: list[Piece] = []
+        self.pieces: list[Remnant] = []
         self.states: list[int] = []
         self.mentions: dict[int, tuple[str, int, int]] = {}
         self.sizes = Sizes()
         self.last: str | None = None  # the storage met last
-        self.doubted: Piece | None = None
+        self.doubted: Remnant | None = None
         self.alignment = 64
         self.padded = True  # as torch writes records: aligned, and with a descriptor
         self.astray = False  # a gap was crossed, and no sizes lead over it
@@ -177,7 +177,7 @@ class Walk:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _header(self, at: int) -> Piece | None:
+    def _header(self, at: int) -> Remnant | None:
         """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
         raw = self._peek(at, LOCAL.size)
         if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
@@ -195,9 +195,9 @@ class Walk:
         if FULL in (stored, size):
             size, stored, _ = zip64_values(tail[name_size:], size, stored, 0) or (size, stored, 0)
         claims = () if flags & 8 and not crc and not stored else (crc,)
-        return Piece(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
+        return Remnant(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
 
-    def _measure(self, piece: Piece) -> int | None:
+    def _measure(self, piece: Remnant) -> int | None:
         """Finds out how long a record is; returns where the next one begins, None where that cannot be told."""
         known = self.sizes.of.get(piece.name)
         if piece.claims:
@@ -210,7 +210,7 @@ class Walk:
         piece.stored = piece.size = known
         return self._measured(piece, known)
 
-    def _measured(self, piece: Piece, stored: int) -> int | None:
+    def _measured(self, piece: Remnant, stored: int) -> int | None:
         """The offset of the next record after one of `stored` bytes; takes its checksum from its descriptor."""
         end = piece.end = piece.data_at + stored
         if end > self.source.size:
@@ -234,7 +234,7 @@ class Walk:
         piece.why = NO_SUM
         return end + len(writer.descriptor(0, stored, piece.header))
 
-    def _search(self, piece: Piece) -> int | None:
+    def _search(self, piece: Remnant) -> int | None:
         """Looks for the descriptor of a record whose size nobody knows: the one that says that it is where it is."""
         at: int | None = piece.data_at - 1
         while at is not None and (at := self._find(_DESCRIPTOR_SIGN, at + 1)) is not None:
@@ -246,7 +246,7 @@ class Walk:
         piece.why = CUT
         return None
 
-    def _meet(self, piece: Piece) -> None:
+    def _meet(self, piece: Remnant) -> None:
         """Enters a record, and decides by the order whether its name can be right."""
         self.pieces.append(piece)
         if not piece.why and is_pickle(piece.name) and self._is_own_pickle():
@@ -271,7 +271,7 @@ class Walk:
         before = (piece.name for piece in self.pieces[:-1])
         return not self.astray and not any(is_pickle(name) or "/data/" in name for name in before)
 
-    def _take_in_order(self, piece: Piece) -> None:
+    def _take_in_order(self, piece: Remnant) -> None:
         """Believes the name that comes next. Where another comes, the record before is in doubt as well.
 
         Bytes that are missing from the middle of a file put the data of one record behind the header of another.
@@ -294,7 +294,7 @@ class Walk:
             self.pieces[-2].named = False  # as in _take_in_order
         return not self.astray
 
-    def learn(self, piece: Piece) -> None:
+    def learn(self, piece: Remnant) -> None:
         """Reads the pickle for the sizes of the storages. A damaged one teaches nothing."""
         record = record_of(Archive(self.source, 0, 0, b""), piece)
         if piece.size > inflated_limit(piece.stored):
@@ -394,7 +394,7 @@ class Walk:
         """Enters records that were passed over as lost."""
         for name in names:
             if name:
-                self.pieces.append(Piece(name, begin, why=HEADER, size=self.sizes.of[name]))
+                self.pieces.append(Remnant(name, begin, why=HEADER, size=self.sizes.of[name]))
                 self.last = name
         return found
 
@@ -449,7 +449,7 @@ def _nothing(offset: int, length: int) -> bytes:
     raise Corrupt("a record that is not in the file", "Its data is lost.")
 
 
-def record_of(archive: Archive, piece: Piece) -> Record:
+def record_of(archive: Archive, piece: Remnant) -> Record:
     """The record that a piece is, taken as it is: its header and the directory are not compared any more."""
     record = Record(archive, piece.name, b"", 0, piece.method, piece.crc, piece.stored, piece.size, piece.header, False)
     record.data_at, record.end = piece.data_at, piece.end

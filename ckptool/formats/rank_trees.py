@@ -15,7 +15,7 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
@@ -102,7 +102,7 @@ class TreeJoiner:
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
             self.differing[path] = first, f"{name} ({shapes})"
             return first
-        chunks = [Chunk(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
+        chunks = [Piece(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
         whole = self.joiner.replicated(name, chunks)
         if name in self.joiner.different:
             self.differing[path] = first, name
@@ -126,7 +126,7 @@ class TreeJoiner:
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
 
-    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Chunk]:
+    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Piece]:
         """The blocks of all ranks, read in the one way that fits all of their tensors."""
         for readings in zip(*(share.readings for share in shares), strict=True):
             parts = [reading for reading in readings if reading is not None]

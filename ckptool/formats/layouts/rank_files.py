@@ -14,10 +14,10 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
+from ckptool.formats.folder import RankFolder, lacks, missing_ranks
 from ckptool.formats.parts import FSDP_RANKS, OF_WORLD
 from ckptool.formats.placements import RankFile
-from ckptool.formats.rank_files.join_trees import TreeJoiner, not_joinable
+from ckptool.formats.rank_trees import TreeJoiner, not_joinable
 
 NAME = "rank-files"
 NOT_JOINED = "not-joined"  # of the note
@@ -78,7 +78,7 @@ class RankSets:
     """The files of a folder by set and rank."""
 
     folder: Folder
-    files: JoinedFolder = field(init=False)
+    files: RankFolder = field(init=False)
     sets: dict[str, dict[int, str]] = field(default_factory=dict)
     world: int = 0
     is_accelerate: bool = False
@@ -86,7 +86,7 @@ class RankSets:
 
     def __post_init__(self) -> None:
         """Raises `Conflict` for files of several world sizes, `Corrupt` where some are missing."""
-        self.files = JoinedFolder(self.folder)
+        self.files = RankFolder(self.folder)
         worlds: dict[int, str] = {}
         for name in self.folder.names:
             if found := OF_WORLD.fullmatch(name):

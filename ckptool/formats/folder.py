@@ -12,8 +12,8 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.errors import Conflict, Corrupt, listed
-from ckptool.formats.boxes import Joiner
 from ckptool.formats.parts import refuse_renamed
+from ckptool.formats.pieces import Joiner
 from ckptool.pickles.calls import UNKNOWN, uses
 
 MOST_NAMED = 1_000  # missing files: a number in a file may claim any world size
@@ -21,7 +21,7 @@ _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
 @dataclass(slots=True, eq=False)
-class JoinedFolder:
+class RankFolder:
     """The state of joining a folder. discarded: what is not inert in its files."""
 
     folder: Folder
