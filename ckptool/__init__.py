@@ -117,7 +117,7 @@ def __getattr__(name: str) -> "Any":
             raise
         return _without_torch(name)
     if home.startswith("verbs."):
-        value = import_module("ckptool.options").for_python(value)
+        value = import_module("ckptool.commands").for_python(value)
     globals()[name] = value
     return value
 

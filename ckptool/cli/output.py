@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ckptool.checkpoint.workers import Task, in_turn
+from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.facts import bar, size
-from ckptool.options import nearest
 from ckptool.render import lines
 from ckptool.render.style import Style
 

@@ -25,10 +25,9 @@ from ckptool.cli.output import (
     tell,
     training_progress,
 )
-from ckptool.commands import function_name, module_of
+from ckptool.commands import Declared, Parameter, function_name, module_of, option, parameters_of, signature_of, watched
 from ckptool.errors import UsageError, printable
 from ckptool.facts import Page, Report
-from ckptool.options import Declared, Parameter, option, parameters_of, signature_of, watched
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
 Arguments = Mapping[str, Any]

@@ -10,10 +10,9 @@ from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, get_args
 
-from ckptool.commands import VERBS, Command, function_name, module_of
+from ckptool.commands import VERBS, Command, argument, function_name, module_of, nearest, signature_of, verb
 from ckptool.errors import NoMatch
 from ckptool.facts import Report, Told, bold, schema_of
-from ckptool.options import argument, nearest, signature_of, verb
 from ckptool.render.reflection import about, document
 
 Json = dict[str, Any]

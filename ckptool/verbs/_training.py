@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool.commands import Watched, argument, option
 from ckptool.errors import MissingExtra
-from ckptool.options import Watched, argument, option
 
 if TYPE_CHECKING:
     from ckptool.training.config import Config as Config

@@ -10,12 +10,11 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
-from ckptool.commands import arg
+from ckptool.commands import arg, argument, option, several, verb
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of

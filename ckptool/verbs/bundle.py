@@ -13,12 +13,11 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, NAME, OUT, arg, command
+from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     bundled,

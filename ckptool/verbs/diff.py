@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 from ckptool.analysis.diff import Diff, diff_files
+from ckptool.commands import argument, option, verb
 from ckptool.formats.opening import CheckpointLike
-from ckptool.options import argument, option, verb
 from ckptool.verbs._options import Texts
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
 from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
+from ckptool.commands import option, several, verb
 from ckptool.formats.opening import open_file
-from ckptool.options import option, several, verb
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 

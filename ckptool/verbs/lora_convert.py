@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import option, verb
 from ckptool.transforms.lora.schemes import SCHEMES, convert
 from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
+from ckptool.commands import argument, option, several, verb
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.commands import OUT, arg, command
+from ckptool.commands import OUT, arg, argument, command, option, verb
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import argument, option, verb
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge

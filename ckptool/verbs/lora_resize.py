@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.options import verb
+from ckptool.commands import verb
 from ckptool.transforms.lora.resize_rank import resize
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.commands import arg
+from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
-from ckptool.options import Watched, argument, option, several, verb
 from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ckptool.options import several, verb
+from ckptool.commands import several, verb
 from ckptool.training.reports import Outcome
 from ckptool.verbs._training import Folder, Lines, Logged, Quiet, Set, check_harness
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from ckptool.analysis import scan as analysis
 from ckptool.analysis.scan import Scan
+from ckptool.commands import argument, option, verb
 from ckptool.formats.opening import PathLike, refuse_address
-from ckptool.options import argument, option, verb
 from ckptool.training import is_run
 from ckptool.training.reports import RunReport
 from ckptool.verbs._options import Jobs

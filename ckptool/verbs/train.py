@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from ckptool.commands import argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.facts import Page
-from ckptool.options import argument, option, several, verb
 from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.verbs._training import Config, Lines, Logged, PathLike, Quiet, Set, check_harness, configuration
 

@@ -15,11 +15,10 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command
+from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
-from ckptool.options import option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     check_names,

@@ -13,10 +13,10 @@ from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.formats.checksums import Progress
 from ckptool.formats.opening import PathLike, in_memory, open_file, open_source
-from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Files, Jobs, Overwrite
 

@@ -16,13 +16,12 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
-from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
-from ckptool.options import option, several, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
