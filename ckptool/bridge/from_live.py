@@ -85,7 +85,9 @@ class TorchReader(LiveReader):
         if self.keep_unknown or not isinstance(made, Composite):
             return True
         called, args = str(made.made.fn), made.made.args
-        return called != _WRAPPER and (REBUILD.get(called) is not from_type or str(args[1]) in TENSOR_CLASSES)
+        return called != "torch._utils._rebuild_wrapper_subclass" and (
+            REBUILD.get(called) is not from_type or str(args[1]) in TENSOR_CLASSES
+        )
 
     def _refused_tensor(self, tensor: torch.Tensor) -> Any:
         cls = type(tensor)
@@ -110,5 +112,4 @@ class TorchReader(LiveReader):
 
 
 _BYTES = BY_TORCH["uint8"]  # what torch takes an untyped storage for
-_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _AS_PLAIN = "Save it as a plain tensor: tensor.as_subclass(torch.Tensor), or its parts."

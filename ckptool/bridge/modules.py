@@ -30,7 +30,7 @@ from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, p
 from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.optimizer_state import Carried, carried
+from ckptool.transforms.warm_start import Carried, carried
 from ckptool.transforms.warm_start_plan import (
     Assignment,
     MatchOptions,
@@ -136,9 +136,7 @@ def target_of(made: Any, name: str) -> Target:
     """A module or state dict as a target with values. Raises what `target_of_code` raises."""
     if isinstance(made, nn.Module):
         model = unwrapped(made)
-        kinds = {
-            key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in _slots(model).items()
-        }
+        kinds = _kinds(_slots(model))
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
     elif isinstance(made, Mapping):
         kinds, state = {}, made
@@ -149,19 +147,17 @@ def target_of(made: Any, name: str) -> Target:
             "For example: def build(): return MyModel()",
         )
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    expected = _expected(tensors, {key: kinds.get(key) or _kind(key, value) for key, value in tensors.items()})
+    guessed = {key: kind_by_name(key, BY_TORCH.get(str(t.dtype).removeprefix("torch."))) for key, t in tensors.items()}
+    expected = _expected(tensors, guessed | kinds)
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
-    wrapper = _prefix_of(made, model) if isinstance(made, nn.Module) else ""
+    wrapper = ""
+    if isinstance(made, nn.Module):  # the prefix that the wrappers around the model put before its names
+        wrapper = next((f"{name}." for name, module in made.named_modules() if module is model and name), "")
     return Target(name, MODULE, expected, bool(kinds), _values(state), metadata, wrapper=wrapper)
 
 
-def _prefix_of(outer: nn.Module, inner: nn.Module) -> str:
-    """The prefix that the wrappers around a model put before its names."""
-    return next((f"{name}." for name, module in outer.named_modules() if module is inner and name), "")
-
-
-def _kind(name: str, tensor: torch.Tensor) -> str:
-    return kind_by_name(name, BY_TORCH.get(str(tensor.dtype).removeprefix("torch.")))
+def _kinds(slots: Mapping[str, _Slot]) -> dict[str, str]:
+    return {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
 
 
 def _values(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -268,7 +264,7 @@ def _planned(
     bare = unwrapped(model)
     slots = _slots(bare)
     name = type(bare).__name__
-    kinds = {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
+    kinds = _kinds(slots)
     target = Target(name, MODULE, _expected({key: slot.tensor for key, slot in slots.items()}, kinds), kinds_known=True)
     whole, root, remark = _weights(checkpoint, at, part)
     root = root if optimizer is not None else as_named(root, whole, slots)
@@ -390,7 +386,12 @@ def _staged(plan: WarmStartPlan, slots: Mapping[str, _Slot], target: Target, ass
     entries = {first: _bare_entry(plan.chosen[names[0]]) for first, names in groups.items()}
     for entry in entries.values():
         verify(entry)
-    mapped = bridge.build(Checkpoint({first: entry for first, entry in entries.items() if _is_mapped(entry)}, ""))
+    in_files = {
+        first: entry
+        for first, entry in entries.items()
+        if isinstance(entry.storage.data, FileRange) and not entry.storage.deduplicated
+    }
+    mapped = bridge.build(Checkpoint(in_files, ""))
     changes, seen, tied = [], set(), tie_groups(target.tensors.values())
     for first, names in groups.items():
         tensor = slots[first].tensor
@@ -409,10 +410,6 @@ def _bare_entry(choice: Assignment) -> TensorEntry:
     assert isinstance(choice.tensor, TensorEntry)  # others were refused
     entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
     return replace(entry, flags=Flags(False, False, *entry.flags.lazy))
-
-
-def _is_mapped(entry: TensorEntry) -> bool:
-    return isinstance(entry.storage.data, FileRange) and not entry.storage.deduplicated
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------

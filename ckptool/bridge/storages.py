@@ -36,7 +36,13 @@ def restorer(map_location: Any) -> Restorer:
     if isinstance(map_location, dict):
         return Restorer(lambda storage, location: _at_home(storage, str(map_location.get(location, location))))
     if isinstance(map_location, (str, bytes, torch.device)):
-        device = _device(map_location)
+        given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
+        try:
+            device = torch.device(given)
+        except RuntimeError:
+            raise UsageError(
+                f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
+            ) from None
         name = str(device)
         return Restorer(lambda storage, location: _at_home(storage, name), device)
     if not callable(map_location):
@@ -52,13 +58,6 @@ def restorer(map_location: Any) -> Restorer:
         return _at_home(storage, location) if found is None else found
 
     return Restorer(asked)
-
-
-def _device(name: Any) -> torch.device:
-    try:
-        return torch.device(name.decode() if isinstance(name, bytes) else name)
-    except (RuntimeError, UnicodeDecodeError):
-        raise UsageError(f"{str(name)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta.") from None
 
 
 @cache

@@ -125,7 +125,7 @@ def from_type(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
 
     def make(made: Any) -> Any:
         made = made if type(made) is cls else made.as_subclass(cls)
-        return _with_attributes(builder, made, args[3] if len(args) == 4 else None)
+        return _with_attributes(builder, made, *args[3:])
 
     return builder.parts(node, (inner,), make)
 
@@ -154,7 +154,7 @@ def _bare(part: Any) -> Any:
     return part
 
 
-def _with_attributes(builder: Builder, made: Any, state: Any) -> Any:
+def _with_attributes(builder: Builder, made: Any, state: Any = None) -> Any:
     """Sets the attributes that were set on a tensor, once they are made themselves."""
     found = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
     attributes = [(key, value) for part in found for key, value in part.items()]
@@ -172,13 +172,12 @@ def _with_attributes(builder: Builder, made: Any, state: Any) -> Any:
 
 
 def _parameter(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    return builder.parts(node, (args[0],), lambda data: torch.nn.Parameter(data, args[1]))
+    """A parameter, with what was set on it where that is the fourth argument."""
 
+    def make(data: Any) -> Any:
+        return _with_attributes(builder, torch.nn.Parameter(data, args[1]), *args[3:])
 
-def _parameter_with_state(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    return builder.parts(
-        node, (args[0],), lambda data: _with_attributes(builder, torch.nn.Parameter(data, args[1]), args[3])
-    )
+    return builder.parts(node, (args[0],), make)
 
 
 def _quantized(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
@@ -219,10 +218,6 @@ def _sparse(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     return builder.parts(node, tuple(tensors), make)
 
 
-def _sparse_csr(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    return _sparse(builder, node, (Object(GET_LAYOUT, ("torch.sparse_csr",)), args[0]))
-
-
 def _nested(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
     def make(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> Any:
         if not builder.storages.restorer.meta:
@@ -258,10 +253,6 @@ def _device_tensor(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
         return moved
 
     return builder.parts(node, (data, dtype), make)
-
-
-def _wrapper(builder: Builder, node: Any, args: tuple[Any, ...]) -> Any:
-    return builder.refuse(node, f"a tensor of the class {args[0]}")
 
 
 def _typed(builder: Builder, ref: StorageRef) -> Any:
@@ -306,19 +297,24 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
 Rebuild = Callable[["Builder", Any, tuple[Any, ...]], Any]
 
 REBUILD: dict[str, Rebuild] = {
-    "torch._tensor._rebuild_from_type_v2": from_type,
-    "torch._tensor._rebuild_from_type": from_type,
-    "torch.tensor._rebuild_from_type_v2": from_type,
-    "torch.tensor._rebuild_from_type": from_type,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    **{
+        f"{module}.{name}": from_type
+        for module in ("torch._tensor", "torch.tensor")
+        for name in ("_rebuild_from_type_v2", "_rebuild_from_type")
+    },
+    **dict.fromkeys(("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"), _parameter),
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_sparse_csr_tensor": _sparse_csr,
+    "torch._utils._rebuild_sparse_csr_tensor": lambda builder, node, args: _sparse(
+        builder, node, (Object(GET_LAYOUT, ("torch.sparse_csr",)), args[0])
+    ),
     "torch._utils._rebuild_nested_tensor": _nested,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch._utils._rebuild_device_tensor_from_numpy": _device_tensor,
-    "torch._utils._rebuild_xla_tensor": _device_tensor,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _device_tensor,
+    "torch._utils._rebuild_wrapper_subclass": lambda builder, node, args: builder.refuse(
+        node, f"a tensor of the class {args[0]}"
+    ),
+    **{
+        f"torch._utils._rebuild_{name}": _device_tensor
+        for name in ("device_tensor_from_numpy", "xla_tensor", "device_tensor_from_cpu_tensor")
+    },
 }

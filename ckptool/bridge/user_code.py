@@ -26,7 +26,8 @@ def import_user_code(name: str, what: str) -> Any:
     place, _, attribute = name.rpartition(":")
     module = _module(place, what)
     if not hasattr(module, attribute):
-        raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(_public(module), 12)}.")
+        public = sorted(each for each in vars(module) if not each.startswith("_"))
+        raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")
     return getattr(module, attribute)
 
 
@@ -40,13 +41,14 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
         raise _failed(what, name, error) from error
 
 
-def _public(module: Any) -> list[str]:
-    return sorted(name for name in vars(module) if not name.startswith("_"))
-
-
 def _module(place: str, what: str) -> Any:
     try:
-        return _from_file(place, what) if place.endswith(".py") else _by_name(place)
+        if place.endswith(".py"):
+            return _from_file(place, what)
+        here = absolute(os.curdir)
+        if here not in sys.path:
+            sys.path.insert(0, here)  # named by the user, who is in this folder
+        return importlib.import_module(place)
     except CkptoolError:
         raise
     except ModuleNotFoundError as error:
@@ -55,13 +57,6 @@ def _module(place: str, what: str) -> Any:
         raise _failed(what, place, error) from error
     except Exception as error:
         raise _failed(what, place, error) from error
-
-
-def _by_name(place: str) -> Any:
-    here = absolute(os.curdir)
-    if here not in sys.path:
-        sys.path.insert(0, here)  # named by the user, who is in this folder
-    return importlib.import_module(place)
 
 
 def _from_file(place: str, what: str) -> Any:
@@ -106,7 +101,8 @@ def _set_apart(folder: str) -> None:
     own = _ASIDE.setdefault(folder, {})
     for name, module in list(sys.modules.items()):
         top, home = name.partition(".")[0], _home(name, module)
-        if home in _ASIDE and home != folder and any(map(os.path.lexists, _files_of(folder, top))):
+        beside = os.path.join(folder, top)
+        if home in _ASIDE and home != folder and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
             _ASIDE[home][name] = sys.modules.pop(name)
     sys.modules.update(own)
     own.clear()
@@ -119,10 +115,6 @@ def _home(name: str, module: Any) -> str:
     if not isinstance(file, str) or name == "__main__":
         return ""
     return file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
-
-
-def _files_of(folder: str, top: str) -> tuple[str, str]:
-    return os.path.join(folder, top), os.path.join(folder, f"{top}.py")
 
 
 def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:

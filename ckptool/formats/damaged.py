@@ -7,12 +7,11 @@ by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
@@ -46,7 +45,6 @@ from ckptool.pickles.torch_objects import storage_class
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
-_NEAR_PICKLE = 2_048  # bytes behind it in which torch puts the byte order
 MISSING = "it is not in the file"
 UNDONE = "undid an in-place edit that was not finished"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
@@ -295,8 +293,7 @@ def _again(walk: Walk) -> Walk:
 
 
 def _settle_names(walk: Walk) -> None:
-    """Believes names that the order does not prove if a directory says the same, or no other storage has the size."""
-    counts = Counter(walk.sizes.of.values())
+    """Believes names that the order does not prove if a directory says the same."""
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
         if size == piece.size and piece.end and (piece.claims or not piece.method):
@@ -305,8 +302,6 @@ def _settle_names(walk: Walk) -> None:
             piece.claims = (*piece.claims, crc)
             piece.why = "" if piece.why == NO_SUM else piece.why
             piece.named = piece.named or (agrees and name == piece.name)
-        elif not name and counts[piece.size] == 1 and walk.sizes.of.get(piece.name) == piece.size:
-            piece.named = True
 
 
 def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = None) -> bool:
@@ -314,7 +309,13 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
     whole = [piece for piece in pieces if not piece.why]
-    sums = checksums([_stored(archive, piece) for piece in whole], progress)
+    stored = [
+        record_of(archive, piece).data
+        if piece.method
+        else FileRange(source.file, source.start + piece.data_at, piece.stored)
+        for piece in whole
+    ]
+    sums = checksums(stored, progress)
     for piece, total in zip(whole, sums, strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
@@ -325,12 +326,6 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
         else:
             piece.crc = total
     return checked
-
-
-def _stored(archive: Archive, piece: Remnant) -> Data:
-    if piece.method:
-        return record_of(archive, piece).data
-    return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
 def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
@@ -415,13 +410,10 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
     newer = any(f"{root}{name}" in archive.records for name in (".format_version", ".storage_alignment"))
     if not order and gone is None and not newer:
         return  # torch wrote none before 2.1
-    begin = archive.records[f"{root}data.pkl"].end
-    near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
-    if b"little" not in near:
-        what = f"{archive.source}: its byteorder record is damaged"
-        raise Corrupt(
-            what, "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
-        )
+    raise Corrupt(
+        f"{archive.source}: its byteorder record is damaged",
+        "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values.",
+    )
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

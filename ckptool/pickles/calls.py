@@ -9,7 +9,7 @@ library that are not listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
@@ -51,7 +51,41 @@ class NameUse(NamedTuple):
 
 def uses(root: Any) -> Iterator[NameUse]:
     """Everything in a tree that is not inert, in order; each object once, or twice where it is also an argument."""
-    return _Judge().judge(root)
+    # Each part with its place and its role; nothing recurses. Not written with `visit`, as a part is looked at again
+    # where it is an argument too.
+    seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
+    given: set[tuple[int, int, bool]] = set()  # arguments, from where on they are a state, and as what
+    stack: list[_Step] = [(root, None, False)]
+    while stack:
+        node, trail, argument = stack.pop()
+        if type(node) is Global:
+            if not stands_alone(node):
+                yield NameUse(UNKNOWN, NAMED, str(node), trail)
+            continue
+        if type(node) not in _LOOKED_INTO or id(node) in seen[argument] or id(node) in seen[True]:
+            continue
+        seen[argument].add(id(node))
+        node = node.made if type(node) is Composite else node
+        if type(node) is not Object:
+            stack += reversed(_of_container(node, trail, argument))
+            continue
+        yield from _judged(node, trail, argument)
+        steps: list[_Step] = []
+        of = _class_of(node.fn)
+        kind = kind_of(of)
+        if type(node.fn) is not Global and kind is None and not is_own(of):
+            steps.append((node.fn, trail, True))
+        state_at = kind.state_at if kind is not None else NOWHERE
+        if (call := (id(node.args), state_at, argument)) not in given:  # the same may be given again and again
+            given.add(call)
+            for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
+                if type(arg) in _LOOKED_INTO:
+                    steps.append((arg, trail, argument or index < state_at))
+        steps.append((node.kwargs, trail, True))
+        steps += _of_container(node.items or {}, trail, argument)
+        steps += _of_container(node.elements or (), trail, argument)
+        steps.append((node.state, trail, argument))
+        stack += reversed(steps)
 
 
 def is_inert(root: Any) -> bool:
@@ -66,63 +100,12 @@ def is_quiet(node: Object) -> bool:
 
 def stands_alone(name: Global) -> bool:
     """True for a name that is listed as one that may stand by itself."""
-    kind = kind_of(name)
-    return kind is not None and kind.stands
+    return (kind := kind_of(name)) is not None and kind.stands
 
 
 _LOOKED_INTO = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite, Global})
 
 _Step = tuple[Any, Trail, bool]  # a value, where it is, and whether it is an argument of a call
-
-
-class _Judge:
-    """A walk through a tree with the place and the role of each part; nothing in it recurses.
-
-    Not written with `visit`, as a part is looked at again where it is an argument too.
-    """
-
-    def __init__(self) -> None:
-        self.seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
-        self.given: set[tuple[int, int, bool]] = set()  # arguments, from where on they are a state, and as what
-
-    def judge(self, root: Any) -> Iterator[NameUse]:
-        stack: list[_Step] = [(root, None, False)]
-        while stack:
-            node, trail, argument = stack.pop()
-            kind = type(node)
-            if kind is Global:
-                if not stands_alone(node):
-                    yield NameUse(UNKNOWN, NAMED, str(node), trail)
-                continue
-            if kind not in _LOOKED_INTO or id(node) in self.seen[argument] or id(node) in self.seen[True]:
-                continue
-            self.seen[argument].add(id(node))
-            if kind is Composite:
-                node = node.made
-            if type(node) is Object:
-                yield from _judged(node, trail, argument)
-                steps = list(self._of_object(node, trail, argument))
-            else:
-                steps = _of_container(node, trail, argument)
-            steps.reverse()
-            stack += steps
-
-    def _of_object(self, node: Object, trail: Trail, argument: bool) -> Iterator[_Step]:
-        of = _class_of(node.fn)
-        kind = kind_of(of)
-        if type(node.fn) is not Global and kind is None and not is_own(of):
-            yield node.fn, trail, True
-        state_at = kind.state_at if kind is not None else NOWHERE
-        given = (id(node.args), state_at, argument)
-        if given not in self.given:  # the same may be given again and again
-            self.given.add(given)
-            for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
-                if type(arg) in _LOOKED_INTO:
-                    yield arg, trail, argument or index < state_at
-        yield node.kwargs, trail, True
-        yield from _of_container(node.items or {}, trail, argument)
-        yield from _of_container(node.elements or (), trail, argument)
-        yield node.state, trail, argument
 
 
 def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
@@ -139,17 +122,17 @@ def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
 def _class_of(fn: Any) -> Any:
     """The callable of an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
     inner: list[str] = []
-    while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in _GETATTR and _names_part(fn.args):
+    while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in ("__builtin__.getattr", "builtins.getattr"):
+        if (
+            type(fn.args) is not tuple
+            or len(fn.args) != 2
+            or type(fn.args[1]) is not str
+            or not fn.args[1].isidentifier()
+        ):
+            break
         fn, part = fn.args
         inner.append(part)
     return Global(fn.module, ".".join([fn.name, *reversed(inner)])) if inner and type(fn) is Global else fn
-
-
-_GETATTR = ("__builtin__.getattr", "builtins.getattr")
-
-
-def _names_part(args: Any) -> bool:
-    return type(args) is tuple and len(args) == 2 and type(args[1]) is str and args[1].isidentifier()
 
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
@@ -214,17 +197,17 @@ def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
             place = PROGRAM if use.name.startswith("__torch__.") and use.name.endswith(SETSTATE) else DISCARDED
             found.append((use._replace(verdict=UNKNOWN), place))
         if checkpoint.extras:
-            found = [each for each in found if not _is_of_program(each[0].name)]
+            # Making an object of a class of the program in a TorchScript file runs its `__setstate__` and no more.
+            # Those of `torch.classes` are C++ classes, whose `__setstate__` is no part of the program.
+            found = [
+                (use, place)
+                for use, place in found
+                if not use.name.startswith("__torch__.")
+                or use.name.startswith("__torch__.torch.classes.")
+                or SETSTATE in use.name
+            ]
         checkpoint.kept["uses"] = tuple(found)
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
-
-
-def _is_of_program(name: str) -> bool:
-    """True for a class of the program in a TorchScript file: making its objects runs its `__setstate__` and no more.
-
-    Those of `torch.classes` are C++ classes, whose `__setstate__` is no part of the program.
-    """
-    return name.startswith("__torch__.") and not (name.startswith("__torch__.torch.classes.") or SETSTATE in name)
 
 
 def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
@@ -247,7 +230,11 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
-    fix = f"{_drop(checkpoint, unknown.values())}Pass it on as it is: {arg(keep_unknown=True)}"
+    fix = f"Pass it on as it is: {arg(keep_unknown=True)}"
+    entries = list(dict.fromkeys(_entry(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
+    if all(entries):  # all of it is in entries of dictionaries
+        patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
+        fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     if DISCARDED in unknown.values() and not as_it_is:
         take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
         fix = f"Objects that loading makes and discards cannot be kept. Write only the weights: {take}"
@@ -262,15 +249,6 @@ _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
 
 
 _NAMED_UNKNOWN = 6
-
-
-def _drop(checkpoint: Checkpoint, places: Iterable[str]) -> str:
-    """Advice to drop what cannot be passed on, where all of it is in entries of dictionaries."""
-    found = [_entry(checkpoint.tree, place) for place in dict.fromkeys(places)]
-    if not all(found):
-        return ""
-    patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in dict.fromkeys(found)]
-    return f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. "
 
 
 def _entry(tree: Any, place: str) -> str:

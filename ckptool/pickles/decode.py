@@ -26,6 +26,7 @@ from ckptool.pickles.strings import StubbedValue
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
 NESTED_NAMES = 4  # the protocol from which on a dot in a name leads into a class
+OLD_GRADIENTS, REPEATED_KEY = "old-gradients", "repeated-key"  # codes of notes
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
@@ -52,12 +53,24 @@ class Decoded:
     @property
     def notes(self) -> list[Note]:
         """Notes on what is unusual about the pickle."""
-        return [
-            *python2_notes(self.byte_strings),
-            *nested_name_notes(self.unreachable),
-            *gradient_notes(self.gradients),
-            *repeated_notes(self.replaced),
-        ]
+        notes = []
+        if count := self.byte_strings:
+            what = f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
+            notes.append(Note("python2-text", f"{what}were read as latin-1, values are kept as bytes"))
+        if count := len(self.unreachable):
+            names = f"{form(count, 'the name', 'the names')} {listed(self.unreachable, 1)}"
+            what = f"{names} {form(count, 'has a dot', 'have dots')}, which pickles below protocol 4 cannot express"
+            what += ": torch.load fails there"
+            notes.append(Note("nested-name", what, command("convert", FILE, out=OUT)))
+        if count := self.gradients:  # saved by torch before 0.2
+            what = f"{counted(count, 'gradient') if count > 1 else 'a gradient'} inside of parameters"
+            why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
+            notes.append(Note(OLD_GRADIENTS, f"{what}, {why}"))
+        if count := len(self.replaced):
+            keys = listed([str(key)[:80] for key in self.replaced], 3)
+            what = f"{form(count, 'the key', 'the keys')} {keys} {form(count, 'was', 'were')} given twice"
+            notes.append(Note(REPEATED_KEY, f"{what}, with different values: the last counts, as in every reader"))
+        return notes
 
     def aside(self) -> tuple[Any, ...]:
         """Everything that is not inert in a pickle of which only the value is used."""
@@ -100,7 +113,8 @@ def decode(
         raise error.within(f"{name} at byte {place(reader.base + reader.at):,}") from None
     except (IndexError, struct.error) as error:
         if str(error) in ("list index out of range", "pop from empty list"):
-            raise _underflow().within(name) from None
+            what = "the pickle pops from an empty stack"
+            raise Corrupt(what, "It was damaged, or is not a pickle at all.").within(name) from None
         if reader.in_frame:
             raise reader.straddling().within(name) from None
         raise Truncated(f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP") from None
@@ -113,63 +127,12 @@ def decode(
     return Decoded(root, objects.discarded(root), machine.protocol, reader.at, *counts)
 
 
-def _underflow() -> Corrupt:
-    return Corrupt("the pickle pops from an empty stack", "It was damaged, or is not a pickle at all.")
-
-
 def protocol_notes(protocol: int) -> list[Note]:
     """A note on a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
     if protocol < 4:
         return []
     what = f"pickled with protocol {protocol}, which torch.load(weights_only=True) does not read"
     return [Note("pickle-protocol", what, command("convert", FILE, out=OUT))]
-
-
-def python2_notes(count: int) -> list[Note]:
-    """A note on so many texts of Python 2 that are not UTF-8."""
-    if not count:
-        return []
-    what = (
-        f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
-        f"were read as latin-1, values are kept as bytes"
-    )
-    return [Note("python2-text", what)]
-
-
-OLD_GRADIENTS = "old-gradients"
-
-
-def gradient_notes(count: int) -> list[Note]:
-    """A note on gradients that torch before 0.2 saved inside of parameters; no torch since then reads them."""
-    if not count:
-        return []
-    what = counted(count, "gradient") if count > 1 else "a gradient"
-    why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
-    return [Note(OLD_GRADIENTS, f"{what} inside of parameters, {why}")]
-
-
-REPEATED_KEY = "repeated-key"
-
-
-def repeated_notes(keys: Sequence[Any]) -> list[Note]:
-    """A note on keys that dictionaries were given twice, with different values."""
-    if not keys:
-        return []
-    named = listed([str(key)[:80] for key in keys], 3)
-    what = f"{form(len(keys), 'the key', 'the keys')} {named} {form(len(keys), 'was', 'were')} given twice, with"
-    return [Note(REPEATED_KEY, f"{what} different values: the last counts, as in every reader")]
-
-
-def nested_name_notes(names: Sequence[Global]) -> list[Note]:
-    """A note on names of nested classes in a pickle whose protocol cannot spell them."""
-    if not names:
-        return []
-    named = listed(names, 1)
-    what = (
-        f"{form(len(names), 'the name', 'the names')} {named} {form(len(names), 'has a dot', 'have dots')}, "
-        "which pickles below protocol 4 cannot express: torch.load fails there"
-    )
-    return [Note("nested-name", what, command("convert", FILE, out=OUT))]
 
 
 def no_storage(pid: Any) -> Any:

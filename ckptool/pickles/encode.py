@@ -125,9 +125,6 @@ class _Encoder:
         self.count += 1
         return b"q" + bytes([index]) if index < 256 else b"r" + _pack_uint(index)
 
-    def _recall_of(self, put: bytes) -> bytes:
-        return (b"h" if put[0] == 0x71 else b"j") + put[1:]
-
     def _recalled(self, value: Any) -> bool:
         recall = self.objects.get(id(value))
         if recall is None:
@@ -138,12 +135,12 @@ class _Encoder:
     def _memoize(self, value: Any) -> None:
         put = self._put()
         self.out += put
-        self.objects[id(value)] = self._recall_of(put)
+        self.objects[id(value)] = (b"h" if put[0] == 0x71 else b"j") + put[1:]
 
     def _memoize_text(self, value: Any, opcode: bytes) -> None:
         put = self._put()
         self.out += opcode + put
-        self.texts[value] = self._recall_of(put)
+        self.texts[value] = (b"h" if put[0] == 0x71 else b"j") + put[1:]
 
     def _text(self, text: str) -> None:
         recall = self.texts.get(text)
@@ -382,9 +379,6 @@ class _Encoder:
         self._memoize(value)
         yield from ()
 
-    def _composite(self, value: Composite) -> Steps:
-        yield from self._object(value.made, value)
-
     def _object(self, made: Object, whole: Any = None) -> Steps:
         whole = made if whole is None else whole
         yield from self._each([made.fn, made.args])
@@ -413,7 +407,7 @@ class _Encoder:
         (list, _list),
         (tuple, _tuple),
         (Object, _object),
-        (Composite, _composite),
+        (Composite, lambda self, value: self._object(value.made, value)),
         (Set, _set),
         (bytearray, _bytearray),
         (LazyBytes, _long),

@@ -17,12 +17,13 @@ from ckptool.checkpoint.nodes import (
     check_collisions,
     is_hashable,
 )
-from ckptool.errors import CkptoolError, LimitExceeded, UnsafeObject, counted
+from ckptool.errors import CkptoolError, UnsafeObject, counted
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.reader import PickleReader
 from ckptool.pickles.strings import key_text, whole
+from ckptool.pickles.torch_objects import set_tensor_state
 
 MAX_KEY_DEPTH = 4
 MAX_NAME = 1_000  # characters of a module and a name in it
@@ -53,16 +54,16 @@ class ObjectMaker:
         if not (module.isprintable() and attribute.isprintable()):
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if len(module) + len(attribute) > MAX_NAME:
-            self.reader.at = pos
-            raise LimitExceeded(
+            raise self.reader.beyond(
+                pos,
                 f"a class or function with a name of {counted(len(module) + len(attribute), 'character')}",
                 "No program has such a name; the file is probably malicious.",
             )
         found = Global(module, attribute)
         self.names[found] = None
         if len(self.names) > MAX_NAMES:
-            self.reader.at = pos
-            raise LimitExceeded(
+            raise self.reader.beyond(
+                pos,
                 f"more than {MAX_NAMES:,} different classes and functions",
                 "Real checkpoints do not name so many; the file is probably malicious.",
             )
@@ -128,14 +129,13 @@ class ObjectMaker:
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
-                self.reader.at = pos
-                raise LimitExceeded(
-                    "a dictionary key of tuples within tuples", "Hashing it could take practically forever."
+                raise self.reader.beyond(
+                    pos, "a dictionary key of tuples within tuples", "Hashing it could take practically forever."
                 )
             self.hashed += len(key)
             if self.hashed > self.limit:
-                self.reader.at = pos
-                raise LimitExceeded(
+                raise self.reader.beyond(
+                    pos,
                     f"dictionary keys of more than {counted(self.limit, 'part')}",
                     "Hashing them could take practically forever.",
                 )
@@ -189,18 +189,10 @@ class ObjectMaker:
             and all(type(k) is str for k in state)
         ):
             target.attributes = state
-        elif not self._set_tensor(target, state):
+        elif type(target) is not TensorEntry or not set_tensor_state(target, state):
             raise self.reader.corrupt(pos, f"a state set on a {_kind(target)}")
         else:
             self.gradients += len(state) == 5 and state[1] is not None
-
-    @staticmethod
-    def _set_tensor(target: Any, state: Any) -> bool:
-        if type(target) is not TensorEntry:
-            return False
-        from ckptool.pickles.torch_objects import set_tensor_state
-
-        return set_tensor_state(target, state)
 
     def replaced(self) -> tuple[Any, ...]:
         """The keys that were given twice, with two values, or ones that are too long to compare."""

@@ -44,6 +44,11 @@ class PickleReader:
         self.at = pos
         return Corrupt(what, DAMAGED)
 
+    def beyond(self, pos: int, what: str, why: str) -> LimitExceeded:
+        """The error about more than is read, at the byte at `pos`."""
+        self.at = pos
+        return LimitExceeded(what, why)
+
     # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over
     # its end then.
 
@@ -86,8 +91,7 @@ class PickleReader:
     def text(self, pos: int, size: int) -> str:
         """UTF-8, in which pickles may have lone surrogates."""
         if size > MAX_STRING:
-            self.at = pos
-            raise LimitExceeded(f"a text of {size:,} bytes", f"At most {MAX_STRING:,} are read.")
+            raise self.beyond(pos, f"a text of {size:,} bytes", f"At most {MAX_STRING:,} are read.")
         raw = self.take(pos, size)
         try:
             return str(raw, "utf-8", "surrogatepass")
@@ -97,8 +101,8 @@ class PickleReader:
     def integer(self, pos: int, size: int) -> int:
         """A little-endian integer of so many bytes."""
         if size * 8 > MAX_INTEGER_BITS:
-            self.at = pos
-            raise LimitExceeded(f"an integer of {counted(size * 8, 'bit')}", f"At most {MAX_INTEGER_BITS:,} are read.")
+            what = f"an integer of {counted(size * 8, 'bit')}"
+            raise self.beyond(pos, what, f"At most {MAX_INTEGER_BITS:,} are read.")
         return int.from_bytes(self.take(pos, size), "little", signed=True)
 
     def raw_line(self, pos: int) -> tuple[bytes, int]:
@@ -108,8 +112,7 @@ class PickleReader:
             self.at = pos
             raise Truncated("a line without an end", "The pickle was cut off.")
         if end - pos > MAX_STRING:
-            self.at = pos
-            raise LimitExceeded(f"a text of {end - pos:,} bytes", f"At most {MAX_STRING:,} are read.")
+            raise self.beyond(pos, f"a text of {end - pos:,} bytes", f"At most {MAX_STRING:,} are read.")
         return self.data[pos:end], end + 1
 
     def line(self, pos: int) -> tuple[str, int]:
@@ -148,8 +151,7 @@ class PickleReader:
             return _TRUTHS[line] if line in _TRUTHS else self.number(line, pos)
         if op == 0x4C:  # LONG
             return self.number(line.removesuffix("L"), pos)
-        if op == 0x46:  # FLOAT
-            if _FLOAT.fullmatch(line) is None or (isinf(float(line)) and "inf" not in line.lower()):
-                raise self.corrupt(pos, f"{line[:40]!r} where a number should be")
-            return float(line)
-        raise AssertionError(op)
+        # FLOAT
+        if _FLOAT.fullmatch(line) is None or (isinf(float(line)) and "inf" not in line.lower()):
+            raise self.corrupt(pos, f"{line[:40]!r} where a number should be")
+        return float(line)

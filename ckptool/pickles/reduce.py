@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
-from ckptool.checkpoint.dtypes import DTYPES, DType
+from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.graph import (
     SCALARS,
     FillLater,
@@ -247,7 +247,7 @@ def array_entry(value: Any) -> TensorEntry:
     import numpy
 
     given = numpy.asarray(value)
-    dtype = _dtype_of(given.dtype)
+    dtype = next((each for each in DTYPES if each.numpy == given.dtype.name and each.kind != "quantized"), None)
     if dtype is None:
         raise Unsupported(
             f"a numpy array of type {given.dtype} is no tensor",
@@ -265,10 +265,3 @@ def memory(array: numpy.ndarray[Any, Any]) -> Computed:
 
     raw = array.reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, numpy.uint8)
     return Computed(raw.size, lambda offset, length: raw[offset : offset + length].tobytes())
-
-
-def _dtype_of(dtype: numpy.dtype[Any]) -> DType | None:
-    for known in DTYPES:
-        if known.numpy == dtype.name and known.kind != "quantized":
-            return known
-    return None

@@ -178,7 +178,7 @@ class _Plain:
             entry = array_tensor(value)
             return self._became(node, entry, "a tensor") if entry else self._dropped(node, repr(value)[1:-1])
         if value is not node:
-            return self._instead(node, value, _word(value))
+            return self._instead(node, value, next((word for kind, word in _WORDS if isinstance(value, kind)), "text"))
         if node.items:
             return self._instead(node, dict(node.items), "a dictionary of its items")
         if node.elements:
@@ -221,17 +221,12 @@ def _name(node: Any) -> str:
     return node.name if isinstance(node, Object) else str(node) if isinstance(node, Global) else type(node).__name__
 
 
-def _word(value: Any) -> str:
-    for kind, word in ((dict, "a dictionary"), (list, "a list"), (tuple, "a tuple"), ((bool, int, float), "a number")):
-        if isinstance(value, kind):
-            return word
-    return "text"
+_WORDS = ((dict, "a dictionary"), (list, "a list"), (tuple, "a tuple"), ((bool, int, float), "a number"))
 
 
 def _is_called(name: Any) -> bool:
     """True for a function that `weights_only` calls."""
-    kind = kind_of(name)
-    return kind is not None and kind.weights_only
+    return (kind := kind_of(name)) is not None and kind.weights_only
 
 
 def _is_plain_call(node: Object) -> bool:
@@ -241,16 +236,14 @@ def _is_plain_call(node: Object) -> bool:
 
 def _is_plain(args: Any) -> bool:
     """True if the arguments of a rebuild call have nothing in them that `weights_only` refuses."""
-    return all(_is_taken(part) for part in visit(args, _arguments))
 
+    def arguments(node: Any) -> Iterable[Any]:  # the parts of a value; of a call not its name, which is judged with it
+        node = node.made if isinstance(node, Composite) else node
+        return (node.args,) if isinstance(node, Object) else structural_parts(node)
 
-def _arguments(node: Any) -> Iterable[Any]:
-    """The parts of a value; of a call its arguments, as its name is judged with it."""
-    node = node.made if isinstance(node, Composite) else node
-    return (node.args,) if isinstance(node, Object) else structural_parts(node)
-
-
-def _is_taken(part: Any) -> bool:
-    if isinstance(part, Object):
-        return _is_plain_call(part)
-    return not isinstance(part, Global) or is_torch_name(part) or canonical(part) in _TENSOR_TYPES
+    return all(
+        _is_plain_call(part)
+        if isinstance(part, Object)
+        else not isinstance(part, Global) or is_torch_name(part) or canonical(part) in _TENSOR_TYPES
+        for part in visit(args, arguments)
+    )

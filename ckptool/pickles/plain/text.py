@@ -55,8 +55,10 @@ _FLAT = (str, int, float, bool, type(None))
 def _container(value: Any, width: int) -> str:
     items = value.items if isinstance(value, Set) else value
     if isinstance(value, dict):
-        return _counted(items) if items else "{}"
-    name, begin, end = _brackets(value)
+        return counted(len(items), "item") if items else "{}"
+    name, begin, end = ("tuple", "(", ")") if isinstance(value, tuple) else ("list", "[", "]")
+    if isinstance(value, Set):
+        name, begin, end = "frozenset" if value.frozen else "set", "{", "}"
     if not items:
         return f"empty {name}" if isinstance(value, Set) else begin + end
     if len(items) <= 8 and all(isinstance(item, _FLAT) for item in items):
@@ -64,36 +66,17 @@ def _container(value: Any, width: int) -> str:
         text = f"{begin}{', '.join(_summary(item, width) for item in items)}{comma}{end}"
         if len(text) <= width:
             return text
-    return f"{name} of {_counted(items)}"
-
-
-def _brackets(value: Any) -> tuple[str, str, str]:
-    if isinstance(value, Set):
-        return ("frozenset" if value.frozen else "set"), "{", "}"
-    return ("tuple", "(", ")") if isinstance(value, tuple) else ("list", "[", "]")
-
-
-def _counted(items: Any) -> str:
-    return counted(len(items), "item")
+    return f"{name} of {counted(len(items), 'item')}"
 
 
 def _object(node: Object) -> str:
-    named = is_known(node)
     counts = (
         (len(node.attributes), "attribute"),
         (len(node.items or ()), "item"),
         (len(node.elements or ()), "element"),
     )
     having = " and ".join(counted(count, word) for count, word in counts if count)
-    kind = (
-        ""
-        if named
-        else "unknown class "
-        if node.how == "new"
-        else "unknown call "
-        if node.how == "call"
-        else "persistent "
-    )
+    kind = "" if is_known(node) else {"new": "unknown class ", "call": "unknown call "}.get(node.how, "persistent ")
     return f"<{kind}{printable(node.name)}{' with ' + having if having else ''}>"
 
 
@@ -146,7 +129,7 @@ class _Json:
             short = value.bit_length() < 1024 or not self._affordable(value, value.bit_length() // 4)
             return (value if value.bit_length() < 1024 else {"...": summary(value)}) if short else str(hex(value))
         if type(value) is float:
-            return value if math.isfinite(value) else _float(value)
+            return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
         self.left -= 1
         if depth >= MAX_JSON_DEPTH or self.left < 0:
             return {"...": summary(value)}
@@ -201,8 +184,7 @@ class _Json:
         )
 
 
-def _float(value: float) -> str:
-    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def _text(text: str) -> str:

@@ -10,6 +10,7 @@ import datetime
 import os
 import pathlib
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from ckptool.checkpoint.graph import COPY, FillLater, GraphMapper, Of
@@ -46,19 +47,14 @@ def _dict(node: dict[Any, Any]) -> FillLater:
     def fill(of: Of) -> None:
         for key, item in node.items():
             new = of(key)
-            made[new if _is_hashable(new) and new not in made else key] = of(item)
+            try:
+                made[key if new in made else new] = of(item)
+            except TypeError:  # it became a list or a dictionary, which no key can be
+                made[key] = of(item)
         if isinstance(node, OrderedDict) and isinstance(made, OrderedDict):
             made.attributes = of(node.attributes)
 
     return FillLater(made, fill)
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def shown(name: Global) -> Any:
@@ -111,14 +107,10 @@ def _stateless(node: Object) -> tuple[Any, ...]:
     """The arguments of an object that has no state; raises `TypeError` for one that has."""
     if node.state is not MISSING and node.state is not None and node.state != {}:
         raise TypeError("a state")
-    return tuple(_argument(part) for part in node.args)
-
-
-def _argument(part: Any) -> Any:
-    value = python_value(part) if isinstance(part, Object) else part
-    if value is NotImplemented:
+    args = tuple(python_value(part) if isinstance(part, Object) else part for part in node.args)
+    if any(arg is NotImplemented for arg in args):
         raise TypeError("an argument of another kind")
-    return value
+    return args
 
 
 # Python's own classes -------------------------------------------------------------------------------------------------
@@ -164,12 +156,6 @@ def _fraction(node: Object) -> Any:
     return _of_arguments(Fraction, str, int)(node)
 
 
-def _decimal(node: Object) -> Any:
-    from decimal import Decimal
-
-    return _of_arguments(Decimal, str)(node)
-
-
 def _timezone(node: Object) -> Any:
     zone = datetime.timezone(*_stateless(node))
     return datetime.timezone.utc if zone == datetime.timezone.utc and len(node.args) == 1 else zone
@@ -197,7 +183,7 @@ _PYTHON: dict[str, Make] = {
     "time": _of_bytes(datetime.time),
     "timedelta": _of_arguments(datetime.timedelta, int),
     "timezone": _timezone,
-    "decimal": _decimal,
+    "decimal": lambda node: _of_arguments(import_module("decimal").Decimal, str)(node),
     "fraction": _fraction,
     "uuid": _uuid,
     "posix path": _path(posix=True, pure=False),
@@ -219,14 +205,6 @@ def _attributes(node: Object) -> Any:
     return NotImplemented if node.items or node.elements else dict(node.attributes)
 
 
-def _items(node: Object) -> Any:
-    return dict(node.items or {})
-
-
-def _dict_call(node: Object) -> Any:
-    return _items(node) if not node.args else NotImplemented
-
-
 def _counter(node: Object) -> Any:
     first = node.args[0] if node.args else {}
     return {**first, **(node.items or {})} if isinstance(first, dict) else NotImplemented
@@ -236,11 +214,6 @@ def _list(node: Object) -> Any:
     """The items that a list, a tuple or a deque was made of, and those appended to it."""
     first = node.args[0] if node.args else []
     return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
-
-
-def _tuple(node: Object) -> Any:
-    found = _list(node)
-    return found if found is NotImplemented else tuple(found)
 
 
 def _omegaconf(node: Object) -> Any:
@@ -257,11 +230,6 @@ def _inner(name: str) -> Make:
         return value if isinstance(value, (dict, Object)) else NotImplemented
 
     return find
-
-
-def _items_or_attributes(node: Object) -> Any:
-    """A dictionary with attribute access: its items, or its attributes where it keeps them there only."""
-    return dict(node.items if node.items is not None else node.attributes)
 
 
 def _size(node: Object) -> Any:
@@ -290,17 +258,14 @@ _VALUES: dict[str, Make] = {
     "array": array,
     "array scalar": _scalar,
     "array type": lambda node: str(array_type(node)),
-    "namespace": _attributes,
-    "attributes": _attributes,
-    "defaultdict": _items,
-    "items": _items,
+    **dict.fromkeys(("namespace", "attributes"), _attributes),
+    **dict.fromkeys(("defaultdict", "items"), lambda node: dict(node.items or {})),
     "elements": lambda node: list(node.elements or ()),
-    "items or attributes": _items_or_attributes,
+    "items or attributes": lambda node: dict(node.items if node.items is not None else node.attributes),
     "counter": _counter,
-    "dict": _dict_call,
-    "deque": _list,
-    "list": _list,
-    "tuple": _tuple,
+    "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
+    **dict.fromkeys(("deque", "list"), _list),
+    "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
     "size": _size,
     "device": _device,
     "layout": _layout,
