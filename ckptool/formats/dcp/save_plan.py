@@ -102,8 +102,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             flat.add((name,), (name,), whole_tree.as_bytes(storage))
             saving.add_whole(name, flat.values[name])
         kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        message = f"{whole_tree.NAME} in the table keeps, for ckptool alone, what torch cannot say here: {kept}"
-        notes = (Note(whole_tree.KEPT, message),)
+        keeps = f"the tensor {whole_tree.NAME} keeps, for readers of ckptool, what torch cannot say here"
+        notes = (Note(whole_tree.KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
     table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
     if len(table) > MAX_METADATA:
@@ -217,8 +217,7 @@ class _Saving:
         if (first := self.views.setdefault(entry.view, name)) != name:
             self.items[name] = self.items[first]  # in one place, so that they are one tensor again
             return
-        blocks = list(self.division.blocks(entry))
-        dim = self.division.dim
+        blocks, dim = list(self.division.blocks(entry)), self.division.dim
         if len(blocks) == 1:
             self.add_whole(name, entry)
             return
@@ -229,7 +228,16 @@ class _Saving:
             chunks.append((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape, item))
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
-        self._remember_blocks(name, entry)
+        # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
+        start, stop = entry.span()
+        lazy = entry.flags.conj or entry.flags.neg
+        if not entry.is_contiguous:
+            self.strides_lost = self.strides_lost or name
+        if not lazy and entry.is_contiguous:
+            self._settle(entry.storage, whole_tree.Home(name, start, stop))
+        elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
+            axes = sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
+            self._settle(entry.storage, whole_tree.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
         item = self._as_it_lies(name, entry)
@@ -253,18 +261,6 @@ class _Saving:
         strides = row_major_strides(entry.shape)
         shape = _ZipShape(entry.dtype, entry.shape, strides, 0, entry.location, entry.nbytes)
         return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
-
-    def _remember_blocks(self, name: str, entry: TensorEntry) -> None:
-        """What blocks in row-major order keep of a storage: what the tensor covers, if it does so without gaps."""
-        start, stop = entry.span()
-        lazy = entry.flags.conj or entry.flags.neg
-        if not entry.is_contiguous:
-            self.strides_lost = self.strides_lost or name
-        if not lazy and entry.is_contiguous:
-            self._settle(entry.storage, whole_tree.Home(name, start, stop))
-        elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
-            axes = sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
-            self._settle(entry.storage, whole_tree.Home(name, start, stop, axes))
 
     def _settle(self, storage: Storage, home: whole_tree.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
