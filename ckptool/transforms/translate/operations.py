@@ -15,11 +15,11 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import TensorValues, computed_tensor
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
-from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.casting import conversion, converted
 from ckptool.transforms.resize import parse_resize, resized
