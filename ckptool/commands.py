@@ -215,21 +215,20 @@ class Parameter(NamedTuple):
 class Declared(NamedTuple):
     """What `@verb` says of a function.  examples: lines to type, and what each is for.
 
-    words: makes arguments of the function of what was typed, or a report in place of calling it.  instead: tried for
-    each call; its report, if it gives one, is the answer. Both are given the options that they name, and add those that
-    they declare.  one_output: the places for the one output of a verb that takes several inputs.  without: options of
-    writing that it does not take.  apart: a blank line stands between the answers on several files.
-    exits: with the code of its report; else always with 0.  also: reports that a hook gives without saying so.
+    from_words: makes arguments of the function of what was typed, or a report in place of calling it.  first_try: is
+    called for each file before the function; its report, if it gives one, is the answer. Both are given the options
+    that they name, and add those that they declare.  other_reports: those that they give without saying so.
+    one_output: the places for the one output of a verb that takes several inputs.
+    blank_between: stands between the answers on several files.  exits: with the code of its report; else always with 0.
     """
 
     examples: tuple[tuple[str, str], ...]
-    words: Hook | None = None
-    instead: Hook | None = None
+    from_words: Hook | None = None
+    first_try: Hook | None = None
     one_output: str = ""
-    without: tuple[str, ...] = ()
-    apart: bool = False
+    blank_between: bool = False
     exits: bool = True
-    also: tuple[str, ...] = ()
+    other_reports: tuple[str, ...] = ()
 
 
 def option(names: str, text: str, **more: Any) -> Option:

@@ -7,7 +7,6 @@ by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,7 +45,6 @@ from ckptool.pickles.torch_objects import storage_class
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
-_NEAR_PICKLE = 2_048  # bytes behind it in which torch puts the byte order
 MISSING = "it is not in the file"
 UNDONE = "undid an in-place edit that was not finished"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
@@ -211,7 +209,6 @@ def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
         if walk.states:
             state = _earlier_state(source, walk, error or problem)
             return *_listed(state), UNDONE, state, ()
-        walk = _again(walk)
         _settle_names(walk)
         return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
     undone = any(note.code == "interrupted-edit" for note in archive.notes)
@@ -283,20 +280,8 @@ def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
     return ()
 
 
-def _again(walk: Walk) -> Walk:
-    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
-    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
-    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
-    if walk.sizes.root or len(pickles) != 1:
-        return walk
-    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
-    second.learn(pickles[0])
-    return second.run()
-
-
 def _settle_names(walk: Walk) -> None:
-    """Believes names that the order does not prove if a directory says the same, or no other storage has the size."""
-    counts = Counter(walk.sizes.of.values())
+    """Believes names that the order does not prove if a directory says the same."""
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
         if size == piece.size and piece.end and (piece.claims or not piece.method):
@@ -305,8 +290,6 @@ def _settle_names(walk: Walk) -> None:
             piece.claims = (*piece.claims, crc)
             piece.why = "" if piece.why == NO_SUM else piece.why
             piece.named = piece.named or (agrees and name == piece.name)
-        elif not name and counts[piece.size] == 1 and walk.sizes.of.get(piece.name) == piece.size:
-            piece.named = True
 
 
 def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = None) -> bool:
@@ -415,13 +398,10 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
     newer = any(f"{root}{name}" in archive.records for name in (".format_version", ".storage_alignment"))
     if not order and gone is None and not newer:
         return  # torch wrote none before 2.1
-    begin = archive.records[f"{root}data.pkl"].end
-    near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
-    if b"little" not in near:
-        what = f"{archive.source}: its byteorder record is damaged"
-        raise Corrupt(
-            what, "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
-        )
+    raise Corrupt(
+        f"{archive.source}: its byteorder record is damaged",
+        "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values.",
+    )
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

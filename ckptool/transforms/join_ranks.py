@@ -36,10 +36,10 @@ from ckptool.errors import (
     listed,
     quoted,
 )
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
-from ckptool.formats.parts import CONSOLIDATED, MODEL_PARALLEL
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.join_rules import JOIN_LOOK, JoinRule, JoinRules, read_join_rules

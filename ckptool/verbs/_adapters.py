@@ -31,7 +31,6 @@ ConfigOption = Annotated[
 ]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
 NEW_ADAPTER = f"For example: {arg(out='adapter/')}"
-RENEWED = ("Its ranks or names are others.", NEW_ADAPTER)
 _WHOLE = "1000TB"  # PEFT reads no shards
 
 

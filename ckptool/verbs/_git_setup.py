@@ -89,7 +89,7 @@ def _of_git(textconv: Annotated[str | None, option("--textconv FILE", "For git."
 @verb(
     ("ckptool git-setup -n", "what it would do"),
     ("ckptool git-setup --remove", "git as it was before"),
-    instead=_of_git,
+    first_try=_of_git,
 )
 def git_setup(
     *,

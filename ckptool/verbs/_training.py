@@ -21,7 +21,6 @@ Set = Annotated[
     str | Sequence[str],
     option("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000. Repeatable.", several=True),
 ]
-Quiet = Annotated[bool, option("-q --quiet", "Show no progress.")]
 Folder = Annotated[PathLike, argument("RUN", "The folder of a run.")]
 RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]
 Logged = Annotated[Any, Watched("training")]

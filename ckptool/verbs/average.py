@@ -27,7 +27,6 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
     ("ckptool average a.pt b.pt --method ties --base c.pt -o ties.pt", "what two fine-tuned models learned"),
     one_output="For example: -o mean.pt",
-    without=("in_place",),
 )
 def average(
     files: Annotated[
@@ -76,7 +75,6 @@ def average(
     given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
     how = merge_of(method, count, given)
     change = change_of("average", out, options, base, *files)
-    change.refuse_in_place("It has several inputs.", f"For example: {arg(out='mean.pt')}")
     if t is not None and weights is not None:
         raise UsageError(f"{arg('t')} and {arg('weights')} were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)

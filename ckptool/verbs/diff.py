@@ -15,7 +15,7 @@ def _words(quiet: bool = False, as_json: bool = False) -> dict[str, Any]:
     return {"stat": as_json or not quiet}
 
 
-@verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), words=_words)
+@verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), from_words=_words)
 def diff(
     left: Annotated[CheckpointLike, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
     right: Annotated[CheckpointLike, argument("B", "Another.")],

@@ -11,8 +11,7 @@ from ckptool.commands import arg, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.transforms import edit as edits
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
-from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
-from ckptool.verbs.save import checkpoint_of
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
 
 
 @verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))

@@ -27,10 +27,10 @@ def _of_run(file: str) -> Any:
 @verb(
     ("ckptool inspect model.pt", "what is in it"),
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
-    instead=_of_run,
+    first_try=_of_run,
     exits=False,
-    also=("ckptool.training.reports.RunReport",),
-    apart=True,
+    other_reports=("ckptool.training.reports.RunReport",),
+    blank_between=True,
 )
 def inspect(
     file: Files,

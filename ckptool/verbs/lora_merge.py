@@ -27,7 +27,6 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
     ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
     one_output="For example: -o merged.safetensors",
-    without=("in_place",),
 )
 def lora_merge(
     base: Annotated[CheckpointLike, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
@@ -51,7 +50,6 @@ def lora_merge(
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
-    change.refuse_in_place("It has two inputs.", f"For example: {arg(out='merged.safetensors')}")
     if not math.isfinite(scale):
         raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)

@@ -29,7 +29,7 @@ def _words(
 @verb(
     ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
     ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
-    words=_words,
+    from_words=_words,
 )
 def prove(
     config: PathLike | dict[str, Any] | Config | None = None,

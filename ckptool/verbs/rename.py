@@ -33,7 +33,7 @@ def _words(
 
 @verb(
     ("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"),
-    words=_words,
+    from_words=_words,
 )
 def rename(
     file: CheckpointLike,

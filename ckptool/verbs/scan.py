@@ -24,8 +24,8 @@ def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: boo
 @verb(
     ("ckptool scan .", "every checkpoint here"),
     ("ckptool scan --latest-good -q .", "for scripts"),
-    instead=_of_run,
-    apart=True,
+    first_try=_of_run,
+    blank_between=True,
 )
 def scan(
     path: Annotated[

@@ -68,7 +68,7 @@ def _words(
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
     ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
     ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
-    words=_words,
+    from_words=_words,
 )
 def translate(
     file: CheckpointLike,

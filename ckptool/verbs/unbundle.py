@@ -35,7 +35,7 @@ from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras, verifier
 
 
-@verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))
+@verb(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
     folder: Annotated[
@@ -54,7 +54,7 @@ def unbundle(
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
     change = change_of("unbundle", folder, options, file)
-    if change.asked["in_place"] or (folder is None and not change.live):
+    if folder is None and not change.live:
         raise UsageError(
             "unbundle writes a folder", "Each member becomes a file in it.", f"For example: {arg(folder='gan')}"
         )

@@ -31,7 +31,7 @@ def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, An
 @verb(
     ("ckptool verify model.pt --finite", "every checksum, NaN and Inf"),
     ("ckptool verify model.pt --write-digest model.digests", "for a later verify --against model.digests"),
-    words=_words,
+    from_words=_words,
 )
 def verify(
     file: Files,

@@ -37,7 +37,6 @@ WEIGHTS = "model_state_dict"  # beside the optimizer's state
     ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
     ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
     ("ckptool warm-start old.pt --against new.pt --resize 'wte*=rows(mean)' -o w.pt", "a larger vocabulary"),
-    without=("in_place",),
 )
 def warm_start(
     file: File,
@@ -135,7 +134,6 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        change.refuse_in_place("The checkpoint stays what it was.", f"A new file: {arg(out=OUT)}")
         full = filled(target, plan.chosen)
         state = as_state_dict(moved, parameters) if moved is not None else None
         saved = _written(change, opened.checkpoint, root, target, full, state)

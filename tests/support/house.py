@@ -46,7 +46,7 @@ NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")
 SHORT = 5  # lines of a body
 WIDE = 120  # columns
 PATH = ("cli", "verbs", "reports", "analysis", "render", "errors", "commands", "facts", "options")
-WRITERS = ("__init__", "error", "html", "json", "lines", "markdown", "reflection", "style")  # of every report alike
+WRITERS = ("__init__", "html", "json", "lines", "markdown", "style")  # of every report alike
 BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
 BLOCKS = {"Chunk", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
@@ -55,7 +55,7 @@ DESIGNS = {
         rename.by_rules apply.plan_steps join_rules.JoinRule places.Places optimizer_state.slot_names suggest.suggest
         warm_start_plan.plan_warm_start fit.find_way""",
     "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner join_ranks.joined",
-    "JSON languages for trees": "unpacking beside_table sidecar bundle_json",
+    "JSON languages for trees": "unpacking sidecar bundle_json",
 }
 
 

@@ -84,9 +84,6 @@ class Payloads:
         self._templates.learn(part, checkpoint)
         return _settled(checkpoint.tree)
 
-    def value_at(self, file: str, begin: int, length: int) -> Any:
-        return self.object(file, Place(file, begin, length))
-
     def same(self, one: Place, other: Place) -> bool | None:
         """True where the same bytes are at both places; None where they are too many to be compared."""
         if one.length != other.length:

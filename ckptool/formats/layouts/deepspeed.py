@@ -18,7 +18,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
-from ckptool.formats.parts import names_in
+from ckptool.formats.folder import names_in
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")

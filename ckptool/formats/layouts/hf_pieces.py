@@ -17,8 +17,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
 from ckptool.formats import safetensors
-from ckptool.formats.folder import RankFolder, damaged, lacks, missing_ranks
-from ckptool.formats.parts import PIECES, names_in
+from ckptool.formats.folder import PIECES, RankFolder, damaged, lacks, missing_ranks, names_in
 from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import sizes_of
 

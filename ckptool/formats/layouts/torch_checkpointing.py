@@ -150,7 +150,11 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         if type(item) is not str or not isinstance(layout, dict):
             raise _damaged(folder, "does not say where its items are")
         for rank, info in layout.items():
-            path, kind = _place(info, f"{item}_{rank}.pt")
+            path: Any = f"{item}_{rank}.pt"
+            kind: Any = "TorchSerialization"
+            if info is not None:
+                about = info.get("serialization_format") if isinstance(info, dict) else None
+                path, kind = (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
                 raise _damaged(folder, f"does not say where {item} is")
             items.setdefault(item, {})[rank] = path, kind
@@ -179,13 +183,6 @@ def _name_of(item: str, rank: int, files: Files) -> str:
     """What the file of a rank is called, as those of the others are."""
     found = next(filter(None, (_FILE.fullmatch(path) for path, _ in files.values())), None)
     return f"{found['item']}{found['mark']}{rank}.{found['suffix']}" if found else f"{item}_{rank}"
-
-
-def _place(info: Any, default: str) -> tuple[Any, Any]:
-    if info is None:
-        return default, "TorchSerialization"
-    about = info.get("serialization_format") if isinstance(info, dict) else None
-    return (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
 
 
 def _opened(joined: RankFolder, path: str, kind: str) -> Any:
