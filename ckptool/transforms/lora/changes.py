@@ -15,10 +15,10 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, LORA
+from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.errors import LimitExceeded, counted
-from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
 from ckptool.transforms.lora.adapters import Delta
 from ckptool.transforms.lora.products import Pair, product, product_rows, sides, stacked
 

@@ -18,10 +18,10 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2

@@ -13,10 +13,10 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
+from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues, computed_rows, in_pieces
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, in_pieces
 
 _TILE = 1 << 15  # elements whose sums are kept in f64, in the processor's cache
 Pair = tuple[TensorEntry, TensorEntry]
