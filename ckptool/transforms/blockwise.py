@@ -11,12 +11,12 @@ from functools import partial
 from math import prod
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import computed
+from ckptool.checkpoint.blocks import computed, fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve
 from ckptool.transforms.casting import rounded
 
-ROWS = 1 << 18  # elements of rows that are computed at once
+ROWS = 1 << 17  # elements of rows that are computed at once
 Numbers = Callable[[int, int], "Array"]
 """`(start, stop)`: the elements of these places in row-major order, as a flat array."""
 
@@ -38,7 +38,8 @@ class TensorValues:
         import numpy
 
         size = self.entry.dtype.itemsize
-        raw = numpy.frombuffer(bytearray(self._data.read(start * size, (stop - start) * size)), numpy.uint8)
+        raw = numpy.empty((stop - start) * size, numpy.uint8)
+        fill(self._data, start * size, raw.data)
         return numbers(resolve(raw, self.entry.dtype, self.entry.flags), self.entry.dtype)
 
     def rows(self, start: int, stop: int) -> Array:
