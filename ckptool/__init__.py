@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptool.training.inspect_run import inspect_run as inspect_run
     from ckptool.training.run import Run as Run
     from ckptool.verbs._live import load_into as load_into
+    from ckptool.verbs._live import save_for_cpu as save_for_cpu
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
     from ckptool.verbs.bake import bake as bake
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ckptool.verbs.report import report as report
     from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
-    from ckptool.verbs.save_for_cpu import save_for_cpu as save_for_cpu
     from ckptool.verbs.scan import scan as scan
     from ckptool.verbs.show import show as show
     from ckptool.verbs.slim import slim as slim
@@ -84,7 +84,7 @@ _HOMES = {
     "load_into": "verbs._live",
     "open": "verbs.open",
     "save": "verbs.save",
-    "save_for_cpu": "verbs.save_for_cpu",
+    "save_for_cpu": "verbs._live",
 }
 
 # Types that offer what a layer above them does -> the module with the functions; `Type.form`: that form.
@@ -117,7 +117,7 @@ def __getattr__(name: str) -> "Any":
             raise
         return _without_torch(name)
     if home.startswith("verbs."):
-        value = import_module("ckptool.options").for_python(value)
+        value = import_module("ckptool.commands").for_python(value)
     globals()[name] = value
     return value
 

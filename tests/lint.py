@@ -24,8 +24,7 @@ from ckptool.analysis.error_texts import known_errors
 from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, module_of
-from ckptool.options import signature_of
+from ckptool.commands import VERBS, module_of, signature_of
 from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 

@@ -30,9 +30,9 @@ from ckptool.commands import (
     command,
     flag,
     other_program,
+    signature_of,
 )
 from ckptool.errors import CkptoolError, Text, TextLines, UsageError, printable
-from ckptool.options import signature_of
 from tests.support.errors import of_a_shell
 from tests.support.looped import looped
 

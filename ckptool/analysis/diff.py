@@ -19,12 +19,11 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.selection import topmost
 from ckptool.checkpoint.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.checkpoint.tree import Path, walk
-from ckptool.commands import arg
+from ckptool.commands import arg, option, several
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, WHOLE, Report, Table, Told, dim, green, number, red
 from ckptool.formats import members, named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
-from ckptool.options import option, several
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.

@@ -42,13 +42,12 @@ from ckptool.checkpoint.tree import (
     stored_parts,
     walk,
 )
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
 from ckptool.formats import named
 from ckptool.formats.files_beside import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
-from ckptool.options import option
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.weights_only import takes, weights_only
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.analysis.words import tensor_text, value_text
-from ckptool.checkpoint import Tensor
+from ckptool.checkpoint import Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.state_dicts import COUNTER, PLAIN, without_wrappers
 from ckptool.checkpoint.tree import Path, address
@@ -31,7 +32,8 @@ MANY = 4  # repeated parts, from which on they share a line
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 FOLDED = 3  # siblings that are shown as one, at least
-_ASPECTS = ("dtype", "shape", "stride", "location", "flags", "kind", "nbytes")
+_ASPECTS = attrgetter("dtype", "shape", "stride", "location", "flags")
+_OF_COMPOSITES = attrgetter("dtype", "shape", "location", "kind", "nbytes")
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,9}", re.DOTALL)
 
 Item = tuple[Sequence[str], int, str]
@@ -109,8 +111,8 @@ class Branch:
         for _, row, name in self.items:
             tensor, target = self.part.rows[row].tensor, tied.get(row)
             tie = ("inside", place[target]) if target in place else target
-            aspects = [getattr(tensor, aspect, None) for aspect in _ASPECTS]
-            facts.append((name[:begin], name[end:], tie, *aspects))
+            aspects = (_ASPECTS if isinstance(tensor, TensorEntry) else _OF_COMPOSITES)(tensor)
+            facts.append((name[:begin], name[end:], tie, aspects))
         return facts
 
 

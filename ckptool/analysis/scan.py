@@ -22,13 +22,14 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Progress, in_turn
+from ckptool.commands import option
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
-from ckptool.formats import deepspeed, marks, megatron, members, sharded, torch_checkpointing
+from ckptool.formats import marks, members, sharded
 from ckptool.formats.files_beside import all_uses, is_pickled
+from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.opening import PathLike, counting_whole
 from ckptool.formats.parts import MEMBERS
-from ckptool.options import option
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.pickles.skeleton import reaches_a_call
 

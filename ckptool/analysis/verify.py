@@ -22,7 +22,7 @@ from ckptool.checkpoint.numeric import has_numbers, numbers
 from ckptool.checkpoint.strided import any_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import checked_jobs, in_turn
-from ckptool.commands import FILE, OUT, command, input_of
+from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
     MORE,
@@ -42,12 +42,11 @@ from ckptool.facts import (
     yellow,
 )
 from ckptool.formats import marks, members, parts, sharded
-from ckptool.formats.boxes import DIFFERENT, NOT_COMPARED
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
+from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import Record
-from ckptool.options import option
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.

@@ -11,10 +11,9 @@ from ckptool.analysis.targets import BUFFER
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.patterns import matcher
-from ckptool.commands import arg
+from ckptool.commands import arg, several
 from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size
-from ckptool.options import several
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"

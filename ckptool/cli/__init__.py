@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
@@ -29,9 +29,10 @@ from ckptool.cli.output import (
 )
 from ckptool.commands import ALIASES, VERBS, with_verb
 from ckptool.errors import CkptoolError, printable
+from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:
-    from ckptool.cli.output import Answers, Json
+    from ckptool.cli.output import Answer, Json
 
 INTERRUPTED = 130
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
@@ -105,32 +106,32 @@ def _run(words: list[str], done: list[Json]) -> int:
         return 0
     from ckptool.cli.parser import parse
 
-    return _print(answers(first, function, parse(first, parameters, words[1:])), done)
+    return _print(*answers(first, function, parse(first, parameters, words[1:])), done)
 
 
-def _print(answers: Answers, done: list[Json]) -> int:
-    """Prints the pieces of an answer as they come, or one JSON object at the end."""
-    style, code = style_of(sys.stdout), 0
+def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[Json]) -> int:
+    """Prints the pieces of an answer as they come, or one JSON object at the end. separate: a blank line between."""
+    form, code = FORM.get(), 0
     with ExitStack() as stack:
-        if isinstance(answers.each, Generator):  # whatever happens, no process is left that works for it
-            stack.callback(answers.each.close)
-        for number, answer in enumerate(answers.each):
+        if isinstance(answers, Generator):  # whatever happens, no process is left that works for it
+            stack.callback(answers.close)
+        for number, answer in enumerate(answers):
             code = max(code, answer.exit_code)
-            if isinstance(answer, CkptoolError) and answers.as_json:  # of one file: it stands among the results
-                from ckptool.render.error import error_json
+            if isinstance(answer, CkptoolError) and form is AnswerForm.json:  # of one file: it stands among the results
+                from ckptool.render.json import error_json
 
                 done.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _told(answer, [])
-            elif answers.as_json:
-                done.append(answer.json())
-            elif FORM.get() is AnswerForm.markdown:
+            elif form is AnswerForm.json:
+                done.append(answer.content)
+            elif form is AnswerForm.markdown:
                 from ckptool.render.markdown import markdown
 
-                say("\n" * bool(number) + markdown(answer.text(style)))
+                say("\n" * bool(number) + markdown(answer.content))
             else:
-                say(("\n" if number and answers.separate else "") + answer.text(style))
-    if answers.as_json:
+                say(("\n" if number and separate else "") + answer.content)
+    if form is AnswerForm.json:
         from ckptool.render.json import dumps, results_json
 
         say(dumps(results_json(done)) + "\n")
@@ -140,14 +141,12 @@ def _print(answers: Answers, done: list[Json]) -> int:
 def _told(error: Exception, done: list[Json]) -> int:
     """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with what was
     done before it. Where standard output takes nothing, standard error has it."""
-    from ckptool.render.error import error_json, error_text
-
     problem: CkptoolError = in_words(error)
     as_text = error_text(problem, style_of(sys.stderr))
     form = AnswerForm.text if isinstance(problem, LostAnswer) else FORM.get()
     with suppress(LostAnswer):
         if form is AnswerForm.json:
-            from ckptool.render.json import dumps
+            from ckptool.render.json import dumps, error_json
 
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code

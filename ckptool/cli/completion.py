@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ckptool.commands import VERBS, Use, with_verb
+from ckptool.commands import VERBS, Parameter, Use, with_verb
 from ckptool.errors import counted, printable
-from ckptool.options import Parameter
 
 SECONDS = 3
 FILES = 1  # the exit code that asks the shell for names of files

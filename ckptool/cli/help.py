@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ckptool.commands import ALIASES, VERBS
-from ckptool.options import Declared, Parameter
+from ckptool.commands import ALIASES, VERBS, Declared, Parameter
 from ckptool.render.style import Style
 
 FLAGS = ("-h", "--help")

@@ -12,18 +12,19 @@ from typing import Any
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import Progress, in_turn
-from ckptool.cli.output import Answer, Answers, Printed, in_jobs, progress_bar, style_of
+from ckptool.cli.output import Answer, progress_bar, style_of
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
+from ckptool.render.lines import error_text
 
-Write = Callable[..., Any]
+Work = Callable[..., Answer]
 Given = Mapping[str, Any]  # what was typed
 Pair = tuple[str, str | None]  # a file and its output
 
 WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
 
-def write_each(verb: str, files: Sequence[str], given: Given, write: Write, ways: str = WAYS) -> Answers:
-    """The answers of `write(file, out=…, …)` for every file. Outputs are checked before the first is written.
+def write_each(verb: str, files: Sequence[str], given: Given, work: Work, ways: str = WAYS) -> Iterator[Answer]:
+    """The answers of `work(file, progress, out=…, …)` for every file. Outputs are checked before the first is written.
 
     ways: what to say of the places that the verb can write to.
     """
@@ -38,45 +39,43 @@ def write_each(verb: str, files: Sequence[str], given: Given, write: Write, ways
         raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")
     if chosen == ["-d"]:
         outs = list(_in_folder(verb, files, given))
-    return Answers(_written(verb, list(zip(files, outs, strict=True)), given, write), given["as_json"])
+    return _written(verb, list(zip(files, outs, strict=True)), given, work)
 
 
-def _written(verb: str, pairs: list[Pair], given: Given, write: Write) -> Iterator[Printed]:
-    """The reports of all files. Of several each is planned before the first is written: where one is refused, none
+def _written(verb: str, pairs: list[Pair], given: Given, work: Work) -> Iterator[Answer]:
+    """The answers for all files. Of several each is planned before the first is written: where one is refused, none
     is."""
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
+    options = {"make_folder": "folder" in given}
     if count > 1 and not dry_run:
         refused = set()
-        with closing(in_turn(partial(_planned, write, given), pairs, jobs)) as plans:
+        with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
             for pair, plan in zip(pairs, plans, strict=True):
                 try:
                     plan(None)
                 except CkptoolError as error:
                     if not given.get("skip_refused"):
                         raise _stopped(error, pair[0], 0, count) from error
-                    from ckptool.render.error import error_json, error_text
+                    from ckptool.render.json import error_json
 
                     refused.add(pair)
                     told = error.within(pair[0])
-                    yield Printed(error_json(told) if given["as_json"] else error_text(told, style_of(sys.stdout)), 1)
+                    yield Answer(error_json(told) if given["as_json"] else error_text(told, style_of(sys.stdout)), 1)
         pairs = [pair for pair in pairs if pair not in refused]
     jobs = jobs if jobs == 1 or dry_run or _are_apart(pairs) else 1
-    with closing(in_jobs(partial(_one, write, given), pairs, jobs, given["as_json"])) as tasks:
+    with closing(in_turn(partial(_one, work, options), pairs, jobs)) as tasks:
         for number, ((file, _), task) in enumerate(zip(pairs, tasks, strict=True)):
             with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
                 try:
-                    printed = task(progress)
+                    answer = task(progress)
                 except CkptoolError as error:
                     raise error if count == 1 else _stopped(error, file, number, count, jobs) from error
-            yield printed
+            yield answer
 
 
-def _planned(write: Write, given: Given, pair: Pair, progress: Progress | None) -> None:
-    write(pair[0], out=pair[1], make_folder="folder" in given, dry_run=True)
-
-
-def _one(write: Write, given: Given, pair: Pair, progress: Progress | None) -> Answer:
-    return Answer(write(pair[0], out=pair[1], progress=progress, make_folder="folder" in given))
+def _one(work: Work, options: Given, pair: Pair, progress: Progress | None) -> Answer:
+    file, out = pair
+    return work(file, progress, out=out, **options)
 
 
 def _are_apart(pairs: Sequence[Pair]) -> bool:

@@ -8,19 +8,16 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
-from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ckptool.checkpoint.workers import Task, in_turn
+from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.facts import bar, size
-from ckptool.options import nearest
 from ckptool.render import lines
 from ckptool.render.style import Style
 
@@ -42,67 +39,18 @@ FORM = ContextVar("form", default=AnswerForm.text)  # of the command that runs
 
 
 class Answer(NamedTuple):
-    """One report, and how it is to be shown as text.  exit_code: its meaning for the whole command."""
-
-    report: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    exit_code: int = 0
-
-    def text(self, style: Style) -> str:
-        text = lines.text(self.report, style=style, **self.options)
-        return text if self.options.get("quiet") else style.page(text)  # quiet: every line is one name, spaces and all
-
-    def json(self) -> Json:
-        return dict(self.report.to_dict())
-
-
-class Printed(NamedTuple):
-    """An answer that was made in another process: what is to be printed of it, as text or as JSON."""
+    """What is printed of a report: its text, or its facts for JSON.  exit_code: its meaning for the whole command."""
 
     content: Any
-    exit_code: int
-
-    def text(self, style: Style) -> str:
-        return str(self.content)
-
-    def json(self) -> Json:
-        return dict(self.content)
+    exit_code: int = 0
 
 
-Answering = Callable[[Any, "Progress | None"], Answer]
-
-
-def in_jobs(answer: Answering, items: Sequence[Any], jobs: int, as_json: bool) -> Generator[Task[Printed]]:
-    """Tasks that give what `answer(item, progress)` is printed as, for each item; see `workers.in_turn`."""
-    return in_turn(partial(_printed, answer, None if as_json else style_of(sys.stdout)), items, jobs)
-
-
-def _printed(answer: Answering, style: Style | None, item: Any, progress: Progress | None) -> Printed:
-    found = answer(item, progress)
-    return Printed(found.json() if style is None else found.text(style), found.exit_code)
-
-
-def each_answer(answer: Answering, files: Sequence[str], jobs: int, as_json: bool) -> Iterator[Printed | CkptoolError]:
-    """The answers for all files, one after the other, of which `jobs` are worked on at a time. The error of one of
-    several files is its answer: the others are looked at all the same."""
-    with closing(in_jobs(answer, files, jobs, as_json)) as tasks:
-        for task in tasks:
-            found: Printed | CkptoolError
-            try:
-                found = task(None)
-            except Exception as error:
-                if len(files) < 2:
-                    raise
-                found = in_words(error)
-            yield found
-
-
-class Answers(NamedTuple):
-    """The results of a command, made one after the other.  separate: a blank line between them."""
-
-    each: Iterable[Answer | Printed | CkptoolError]
-    as_json: bool = False
-    separate: bool = False
+def answer_of(report: Any, style: Style | None, view: Mapping[str, Any], exit_code: int) -> Answer:
+    """The answer that a report is. style: None for JSON.  view: the options of its printing."""
+    if style is None:
+        return Answer(report.to_dict(), exit_code)
+    text = lines.text(report, style=style, **view)
+    return Answer(text if view.get("quiet") else style.page(text), exit_code)  # quiet: a line is a name, spaces and all
 
 
 # For streams that cannot say them.
@@ -186,63 +134,63 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress | None]:
-    """Something to tell the bytes done and in all; None where nobody would see it. The line is wiped at the end."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    start, drawn = time.monotonic(), False
-    following = start + 0.5  # seconds
+def _live_line(end: str = "\r\x1b[K") -> Iterator[Callable[[str], None] | None]:
+    """Something to show a line in that the next one replaces, and the end wipes; None where there is no terminal."""
+    drawn = False
 
-    def update(done: int, total: int) -> None:
-        nonlocal following, drawn
-        now = time.monotonic()
-        if now < following or not total:
-            return
-        following, drawn = now + 0.1, True
-        speed = size(int(done / (now - start)))
-        facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}, {speed}/s"
-        tell(f"\r\x1b[K{label} {facts}")
+    def show(line: str) -> None:
+        nonlocal drawn
+        drawn = True
+        tell(f"\r\x1b[K{line}")
 
     try:
-        yield update
+        yield show if sys.stderr.isatty() else None
     finally:
         if drawn:
-            tell("\r\x1b[K")
+            tell(end)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress | None]:
+    """Something to tell the bytes done and in all; None where nobody would see it."""
+    start = time.monotonic()
+    following = start + 0.5  # seconds
+    with _live_line() as show:
+
+        def update(done: int, total: int) -> None:
+            nonlocal following
+            now = time.monotonic()
+            if show is not None and now >= following and total:
+                following = now + 0.1
+                facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}"
+                show(f"{label} {facts}, {size(int(done / (now - start)))}/s")
+
+        yield update if show is not None else None
 
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Something to tell what is being done: on a terminal in one line, which is wiped at the end; elsewhere nowhere."""
-    terminal = sys.stderr.isatty()
-    try:
-        yield lambda text: tell(f"\r\x1b[K{text} …") if terminal else None
-    finally:
-        if terminal:
-            tell("\r\x1b[K")
+    """Something to tell what is being done, which is seen on a terminal alone."""
+    with _live_line() as show:
+        yield lambda text: show(f"{text} …") if show is not None else None
 
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
     line each elsewhere."""
-    style, drawn = style_of(sys.stderr), False
+    with _live_line("\n") as show:
+        width = style_of(sys.stderr).width
 
-    def told(fact: dict[str, Any], rate: float) -> None:
-        nonlocal drawn
-        if style.width is None:
-            tell(f"step {fact['step']:,}  {_numbers(fact)}  {rate:.1f} steps/s\n")
-            return
-        drawn = True
-        share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
-        line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
-        tell(f"\r\x1b[K{line if len(line) <= style.width else line[: max(style.width - 1, 0)] + '…'}")
+        def told(fact: dict[str, Any], rate: float) -> None:
+            if show is None or width is None:
+                tell(f"step {fact['step']:,}  {_numbers(fact)}  {rate:.1f} steps/s\n")
+                return
+            share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
+            line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
+            show(line if len(line) <= width else line[: max(width - 1, 0)] + "…")
 
-    try:
         yield told
-    finally:
-        if drawn:
-            tell("\n")
 
 
 def _numbers(fact: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ckptool.cli.help import usage
+from ckptool.commands import Parameter, nearest
 from ckptool.errors import UsageError, quoted
-from ckptool.options import Parameter, nearest
 from ckptool.verbs._options import QUOTE_RULES, was_redirected
 
 # What typer raises when a command line cannot be parsed; of its classes it exports the one below.

@@ -6,29 +6,30 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from importlib import import_module
 from typing import Any, get_args
 
-from ckptool.checkpoint.workers import Progress, checked_jobs
+from ckptool.checkpoint.workers import Progress, checked_jobs, in_turn
 from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
     FORM,
     Answer,
     AnswerForm,
-    Answers,
-    each_answer,
+    answer_of,
+    in_words,
     progress_bar,
     status_line,
+    style_of,
     tell,
     training_progress,
 )
-from ckptool.commands import function_name, module_of
-from ckptool.errors import UsageError, printable
+from ckptool.commands import Declared, Parameter, function_name, module_of, option, parameters_of, signature_of, watched
+from ckptool.errors import CkptoolError, UsageError, printable
 from ckptool.facts import Page, Report
-from ckptool.options import Declared, Parameter, option, parameters_of, signature_of, watched
+from ckptool.render.style import Style
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
 Arguments = Mapping[str, Any]
@@ -49,7 +50,7 @@ def typed_parameters(function: Any) -> list[Parameter]:
     """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
     declared: Declared = function.verb
     found: dict[str, Parameter] = {}
-    sources = [function, *filter(None, (declared.words, declared.instead))]
+    sources = [function, *filter(None, (declared.from_words, declared.first_try))]
     kinds = [signature_of(source).return_annotation for source in sources]
     reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
     sources += [each.told for each in reports if issubclass(each, Report)]
@@ -58,12 +59,13 @@ def typed_parameters(function: Any) -> list[Parameter]:
         if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
             found[each.name] = each
             taken.update(each.option.flags)
+    if "training" in watched(function).values():
+        found["quiet"] = Parameter("quiet", bool, False, option("-q --quiet", "Show no progress."))
     if _writes(function) and not declared.one_output:
         found |= {each.name: each for each in parameters_of(_of_writing)}
     elif any(each.option.each for each in found.values()) and "jobs" not in found:
         found |= {each.name: each for each in parameters_of(_of_reading)}
-    own = [each for name, each in found.items() if name not in declared.without]
-    return [*own, _AS_JSON, _AS_FORM]
+    return [*found.values(), _AS_JSON, _AS_FORM]
 
 
 def _of_writing(*, folder: Folder = None, skip_refused: SkipRefused = False, jobs: Jobs = 1) -> None:
@@ -81,8 +83,8 @@ def _writes(function: Any) -> bool:
     return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
 
 
-def answers(verb: str, function: Any, typed: Arguments) -> Answers:
-    """What a verb answers to what was typed for it.
+def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer | CkptoolError], bool]:
+    """What a verb answers to what was typed for it, one file after the other; and whether a blank line stands between.
 
     Raises `UsageError` for what does not go together, and what the verb raises before its first answer.
     """
@@ -91,34 +93,39 @@ def answers(verb: str, function: Any, typed: Arguments) -> Answers:
         what = f"--json and --format {as_form} exclude each other"
         raise UsageError(what, "An answer has one form.", "Choose one.")
     FORM.set(AnswerForm.json if as_json else AnswerForm(as_form or "text"))
-    as_json, declared = FORM.get() is AnswerForm.json, function.verb
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
-    given["as_json"] = as_json
+    given["as_json"] = FORM.get() is AnswerForm.json
+    style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
     jobs = checked_jobs(given.get("jobs", 1))
-    if declared.words is not None:
-        found = declared.words(**_named(declared.words, given))
+    if declared.from_words is not None:
+        found = declared.from_words(**_named(declared.from_words, given))
         if isinstance(found, Report):
-            return Answers([_answer(found, given)], as_json)
+            return [answer_of(found, style, _named(found.told, given), found.exit())], False
         given |= found
-    names = signature_of(function).parameters
-    first = next(iter(names))
+    first = next(iter(signature_of(function).parameters))
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
-    own = {name: value for name, value in given.items() if name in names}
+    work = partial(_answer, verb, function, given, "" if files is None else first, style)
     if _writes(function):
-        write = partial(_write, function, own, first if files is not None else "")
         label = next((each for each in (given.get(first), given.get("out")) if isinstance(each, str)), "")
-        return write_each(verb, [label] if files is None else files, given, write, declared.one_output or WAYS)
-    if "jobs" in names:
-        own["jobs"] = jobs if files is None or len(files) == 1 else 1
-    work = partial(_report, verb, function, given, own, first)
-    apart = declared.apart and not given.get("quiet")
-    return Answers(each_answer(work, files or [given.get(first)], jobs, as_json), as_json, apart)
+        return write_each(verb, [label] if files is None else files, given, work, declared.one_output or WAYS), False
+    given["jobs"] = jobs if files is None or len(files) == 1 else 1  # of the work on one
+    return _each(work, files or [given.get(first)], jobs), declared.blank_between and not given.get("quiet")
 
 
-def _write(function: Any, own: Arguments, name: str, file: str, **output: Any) -> Any:
-    """Calls a function that writes, with the file under its name; without a name the file is among the arguments."""
-    return function(**{**own, **({name: file} if name else {}), **output})
+def _each(work: Callable[..., Answer], files: Sequence[str], jobs: int) -> Iterator[Answer | CkptoolError]:
+    """The answers for all files, of which `jobs` are worked on at a time. The error of one of several files is its
+    answer: the others are looked at all the same."""
+    with closing(in_turn(work, files, jobs)) as tasks:
+        for task in tasks:
+            found: Answer | CkptoolError
+            try:
+                found = task(None)
+            except Exception as error:
+                if len(files) < 2:
+                    raise
+                found = in_words(error)
+            yield found
 
 
 def _named(function: Any, given: Arguments) -> dict[str, Any]:
@@ -129,32 +136,35 @@ def _named(function: Any, given: Arguments) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def _report(
-    verb: str, function: Any, given: Arguments, own: Arguments, first: str, file: Any, progress: Progress | None
+def _answer(
+    verb: str,
+    function: Any,
+    given: Arguments,
+    first: str,
+    style: Style | None,
+    file: Any,
+    progress: Progress | None,
+    **output: Any,
 ) -> Answer:
-    """The answer on one file."""
-    here = {first: file} if file is not None else {}
+    """The answer on one file, which is the function's first argument, or else among what was given.
+
+    output: where a verb writes to, which is told of its progress from outside.
+    """
+    given = {**given, **({first: file} if first else {}), **output}
     declared: Declared = function.verb
-    if declared.instead is not None:
-        report = declared.instead(**_named(declared.instead, {**given, **here}))
-        if report is not None:
-            return _answer(report, given, declared.exits)
-    asked = watched(function)
-    with ExitStack() as stack:
-        shown = {name: stack.enter_context(_watching(how, verb, {**given, **here})) for name, how in asked.items()}
-        if "training" not in asked.values():
-            stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
-        arguments = {**own, **here, **shown}
-        kinds = {each.kind for each in inspect.signature(function).parameters.values()}
-        several = arguments.pop(first) if inspect.Parameter.VAR_POSITIONAL in kinds else ()
-        report = function(*several, **arguments)
-    if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
-        return Answer(Page(), {}, report.exit())  # under torchrun the first process tells
-    return _answer(report, given, declared.exits)
-
-
-def _answer(report: Any, given: Arguments, exits: bool = True) -> Answer:
-    return Answer(report, _named(report.told, given), report.exit() if exits else 0)
+    report = declared.first_try(**_named(declared.first_try, given)) if declared.first_try is not None else None
+    if report is None:
+        arguments = {name: value for name, value in given.items() if name in signature_of(function).parameters}
+        asked = watched(function)
+        with ExitStack() as stack:
+            for name, how in asked.items():
+                arguments[name] = progress if output else stack.enter_context(_watching(how, verb, given))
+            if "training" not in asked.values():
+                stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
+            report = function(**arguments)
+        if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
+            return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
+    return answer_of(report, style, _named(report.told, given), report.exit() if declared.exits else 0)
 
 
 @contextmanager

@@ -183,19 +183,15 @@ def _inflated(source: Source, records: list[Record]) -> Source:
 
 def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
     """The files in a tar, by name. Raises `Unsupported` for links and the like."""
-    size: int | None = None  # as the attributes of the next file give it
-    at = 0
-    while (header := torch_tar.read_header(source, at)) is not None:
-        if header.kind == "x":
-            size, at = torch_tar.read_attributes(source, header), header.end
-            continue
-        if header.kind not in "05":
-            what = f"{source}: {header.name[:120]!r} in it is {torch_tar.KINDS.get(header.kind, 'no file')}"
+    end = 0
+    for header in torch_tar.headers(source):
+        kind = torch_tar.odd_kind(header)
+        if kind is None:
+            yield header.name, source.part(header.offset_data, header.size)
+        elif not header.isdir():
+            what = f"{source}: {header.name[:120]!r} in it is {kind}"
             raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
-        length = header.size if size is None else size
-        if header.kind == "0":
-            yield header.name, source.part(header.at, length)
-        at, size = header.at + length + -length % torch_tar.BLOCK, None
-    if (end := torch_tar.end_of(source, at)) != source.size:
+        end = header.offset_data + header.size + -header.size % 512
+    if (end := torch_tar.end_of(source, end)) != source.size:
         what = f"{source} has {source.size - end:,} bytes after its end"
         raise Ambiguous(what, "Some readers would see another archive there.")

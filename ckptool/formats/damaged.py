@@ -7,7 +7,6 @@ by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +34,7 @@ from ckptool.formats.zip.salvage import (
     NO_SUM,
     SMALL,
     TWICE,
-    Piece,
+    Remnant,
     Sizes,
     Walk,
     is_pickle,
@@ -46,7 +45,6 @@ from ckptool.pickles.torch_objects import storage_class
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
-_NEAR_PICKLE = 2_048  # bytes behind it in which torch puts the byte order
 MISSING = "it is not in the file"
 UNDONE = "undid an in-place edit that was not finished"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
@@ -186,7 +184,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
-def _agrees(state: Archive, pieces: list[Piece]) -> bool:
+def _agrees(state: Archive, pieces: list[Remnant]) -> bool:
     """True if the headers and checksums of an archive all say the same: then its bytes are good as they are."""
     try:
         for record in state.records.values():
@@ -197,7 +195,7 @@ def _agrees(state: Archive, pieces: list[Piece]) -> bool:
 
 
 # Records, their root folder, what was done, the directory that they are from, the headers that any directory names.
-_Pieces = tuple[list[Piece], str, str, Archive | None, Collection[int]]
+_Pieces = tuple[list[Remnant], str, str, Archive | None, Collection[int]]
 
 
 def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
@@ -211,7 +209,6 @@ def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
         if walk.states:
             state = _earlier_state(source, walk, error or problem)
             return *_listed(state), UNDONE, state, ()
-        walk = _again(walk)
         _settle_names(walk)
         return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
     undone = any(note.code == "interrupted-edit" for note in archive.notes)
@@ -228,11 +225,13 @@ def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
     return archive
 
 
-def _listed(archive: Archive) -> tuple[list[Piece], str]:
+def _listed(archive: Archive) -> tuple[list[Remnant], str]:
     """The records of a directory, with the names that their own headers or the pickle confirm; their root."""
     pieces = []
     for record in archive.by_offset():
-        piece = Piece(record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end)
+        piece = Remnant(
+            record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end
+        )
         piece.claims = (record.crc, *_descriptor_crc(archive, record)) if archive.has_checksums else ()
         own = _own_name(archive, piece)
         piece.named = own == piece.name
@@ -250,7 +249,7 @@ def _listed(archive: Archive) -> tuple[list[Piece], str]:
     return pieces, sizes.root
 
 
-def _take_sensible_names(archive: Archive, pieces: list[Piece], sizes: Sizes) -> None:
+def _take_sensible_names(archive: Archive, pieces: list[Remnant], sizes: Sizes) -> None:
     """Settles the name where a record's header and the directory differ: the one that alone makes sense."""
     taken = {piece.name for piece in pieces if piece.named}
     known = set(sizes.of) | {sizes.root + name for name in SMALL}
@@ -262,7 +261,7 @@ def _take_sensible_names(archive: Archive, pieces: list[Piece], sizes: Sizes) ->
                 piece.name, piece.named = fitting[0], True
 
 
-def _own_name(archive: Archive, piece: Piece) -> str | None:
+def _own_name(archive: Archive, piece: Remnant) -> str | None:
     """The name in a record's own header; None where there is no header, or none that leads to the data."""
     head = archive.source.read(piece.header, LOCAL.size)
     name_size, extra_size = LOCAL.unpack(head)[-2:]
@@ -281,20 +280,8 @@ def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
     return ()
 
 
-def _again(walk: Walk) -> Walk:
-    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
-    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
-    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
-    if walk.sizes.root or len(pickles) != 1:
-        return walk
-    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
-    second.learn(pickles[0])
-    return second.run()
-
-
 def _settle_names(walk: Walk) -> None:
-    """Believes names that the order does not prove if a directory says the same, or no other storage has the size."""
-    counts = Counter(walk.sizes.of.values())
+    """Believes names that the order does not prove if a directory says the same."""
     for piece in walk.pieces:
         name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
         if size == piece.size and piece.end and (piece.claims or not piece.method):
@@ -303,11 +290,9 @@ def _settle_names(walk: Walk) -> None:
             piece.claims = (*piece.claims, crc)
             piece.why = "" if piece.why == NO_SUM else piece.why
             piece.named = piece.named or (agrees and name == piece.name)
-        elif not name and counts[piece.size] == 1 and walk.sizes.of.get(piece.name) == piece.size:
-            piece.named = True
 
 
-def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = None) -> bool:
+def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = None) -> bool:
     """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
@@ -325,13 +310,13 @@ def _prove(source: Readable, pieces: list[Piece], progress: Progress | None = No
     return checked
 
 
-def _stored(archive: Archive, piece: Piece) -> Data:
+def _stored(archive: Archive, piece: Remnant) -> Data:
     if piece.method:
         return record_of(archive, piece).data
     return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
-def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
+def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
     """Two whole records of one name: the same bytes are one record; of others nobody can tell which is meant.
 
     Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers named.
@@ -339,7 +324,7 @@ def _drop_copies(pieces: list[Piece], mentions: Collection[int]) -> None:
     pickles = [piece for piece in pieces if not piece.why and is_pickle(piece.name)]
     chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
     pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
-    first: dict[str, Piece] = {}
+    first: dict[str, Remnant] = {}
     for piece in pieces:
         if not piece.why:
             other = first.setdefault(piece.name, piece)
@@ -413,13 +398,10 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
     newer = any(f"{root}{name}" in archive.records for name in (".format_version", ".storage_alignment"))
     if not order and gone is None and not newer:
         return  # torch wrote none before 2.1
-    begin = archive.records[f"{root}data.pkl"].end
-    near = archive.source.read(begin, min(_NEAR_PICKLE, archive.source.size - begin))
-    if b"little" not in near:
-        what = f"{archive.source}: its byteorder record is damaged"
-        raise Corrupt(
-            what, "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
-        )
+    raise Corrupt(
+        f"{archive.source}: its byteorder record is damaged",
+        "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values.",
+    )
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

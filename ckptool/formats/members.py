@@ -14,28 +14,28 @@ sentence-transformers (`modules.json`), ByteCheckpoint's README.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
-from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats import FORMATS, named, read_alone
-from ckptool.formats.parts import (
+from ckptool.formats.folder import (
     CONSOLIDATED,
     FSDP_RANKS,
-    MEMBERS,
     MODEL_PARALLEL,
     OF_WORLD,
     PIECES,
     NamePattern,
+    missing_names,
     names_in,
-    part_of,
+    number_in,
 )
+from ckptool.formats.parts import MEMBERS, part_of
 
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
@@ -133,7 +133,11 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     wrong = {name: problem for name, each in found.items() if (problem := _problem(each))}
     wrong |= {name: problem for name, problem in _of_other_steps(whole).items() if name not in wrong}
     world = _world(checkpoint, whole)
-    layout = replace(layout, missing=tuple(dict.fromkeys((*layout.missing, *_lacking(layout, world)))))
+    ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
+    stages = {inside["rest"] for rank in ranks if (inside := MODEL_PARALLEL.fullmatch(rank))}
+    missing = (*layout.missing, *missing_names(layout.names, _RANKED, world))
+    missing += tuple(f"{rank}/" for rank in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
+    layout = replace(layout, missing=tuple(dict.fromkeys(missing)))
     part = _counted(folder, layout, wrong, _is_joined(checkpoint, whole))
     if isinstance(checkpoint.source, Folder) and not named(checkpoint.container).tensors_only:
         checkpoint = _joined(checkpoint, checkpoint.source, whole)
@@ -271,14 +275,6 @@ def _world(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> int:
     return max((n for n in (*counts, *ranked) if type(n) is int), default=0)
 
 
-def _lacking(layout: MemberFiles, world: int) -> Iterator[str]:
-    """The files of ranks that are not there, of a world of this size."""
-    yield from _gaps(layout.names, _RANKED, world)
-    ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
-    stages = {found["rest"] for rank in ranks if (found := MODEL_PARALLEL.fullmatch(rank))}
-    yield from (f"{rank}/" for rank in _gaps(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
-
-
 def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     """Members of a Trainer's checkpoint that were certainly saved at another step than the rest, each with why.
 
@@ -304,46 +300,19 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
 
 def _steps_of(name: str, member: Checkpoint) -> int:
     """The number of steps that an optimizer or the Trainer's scheduler has taken; 0 where it is not certain."""
-    steps: list[int] = []
+    steps: list[Any] = []
     for _, found in optimizers(member.tree):
         slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
         if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
-            steps += [_number(step) for step in slots]
+            steps += slots
     top = member.tree if isinstance(member.tree, dict) else {}
     if name == "scheduler.pt" and "base_lrs" in top:
-        steps.append(_number(top.get("last_epoch")))
-    return max(steps, default=0)
-
-
-def _number(step: Any) -> int:
-    if isinstance(step, TensorEntry) and step.numel == 1 and has_numbers(step.dtype):
-        step = step.numpy().item()
-    return int(step) if type(step) in (int, float) and 0 <= step < 1 << 53 else 0
+        steps.append(top.get("last_epoch"))
+    numbers = (number_in(step) or 0 for step in steps)
+    return max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0)
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------
-
-
-def _gaps(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
-    """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
-    known."""
-    sets: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
-        if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():
-            sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = name
-            world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
-    missing: list[str] = []
-    for ranks in sets.values():
-        example = next(iter(ranks.values()))
-        place = pattern.fullmatch(example)
-        assert place is not None
-        for rank in range(world):
-            if len(missing) >= MAX_MEMBERS:  # names are made up as easily as numbers in them
-                return missing
-            if rank not in ranks:
-                width = len(place["rank"]) if place["rank"].startswith("0") else 1
-                missing.append(f"{example[: place.start('rank')]}{rank:0{width}}{example[place.end('rank') :]}")
-    return missing
 
 
 def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -352,7 +321,9 @@ def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
     inside = [f"{rank}/{name}" for rank in ranks for name in _names_in(folder, rank) if name.endswith(".pt")]
     if not inside or beside:
         return None
-    missing = [f"{rank}/" for rank in (*_gaps(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))]
+    missing = [
+        f"{rank}/" for rank in (*missing_names(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))
+    ]
     return MemberFiles("a Megatron checkpoint", "Megatron", tuple(inside), tuple(missing), by_rules=True)
 
 
@@ -361,7 +332,7 @@ def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
     names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
     if len(names) < 2 or beside:
         return None
-    return MemberFiles("a Llama checkpoint", "", tuple(names), tuple(_gaps(names, CONSOLIDATED)), by_rules=True)
+    return MemberFiles("a Llama checkpoint", "", tuple(names), tuple(missing_names(names, CONSOLIDATED)), by_rules=True)
 
 
 def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -400,7 +371,11 @@ def _training(folder: Folder, beside: bool) -> MemberFiles | None:
     modules = list(_modules(folder))
     there = [*sets, *names, *(name for name, present in modules if present == "weights")]
     there.sort(key=lambda name: not name.startswith(_WITH_WEIGHTS))  # what the others belong to, first
-    missing = [*_gaps(names, _RANKED), *(name for name, present in modules if not present), *_written_last(names)]
+    missing = [
+        *missing_names(names, _RANKED),
+        *(name for name, present in modules if not present),
+        *_written_last(names),
+    ]
     if beside:
         known = bool(sets or modules) or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write

@@ -22,7 +22,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
-from ckptool.formats.parts import names_in
+from ckptool.formats.folder import names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"

@@ -5,17 +5,21 @@ Source: numpy/lib/format.py (the header, versions 1.0 to 3.0).
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
+
+import numpy
+from numpy.lib.format import descr_to_dtype
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array, array_type, code_of, over_bytes
+from ckptool.checkpoint.numpy_arrays import Array, ArrayType, LazyBytes, array, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import resolved, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_of_rest
@@ -46,7 +50,6 @@ def read(source: Source) -> Checkpoint:
 MAGIC = b"\x93NUMPY"
 MAX_HEADER = 1 << 16  # bytes; numpy itself reads no more than 10,000 without being told to
 MAX_RANK = 64  # numpy's
-MAX_NESTING = 16
 ALIGNMENT = 64
 FREE_PICKLES = 1 << 20  # bytes; a larger file may hold as many as it has itself
 _FIRST = 256  # read at once: nearly every header is 128 bytes
@@ -55,12 +58,13 @@ _DAMAGED = "The file was damaged, or numpy did not write it."
 
 @dataclass(frozen=True, slots=True)
 class ArrayHeader:
-    """The header of an array. descr: numpy's text (or list of fields) for its type.  at: where the data begins."""
+    """The header of an array. type: None for one of Python objects.  fortran: the first axis runs fastest.  raw: all
+    its bytes."""
 
-    descr: Any
+    kind: numpy.dtype[Any]
+    type: ArrayType | None
     fortran: bool
     shape: tuple[int, ...]
-    at: int
     raw: bytes
 
 
@@ -98,22 +102,22 @@ def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = No
 
 def _read_array(data: Data, name: str, budget: PickleBudget, crc: int | None) -> tuple[Any, tuple[Any, ...]]:
     header = read_header(data)
-    if _has_objects(header.descr):
+    if header.type is None:
         budget.take(data.length)
         decoded = _pickled(data, header, name)
         return decoded.root, decoded.discarded
-    node = _type_node(header.descr)
-    kind = array_type(node)
-    size = math.prod(header.shape) * kind.itemsize
+    size = math.prod(header.shape) * header.type.itemsize
     _check_size(data, header, size)
-    content = subrange(data, header.at, size)
+    content = subrange(data, len(header.raw), size)
     own = crc_of_rest(crc, zlib.crc32(header.raw), size) if crc is not None else None
-    entry = over_bytes(kind, header.shape, header.fortran, content, own)
-    return (_array_node(node, header, LazyBytes(content, crc=own)) if entry is None else entry), ()
+    entry = over_bytes(header.type, header.shape, header.fortran, content, own)
+    if entry is None:
+        return _array_node(_type_node(header.kind), header, LazyBytes(content, crc=own)), ()
+    return entry, ()
 
 
 def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
-    there = data.length - header.at
+    there = data.length - len(header.raw)
     if there < size:
         raise Truncated(
             f"an array of {size:,} bytes, of which the file holds {there:,}",
@@ -121,7 +125,7 @@ def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
             "Copy or download it again.",
         )
     if there > size:
-        several = data.read(header.at + size, min(len(MAGIC), there - size)) == MAGIC
+        several = data.read(len(header.raw) + size, min(len(MAGIC), there - size)) == MAGIC
         raise Ambiguous(
             f"{there - size:,} bytes after the end of the array",
             "It holds several arrays, one after the other; numpy reads the first."
@@ -149,167 +153,48 @@ def read_header(data: Data) -> ArrayHeader:
         raise LimitExceeded(f"a numpy header of {size:,} bytes", f"At most {MAX_HEADER:,} are read.")
     if begin + size > data.length:
         raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes", "It was cut off.")
-    raw = head[: begin + size] if begin + size <= len(head) else data.read(0, begin + size)
+    if begin + size <= len(head):
+        return _usual_header(head[: begin + size], begin)
+    return _header_of(data.read(0, begin + size), begin)
+
+
+def _header_of(raw: bytes, begin: int) -> ArrayHeader:
+    fields: Any = None
     try:
-        text = raw[begin:].decode("utf-8" if major == 3 else "latin-1")
-    except UnicodeDecodeError:
-        raise Corrupt("a numpy header that is not UTF-8", _DAMAGED) from None
-    return _checked(literal(text), begin + size, raw)
-
-
-def _checked(fields: Any, at: int, raw: bytes) -> ArrayHeader:
+        text = raw[begin:].decode("utf-8" if raw[6] == 3 else "latin-1")
+        if "\\" not in text:  # nothing that numpy writes is escaped; Python 2 wrote sizes as longs
+            said = ast.parse(re.sub(r"(?<=[( ])(\d+)L(?=[,)])", r"\1", text.strip()), mode="eval").body
+            fields = ast.literal_eval(said) if isinstance(said, ast.Dict) and len(said.keys) == 3 else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
-        raise Corrupt("a numpy header whose keys are not descr, fortran_order and shape", _DAMAGED)
-    shape, fortran = fields["shape"], fields["fortran_order"]
+        raise Corrupt("a numpy header that does not say descr, fortran_order and shape, each once", _DAMAGED)
+    descr, shape, fortran = fields["descr"], fields["shape"], fields["fortran_order"]
     if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > MAX_RANK:
         raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", _DAMAGED)
     if type(fortran) is not bool:
         raise Corrupt("a numpy header whose fortran_order is neither True nor False", _DAMAGED)
-    return ArrayHeader(fields["descr"], fortran, shape, at, raw)
+    try:
+        kind = descr_to_dtype(descr)
+    except (ValueError, SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
+        what = f"a numpy array of the type {repr(descr)[:60]}"
+        raise Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.") from None
+    return ArrayHeader(kind, None if kind.hasobject else array_type(_type_node(kind)), fortran, shape, raw)
 
 
-_TOKEN = re.compile(r"""[ \t\n]*(?:('[^'\\\n]*'|"[^"\\\n]*")|(-?\d{1,20})L?\b|(True|False|None)\b|([\[\](){},:])|\Z)""")
-_WORDS = {"True": True, "False": False, "None": None}
+_usual_header = lru_cache(1 << 12)(_header_of)  # an archive may hold thousands of arrays of one type and shape
 
 
-def literal(text: str) -> Any:
-    """The value of a Python literal of the kinds that numpy's headers hold. Raises `Corrupt` for anything else."""
-    tokens = _tokens(text)
-    value = _value(tokens, next(tokens), 0)
-    if next(tokens) != "":
-        raise Corrupt("a numpy header with more than one value", _DAMAGED)
-    return value
-
-
-class _Mark(str):
-    """A bracket, a comma or a colon, as opposed to a text; the empty one is the end."""
-
-
-def _tokens(text: str) -> Iterator[Any]:
-    at = 0
-    while True:
-        found = _TOKEN.match(text, at)
-        if found is None:
-            raise Corrupt(f"a numpy header with {text[at : at + 20]!r} in it", _DAMAGED)
-        at = found.end()
-        quoted, number, word, mark = found.groups()
-        if quoted is not None:
-            yield quoted[1:-1]
-        elif number is not None:
-            yield int(number)
-        elif word is not None:
-            yield _WORDS[word]
-        else:
-            yield _Mark(mark or "")
-            if mark is None:
-                return
-
-
-def _value(tokens: Iterator[Any], token: Any, depth: int) -> Any:
-    if type(token) is not _Mark:
-        return token
-    if token == "{":
-        pairs = _items(tokens, "}", depth)
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise Ambiguous("a numpy header that says the same thing twice", "Readers disagree about which one counts.")
-        return found
-    if token == "[":
-        return _items(tokens, "]", depth)
-    if token == "(":
-        return tuple(_items(tokens, ")", depth))
-    raise Corrupt(f"a numpy header with {token or 'its end'} where a value should be", _DAMAGED)
-
-
-def _items(tokens: Iterator[Any], end: str, depth: int) -> list[Any]:
-    """The values up to a closing bracket; in a dictionary, as pairs."""
-    if depth == MAX_NESTING:
-        raise LimitExceeded(f"a numpy header nested more than {MAX_NESTING} deep", "numpy writes none.")
-    items: list[Any] = []
-    while True:
-        token = next(tokens)
-        if type(token) is _Mark and token == end:
-            return items
-        value = _value(tokens, token, depth + 1)
-        token = next(tokens)
-        if end == "}":
-            if type(value) is not str or type(token) is not _Mark or token != ":":
-                raise Corrupt("a numpy header with a key that is not a string", _DAMAGED)
-            value = value, _value(tokens, next(tokens), depth + 1)
-            token = next(tokens)
-        items.append(value)
-        if type(token) is _Mark and token == end:
-            if end == ")" and len(items) == 1:
-                raise Corrupt("a numpy header with brackets around one value", _DAMAGED)
-            return items
-        if type(token) is not _Mark or token != ",":
-            raise Corrupt("a numpy header with two values and nothing between them", _DAMAGED)
-
-
-# Types ---------------------------------------------------------------------------------------------------------------
-
-_DTYPE = Global("numpy", "dtype")
-_NEEDS_INIT, _IS_RECORD = 0x08, 0x10  # flags of numpy's types
-_NAMED = re.compile(r"([<>=|]?)([?biufcSUVO])(\d{0,9})\Z|([<>=])([mM])8(?:\[(\d{0,9})([A-Za-zµ]{1,7})\])?\Z")
-
-
-def _has_objects(descr: Any) -> bool:
-    """True where the data is a pickle: an array of Python objects, or of records with some."""
-    if type(descr) is list:
-        return any(type(field) is tuple and len(field) > 1 and _has_objects(field[1]) for field in descr)
-    return type(descr) is str and descr.lstrip("|<>=")[:1] == "O"
-
-
-def _type_node(descr: Any, depth: int = 0) -> Object:
-    """The object by which a pickle would name the type; `numpy_arrays.array_type` refuses those that are not read."""
-    if type(descr) is list and depth < MAX_NESTING:
-        return _record_node(descr, depth)
-    found = _NAMED.match(descr) if type(descr) is str else None
-    if found is None:
-        raise _unknown(descr)
-    order, kind, size, date_order, date, count, unit = found.groups()
-    if date is not None:
-        metadata = (None, ((unit or "generic").encode(), int(count or 1), 1, 1))
-        return _node(f"{date}8", (4, date_order.replace("=", "<"), None, None, None, -1, -1, 0, metadata))
-    if (kind == "?") != (size == "") or (kind not in "SUV?" and int(size) == 0):
-        raise _unknown(descr)
-    code = "b1" if kind == "?" else f"{kind}{int(size)}"
-    width = int(size or 1) * (4 if kind == "U" else 1)
-    if kind in "SUV":
-        about = (width, 4, _NEEDS_INIT) if kind == "U" else (width, 1, 0)
-        return _node(code, (3, order or "|", None, None, None, *about))
-    return _node(code, (3, "|" if width == 1 else order or "<", None, None, None, -1, -1, 0))
-
-
-def _record_node(descr: list[Any], depth: int) -> Object:
-    fields: dict[str, tuple[Object, int]] = {}
-    at = 0
-    for field in descr:
-        if type(field) is not tuple or len(field) != 2 or type(field[0]) is not str:
-            raise Unsupported(
-                f"a numpy type with the field {repr(field)[:60]}", "Only fields of plain values are read."
-            )
-        name, kind = field[0], _type_node(field[1], depth + 1)
-        if name and name in fields:
-            raise Ambiguous(f"a numpy type with two fields {name}", "Readers disagree about which one counts.")
-        if name:  # without a name, it is the room between two fields
-            fields[name] = kind, at
-        at += array_type(kind).itemsize
-    flags = _IS_RECORD
-    for kind, _ in fields.values():
-        flags |= max(0, kind.state[7]) & _NEEDS_INIT
-    return _node(f"V{at}", (3, "|", None, tuple(fields), fields, at, 1, flags))
-
-
-def _node(code: str, state: tuple[Any, ...]) -> Object:
-    node = Object(_DTYPE, (code, False, True))
+def _type_node(kind: numpy.dtype[Any]) -> Object:
+    """The object by which a pickle names the type; `numpy_arrays.array_type` refuses those that are not read."""
+    reduced: Any = kind.__reduce__()
+    _, args, state = reduced
+    node = Object(Global("numpy", "dtype"), args)
+    if state[4] is not None:
+        fields = {name: (_type_node(field[0]), *field[1:]) for name, field in state[4].items()}
+        state = (*state[:4], fields, *state[5:])
     node.state = state
     return node
-
-
-def _unknown(descr: Any) -> Unsupported:
-    what = f"a numpy array of the type {repr(descr)[:60]}"
-    return Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.")
 
 
 # Arrays that are no tensors ------------------------------------------------------------------------------------------
@@ -330,7 +215,7 @@ def _pickled(data: Data, header: ArrayHeader, name: str) -> Decoded:
     def refuse(_: Any) -> Any:
         raise Unsupported("a persistent id in a numpy array", "numpy writes none.")
 
-    made = skeleton(data, header.at, name=name)
+    made = skeleton(data, len(header.raw), name=name)
     if made.end != data.length:
         raise Ambiguous(f"{data.length - made.end:,} bytes after the end of its pickle", "Another may be hidden there.")
     return decode_lazily(made, refuse, BUILDERS, name=name, file_bytes=data.length)

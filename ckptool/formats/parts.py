@@ -12,62 +12,37 @@ of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_P
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
+from ckptool.checkpoint.files import Folder, Input, json_or_none
 from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import NAME, arg, command
-from ckptool.errors import Conflict, OnlyAPart, counted, listed, printable
+from ckptool.errors import OnlyAPart, counted, listed, printable
+from ckptool.formats.folder import (
+    CONSOLIDATED,
+    INDEX,
+    LAYER,
+    MODEL_PARALLEL,
+    MODEL_STATES,
+    NUMBERED,
+    OF_WORLD,
+    PIECES,
+    STATES,
+    NamePattern,
+    names_in,
+)
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
-MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
 MAX_INDEX = 16 << 20
 
 
-class NamePattern:
-    """A pattern of file names. It is compiled when a name has `mark` in it, which most names never have."""
-
-    def __init__(self, mark: str, pattern: str) -> None:
-        self.mark, self.pattern = mark, pattern
-
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
-    def fullmatch(self, name: str) -> re.Match[str] | None:
-        return self.compiled.fullmatch(name) if self.mark in name else None
-
-
-# Of shards, and the index that says which tensor is in which.
-NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
-INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
-# Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
-STATES = NamePattern(
-    "zero_pp_rank_",
-    r"(?P<set>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<rest>[\d_]+(?:optim|model)_states)\.pt",
-)
-MODEL_STATES = NamePattern("_model_states.pt", r"(?P<set>)mp_rank_(?P<rank>\d+)(?P<rest>(?:_\d+)*_model_states)\.pt")
-LAYER = NamePattern(
-    "model_states.pt",
-    r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt",
-)
-OF_WORLD = NamePattern(
-    "_world_size_", r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt"
-)
-FSDP_RANKS = NamePattern(
-    "_rank", r"(?P<set>(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank)(?P<rank>\d{1,6})(?P<rest>)\.bin"
-)
-PIECES = NamePattern("shard-", r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
-MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
-CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
@@ -76,13 +51,6 @@ _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and
 
 def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     """The checkpoint with its `part` and a note of it, if it is one. opened: the file or folder that was named."""
-    found = _with_part(checkpoint, opened)
-    if isinstance(opened, Folder):
-        found.kept[FOLDER] = opened.path  # whose other files are judged where it is asked what would run
-    return found
-
-
-def _with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
     part = checkpoint.part or part_of(checkpoint)
     if part is None and isinstance(opened, Folder):
         from ckptool.formats.members import NAME, with_members
@@ -90,11 +58,13 @@ def _with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
         if checkpoint.container != NAME:
             checkpoint = with_members(checkpoint, Folder(opened.path))
             part = checkpoint.part
-    if part is None:
-        return checkpoint
-    fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
-    note = Note(CODE, f"{part.label}: {part.meaning}", fix)
-    return replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
+    if part is not None:
+        fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
+        note = Note(CODE, f"{part.label}: {part.meaning}", fix)
+        checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
+    if isinstance(opened, Folder):
+        checkpoint.kept[FOLDER] = opened.path  # whose other files are judged where it is asked what would run
+    return checkpoint
 
 
 def part_of(checkpoint: Checkpoint) -> PartOf | None:
@@ -133,15 +103,6 @@ class _File:
         return [name for name in self.names if pattern.fullmatch(name)]
 
 
-def names_in(folder: str) -> list[str]:
-    """The names in a folder, sorted; none where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False))
-    except OSError:
-        return []
-
-
 # What the tree says --------------------------------------------------------------------------------------------------
 
 
@@ -161,29 +122,31 @@ class _Facts:
     flat: bool = False
     empty: int = 0
     named: int = 0
-    seen: set[int] = field(default_factory=set)
 
 
 def _facts_of(tree: Any) -> _Facts:
-    facts = _Facts()
-    stack = [tree]
+    facts, stack, seen = _Facts(), [tree], set[int]()
     while stack:
         node = stack.pop()
         if type(node) is Composite:
-            _count_distributed(node, facts)
-        elif isinstance(node, (dict, list, tuple, Object, Set)) and id(node) not in facts.seen:
-            facts.seen.add(id(node))
+            from ckptool.formats.placements import distributed  # which few files need
+
+            if (found := distributed(node)) is not None:
+                rank, world = found.ranks
+                facts.tensors += 1
+                facts.shared += not found.is_whole
+                facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
+                facts.world = world if facts.world is None and type(world) is int and world > 0 else facts.world
+        elif isinstance(node, (dict, list, tuple, Object, Set)) and id(node) not in seen:
+            seen.add(id(node))
             if isinstance(node, dict):
                 stack += _of_dictionary(node, facts)
             else:
-                stack += [part for part in _inside(node) if type(part) not in _SCALARS]
+                parts: Any = node.items if isinstance(node, Set) else node
+                if isinstance(node, Object):
+                    parts = node.args, node.items, node.elements, node.state
+                stack += [part for part in parts if type(part) not in _SCALARS]
     return facts
-
-
-def _inside(node: Any) -> Iterable[Any]:
-    if isinstance(node, Object):
-        return node.args, node.items, node.elements, node.state
-    return node.items if isinstance(node, Set) else node
 
 
 def _of_dictionary(node: dict[Any, Any], facts: _Facts) -> list[Any]:
@@ -206,24 +169,6 @@ def _is_weight(key: Any) -> bool:
     return type(key) is str and key.rpartition(".")[2] in ("weight", "bias")
 
 
-def _count_distributed(tensor: Composite, facts: _Facts) -> None:
-    """Counts a tensor of torch.distributed, and whether all of it is there."""
-    from ckptool.formats.placements import distributed  # which few files need
-
-    found = distributed(tensor)
-    if found is not None:
-        facts.tensors += 1
-        facts.shared += not found.is_whole
-        _note_ranks(facts, *found.ranks)
-
-
-def _note_ranks(facts: _Facts, rank: Any, world: Any) -> None:
-    if facts.rank is None and type(rank) is int and rank >= 0:
-        facts.rank = rank
-    if facts.world is None and type(world) is int and world > 0:
-        facts.world = world
-
-
 # The kinds -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +181,11 @@ def _share(facts: _Facts, file: _File) -> PartOf | None:
     if facts.shared:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
         what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        is_there = found is not None and world is not None and len(_others(file, *found.span("rank"))) >= world
+        is_there = False
+        if found is not None and world is not None:  # the files that differ from it only in the number
+            before, after = file.name[: found.start("rank")], file.name[found.end("rank") :]
+            same = [name for name in file.names if name.startswith(before) and name.endswith(after)]
+            is_there = sum(name[len(before) : len(name) - len(after)].isdecimal() for name in same) >= world
         return replace(_ranked(rank, world, f"{which} {what}"), whole=(file.folder or ".") if is_there else "")
     if facts.flat:
         what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
@@ -244,13 +193,6 @@ def _share(facts: _Facts, file: _File) -> PartOf | None:
     if named and world is not None and world > 1:
         return _ranked(rank, world, "the other ranks have files of their own")
     return None
-
-
-def _others(file: _File, start: int, end: int) -> list[str]:
-    """The files beside one, itself among them, that differ from it only in the number that stands there."""
-    before, after = file.name[:start], file.name[end:]
-    same = (name for name in file.names if name.startswith(before) and name.endswith(after))
-    return [name for name in same if name[start : len(name) - len(after)].isdecimal()]
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:
@@ -288,34 +230,26 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
 
 def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
     """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
+    world: Any = None
+    args = top.get("args") if "model" in top else None
+    if isinstance(args, Object):  # those of Megatron say over how many files they divide it
+        sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+        world = prod(size for size in sizes if type(size) is int and size > 0)
     if found := MODEL_STATES.fullmatch(file.name):
-        return _one_of(found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size"))
-    if found := CONSOLIDATED.fullmatch(file.name):
-        return _one_of(found["rank"], file.matching(CONSOLIDATED), None)
-    world = _megatron_world(top)
-    if found := MODEL_PARALLEL.fullmatch(file.folder_name):
+        rank, others, world = found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size")
+    elif found := CONSOLIDATED.fullmatch(file.name):
+        rank, others, world = found["rank"], file.matching(CONSOLIDATED), None
+    elif found := MODEL_PARALLEL.fullmatch(file.folder_name):
         above = os.path.dirname(os.path.dirname(absolute(file.path)))
-        others = [name for name in names_in(above) if MODEL_PARALLEL.fullmatch(name)]
-        return _one_of(found["rank"] + found["rest"], others, world)
-    return _ranked(None, world, _ONE_OF_SEVERAL) if world is not None and world > 1 else None
-
-
-def _one_of(rank: str, others: list[str], world: Any) -> PartOf | None:
+        rank, others = found["rank"] + found["rest"], [n for n in names_in(above) if MODEL_PARALLEL.fullmatch(n)]
+    else:
+        return _ranked(None, world, _ONE_OF_SEVERAL) if world is not None and world > 1 else None
     number = int(rank) if "_" not in rank else None
     count = max(len(others), world if type(world) is int else 1, (number or 0) + 1)
     if count < 2:
         return None
     label = f"rank {rank.replace('_', '/') if number is None else number} of {count:,}"
     return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
-
-
-def _megatron_world(top: dict[Any, Any]) -> int | None:
-    """Over how many files the arguments in a Megatron checkpoint divide its model."""
-    args = top.get("args")
-    if not isinstance(args, Object) or "model" not in top:
-        return None
-    sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-    return prod(size for size in sizes if type(size) is int and size > 0)
 
 
 def _piece(checkpoint: Checkpoint, file: _File) -> PartOf | None:
@@ -357,26 +291,6 @@ def _index_of(file: _File) -> tuple[str, list[str]]:
         if file.name in named:
             return name, sorted(named)
     return "", []
-
-
-def refuse_renamed(checkpoint: Checkpoint) -> None:
-    """Raises `Conflict` for a file of one rank, layer or expert that was saved under the name of another.
-
-    torch calls the root folder of a zip as the file that it is written to, and nothing else in a share of ZeRO says
-    which rank's it is.
-    """
-    source, root = checkpoint.source, getattr(checkpoint.origin, "root", "").strip("/")
-    if not root or not isinstance(source, Source):
-        return
-    name = os.path.basename(source.path)
-    saved = root + os.path.splitext(name)[1]
-    for pattern in (STATES, MODEL_STATES, LAYER, OF_WORLD, FSDP_RANKS):
-        if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
-            raise Conflict(
-                f"{source} was saved as {saved}",
-                "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
-                "Copy all files of the folder again, each under its own name.",
-            )
 
 
 def _placeholders(facts: _Facts) -> PartOf | None:

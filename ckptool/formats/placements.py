@@ -19,13 +19,13 @@ from ckptool.checkpoint import Composite, Flags, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
-from ckptool.formats.boxes import Box, Chunk
+from ckptool.formats.pieces import Box, Piece
 
 MAX_MESH = 1 << 20  # ranks
 MAX_DIMENSIONS = 64
 MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
 
-_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Chunk] | None]]  # the last fields of a share
+_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Piece] | None]]  # the last fields of a share
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
 Run = tuple[int, int]  # the first index of the whole, and a length
@@ -154,7 +154,7 @@ class RankShare:
     dtype: DType
     agreed: tuple[Any, ...]
     table: tuple[int, ...]
-    readings: list[list[Chunk] | None]
+    readings: list[list[Piece] | None]
     flags: Flags
 
 
@@ -284,7 +284,7 @@ class RankFile:
         if sizes_of(facts.get("size")) not in (None, shape):
             raise self.differs(name, f"has the shape {list(shape)}, and its metadata says another")
         places = [_place(each) for each in _items(facts.get("shards_metadata"))]
-        chunks: list[Chunk] = []
+        chunks: list[Piece] = []
         for local, metadata in found.local:
             place = _place(metadata)
             if not isinstance(local, TensorEntry) or place is None:
@@ -295,7 +295,7 @@ class RankFile:
                 raise self.differs(name, f"has {list(place[1])} at {list(place[0])}, where its metadata has no shard")
             if place[2] not in (None, self.rank):
                 raise self.differs(name, f"was saved by rank {place[2]:,}")
-            chunks.append(Chunk(local, place[0], self.owner))
+            chunks.append(Piece(local, place[0], self.owner))
         return tuple(places), (), [chunks]
 
     def differs(self, name: str, what: str) -> Conflict:
@@ -383,7 +383,7 @@ def blocks(
     axes: tuple[Axis, ...],
     order: dict[Any, tuple[int, ...]],
     owner: str,
-) -> list[Chunk] | None:
+) -> list[Piece] | None:
     """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
     runs = runs_of(shape, mesh, axes, order)
     if local.shape != tuple(sum(length for _, length in each) for each in runs):
@@ -391,12 +391,12 @@ def blocks(
     if (count := prod(len(each) for each in runs)) > 4 * MAX_RUNS:
         raise LimitExceeded(f"a local tensor in {counted(count, 'block')}", "Real ones have a few.")
     if not local.numel:
-        return [Chunk(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
+        return [Piece(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
     chunks = []
     for place in product(*map(_with_offsets, runs)):
         box: Box = tuple(begin for _, begin, _ in place), tuple(length for _, _, length in place)
         skip = sum(at * stride for (at, _, _), stride in zip(place, local.stride, strict=True))
-        chunks.append(Chunk(replace(local, shape=box[1], offset=local.offset + skip), box[0], owner))
+        chunks.append(Piece(replace(local, shape=box[1], offset=local.offset + skip), box[0], owner))
     return chunks
 
 

@@ -14,7 +14,9 @@ files with `weights_only=True`. Source: torch/serialization.py (`legacy_load`; `
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import islice
+from tarfile import TarError, TarFile, TarInfo
 from types import NoneType
 from typing import Any
 
@@ -41,7 +43,10 @@ def detect(head: bytes, source: Input) -> bool:
     """True for a tar of torch's files, or of some of them; any other tar is none."""
     if not isinstance(source, Source) or not is_tar(head):
         return False
-    found = [head[:100].partition(b"\0")[0].decode("latin-1"), *record_names(source)]
+    found = [
+        head[:100].partition(b"\0")[0].decode("latin-1"),
+        *(path.rpartition("/")[2] for path in record_paths(source)),
+    ]
     return any(name in MEMBERS for name in found[:2]) or len({name for name in found if name in MEMBERS}) > 1
 
 
@@ -281,63 +286,26 @@ class _Tables:
             raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree about which is right.")
 
 
-BLOCK = 512
-MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes
-MAX_HEADERS = 64
-_HARMLESS = {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "charset", "hdrcharset", "size"}
-KINDS = {
-    "1": "a hard link",
-    "2": "a symbolic link",
-    "3": "a device",
-    "4": "a device",
-    "5": "a folder",
-    "6": "a pipe",
-    "S": "a sparse file",
-    "L": "a long name",
-    "K": "a long link",
-    "g": "a header for all files",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TarHeader:
-    """A header of an archive. kind: `0` for a file, `x` for attributes of the next one.  at: where its content
-    begins."""
-
-    name: str
-    kind: str
-    size: int
-    at: int
-
-    @property
-    def end(self) -> int:
-        """The byte where the next header begins."""
-        return self.at + self.size + -self.size % BLOCK
+_BLOCK = 512
+MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes, which hold a time or a name
+MAX_FILES = 64  # looked at, where the archive should have four
+_CUT = "The file was cut off, or bytes of it were lost."
+_KINDS = {"1": "a hard link", "2": "a symbolic link", "5": "a folder", "6": "a pipe", "S": "a sparse file"}
 
 
 def is_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar"
 
 
-def record_names(source: Source) -> list[str]:
-    """The last parts of the names in an archive, as far as its headers can be read; to tell what it is."""
-    return [path.rpartition("/")[2] for path in record_paths(source)]
-
-
 def record_paths(source: Source) -> list[str]:
-    """The names of the files in an archive, as far as its headers can be read."""
-    found: list[str] = []
-    at = 0
+    """The names of the first files in an archive, as far as its headers can be read; to tell what it is."""
+    names = []
     try:
-        while (
-            len(found) < MAX_HEADERS and at + BLOCK <= source.size and (header := read_header(source, at)) is not None
-        ):
-            if header.kind == "0":
-                found.append(header.name)
-            at = header.end
+        for header in islice(headers(source, cut=True), MAX_FILES):
+            names += [header.name] if header.isreg() else []
     except (Corrupt, Truncated):
         pass
-    return found
+    return names
 
 
 def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Data], int]:
@@ -346,102 +314,78 @@ def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Dat
     Raises `Corrupt` for anything else in it or anything missing, `Truncated` for a cut archive or a bad checksum.
     """
     members: dict[str, Data] = {}
-    size: int | None = None  # as the attributes of the next file give it
-    at = 0
-    for _ in range(MAX_HEADERS):
-        if at + BLOCK > source.size:
+    end = 0
+    for header in headers(source):
+        shown = f"{source}: {header.name[:120]!r}"
+        if (kind := odd_kind(header)) is not None:
+            raise Corrupt(f"{shown} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
+        if header.name not in wanted:
+            raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")
+        if header.name in members:
+            raise Corrupt(f"{shown} is in it twice", "Readers would disagree about which is right.")
+        members[header.name] = FileRange(source, header.offset_data, header.size)
+        end = header.offset_data + header.size + -header.size % _BLOCK
+    missing = [name for name in wanted if name not in members]
+    if missing:
+        raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(wanted)}.")
+    return members, end_of(source, end)
+
+
+def odd_kind(header: TarInfo) -> str | None:
+    """What an entry is that is no plain file, in words."""
+    plain = header.isreg() and not header.issparse()
+    return None if plain else _KINDS.get(header.type.decode("latin-1"), "no plain file")
+
+
+class _Headers:
+    """An archive as the file that `tarfile` reads: nothing but headers, none of them long."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.at = source, 0
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, at: int) -> None:
+        self.at = max(0, min(at, self.source.size))
+
+    def read(self, length: int) -> bytes:
+        if length > MAX_ATTRIBUTES:
+            raise Corrupt(f"{self.source} has attributes of {length:,} bytes", "They hold a time or a name.")
+        data = self.source.read(self.at, min(length, self.source.size - self.at))
+        self.at += len(data)
+        return data
+
+
+def headers(source: Source, *, cut: bool = False) -> Iterator[TarInfo]:
+    """The headers in an archive, each with the attributes before it, up to the zeros that end it.
+
+    cut: the file behind the last one may be missing. Raises `Corrupt`, or `Truncated` for a file that is not whole and
+    a header that does not match its checksum.
+    """
+    try:
+        archive = TarFile(fileobj=_Headers(source), encoding="utf-8", errors="replace")  # type: ignore[arg-type]
+        while (header := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # there may be millions
+            if not cut and not 0 <= header.size <= source.size - header.offset_data:
+                where = f"{header.size:,} bytes from byte {header.offset_data:,}"
+                what = f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}"
+                raise Truncated(what, _CUT)
+            yield header
+        if archive.offset + _BLOCK > source.size:
             raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
-        header = read_header(source, at)
-        if header is None:
-            missing = [name for name in wanted if name not in members]
-            if missing:
-                raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(wanted)}.")
-            return members, end_of(source, at)
-        if header.kind == "x":
-            size = read_attributes(source, header)
-        else:
-            if size is not None:
-                header = TarHeader(header.name, header.kind, size, header.at)
-            _check_member(source, header, members, wanted)
-            members[header.name] = FileRange(source, header.at, header.size)
-            size = None
-        at = header.end
-    raise Corrupt(f"{source} has more than {MAX_HEADERS} headers", "torch writes four files.")
-
-
-_CUT = "The file was cut off, or bytes of it were lost."
-
-
-def read_header(source: Source, at: int) -> TarHeader | None:
-    """The header at a byte; None for the zeros behind the last file."""
-    block = source.read(at, BLOCK)
-    if not block.strip(b"\0"):
-        return None
-    stored = _number(block[148:156], source, at)
-    if stored != sum(block) - sum(block[148:156]) + 8 * 32:
-        raise Truncated(f"{source}: the header at byte {at:,} does not match its checksum", _CUT)
-    if not is_tar(block):
-        raise Corrupt(f"{source}: the header at byte {at:,} is of another kind of archive", "torch writes POSIX tars.")
-    name = block[:100].partition(b"\0")[0]
-    if block[257:263] == b"ustar\0" and block[345]:
-        name = block[345:500].partition(b"\0")[0] + b"/" + name
-    kind = block[156:157].decode("latin-1")
-    size = _number(block[124:136], source, at)
-    return TarHeader(name.decode("latin-1"), "0" if kind == "\0" else kind, size, at + BLOCK)
-
-
-def _number(field: bytes, source: Source, at: int) -> int:
-    """A number in a header: octal digits, or binary where the first bit is set."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    digits = field.strip(b" \0")
-    if not digits or digits.strip(b"01234567"):
-        raise Corrupt(f"{source}: the header at byte {at:,} holds no number where one should be", _CUT)
-    return int(digits, 8)
-
-
-def read_attributes(source: Source, header: TarHeader) -> int | None:
-    """The size of the next file in a header of attributes, if it is there; raises `Corrupt` for others that matter."""
-    where = f"{source}: the attributes at byte {header.at:,}"
-    if header.size > MAX_ATTRIBUTES or header.end > source.size:
-        raise Corrupt(f"{where} have {header.size:,} bytes", "They hold a time or a name.")
-    content, at, size = source.read(header.at, header.size), 0, None
-    while at < len(content):
-        digits, _, _ = content[at : at + 8].partition(b" ")
-        length = int(digits) if digits.isdigit() else 0
-        key, separator, value = content[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        if not separator or at + length > len(content) or content[at + length - 1 : at + length] != b"\n":
-            raise Corrupt(f"{where} are no attributes", _CUT)
-        if key.decode("latin-1") not in _HARMLESS:
-            raise Corrupt(f"{where} set {key.decode('latin-1')}", "torch writes no such attribute.")
-        if key == b"size":
-            if not value.isdigit() or len(value) > 19:
-                raise Corrupt(f"{where} give no number as the size", _CUT)
-            size = int(value)
-        at += length
-    return size
-
-
-def _check_member(source: Source, header: TarHeader, members: dict[str, Data], wanted: tuple[str, ...]) -> None:
-    shown = f"{source}: {header.name[:120]!r}"
-    if header.kind != "0":
-        kind = KINDS.get(header.kind, f"of the kind {header.kind!r}")
-        raise Corrupt(f"{shown} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
-    if header.name not in wanted:
-        raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")
-    if header.name in members:
-        raise Corrupt(f"{shown} is in it twice", "Readers would disagree about which is right.")
-    if header.at + header.size > source.size:
-        what = f"{shown} has {header.size:,} bytes from byte {header.at:,}; the file ends at {source.size:,}"
-        raise Truncated(what, _CUT)
+        if source.read(archive.offset, _BLOCK).strip(b"\0"):
+            raise Truncated(f"{source}: the header at byte {archive.offset:,} does not match its checksum", _CUT)
+    except (TarError, ValueError, RecursionError) as error:
+        raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
 
 
 def end_of(source: Source, at: int) -> int:
-    """The end of the archive whose first block of zeros is at `at`: after the second, and the zeros behind it."""
-    if at + 2 * BLOCK > source.size or source.size % BLOCK:
+    """The end of the archive whose last file ends at `at`: after two blocks of zeros, and the zeros behind them."""
+    if at + 2 * _BLOCK > source.size or source.size % _BLOCK:
         raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)
-    if source.read(at + BLOCK, BLOCK).strip(b"\0"):
-        raise Corrupt(f"{source} goes on at byte {at + BLOCK:,} after the end of the archive began", _CUT)
-    at += 2 * BLOCK
-    padding = source.read(at, min(source.size - at, 20 * BLOCK))
+    if source.read(at + _BLOCK, _BLOCK).strip(b"\0"):
+        raise Corrupt(f"{source} goes on at byte {at + _BLOCK:,} after the end of the archive began", _CUT)
+    at += 2 * _BLOCK
+    padding = source.read(at, min(source.size - at, 20 * _BLOCK))
     return at + len(padding) - len(padding.lstrip(b"\0"))

@@ -1,7 +1,8 @@
-"""Rules for the arguments of known calls, one for each kind of call in the table of `known`.
+"""What known functions and classes may be called with: the words in which the table of `known` says it.
 
-A rule looks at the arguments themselves. What is inside of them (names, objects, further calls) is judged where it
-stands, by `calls`.
+Most rows say how many arguments (`every`, `up_to`, `exactly`) and of which kind each is; where arguments depend on each
+other, a rule looks at all of them. What is inside of them (names, objects, further calls) is judged where it stands, by
+`calls`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.pickles.strings import StubbedValue
 
 Arguments = tuple[Any, ...]
+Kind = Callable[[Any], bool]  # of one argument
+Rule = Callable[[Arguments], bool]  # for all arguments of a call
 
 _SCALARS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, StubbedValue, LazyBytes}
@@ -23,126 +26,141 @@ _SCALARS = frozenset(
 _SEQUENCES = (list, tuple, Set)
 
 
-def anything(_: Arguments) -> bool:
-    """Any number of arguments of any kind."""
+# How many arguments, and each of what kind ---------------------------------------------------------------------------
+
+
+def every(kind: Kind) -> Rule:
+    """Any number of arguments, each of one kind."""
+    return lambda args: all(map(kind, args))
+
+
+def up_to(*kinds: Kind) -> Rule:
+    """Arguments of these kinds, in this order; the later ones may be missing."""
+    return lambda args: len(args) <= len(kinds) and all(kind(arg) for kind, arg in zip(kinds, args, strict=False))
+
+
+def exactly(*kinds: Kind) -> Rule:
+    """Arguments of these kinds, in this order, and all of them."""
+    return lambda args: len(args) == len(kinds) and all(kind(arg) for kind, arg in zip(kinds, args, strict=True))
+
+
+# One argument --------------------------------------------------------------------------------------------------------
+
+
+def _typed(*types: type) -> Kind:
+    return lambda arg: type(arg) in types
+
+
+def _like(*types: type) -> Kind:
+    return lambda arg: isinstance(arg, types)
+
+
+def anything(_: Any) -> bool:
+    """No question is asked; what is in it is judged where it stands."""
     return True
 
 
-def nothing(args: Arguments) -> bool:
-    return not args
+none = up_to()
+scalar = _typed(*_SCALARS)  # a number, a text, None
+integer = _typed(int)
+limit = _typed(int, type(None))  # how many items a `deque` may have
+shape = _typed(tuple)  # in `_reconstruct(ndarray, (0,), b"b")`
+sequence = _like(*_SEQUENCES)  # anything else would be asked for its items
+content = _like(str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)  # of bytes: a number would be a size to allocate
+factory = _like(type(None), Global, Object)  # of a `defaultdict`: a function or class, judged where it stands
 
 
-def scalars(args: Arguments) -> bool:
-    """Numbers, texts, None."""
-    return all(type(arg) in _SCALARS for arg in args)
-
-
-def number(args: Arguments) -> bool:
+def number(arg: Any) -> bool:
     """A number, or the text of one, which is not so long that reading it takes for ever."""
-    return all(
-        type(arg) in (bool, int, float, complex)
-        or (type(arg) in (str, bytes) and len(arg) <= _MOST_DIGITS and _is_number(arg))
-        for arg in args
-    )
+    if type(arg) not in (str, bytes):
+        return type(arg) in (bool, int, float, complex)
+    text = _NUMBER.fullmatch(arg if isinstance(arg, str) else arg.decode("latin-1")) if len(arg) <= 400 else None
+    return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
 
 
-def _is_number(text: str | bytes) -> bool:
-    found = _NUMBER.fullmatch(text if isinstance(text, str) else text.decode("latin-1"))
-    return found is not None and abs(int(found[1] or 0)) <= _MOST_EXPONENT
-
-
-_MOST_DIGITS, _MOST_EXPONENT = 400, 9_999
 _NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
 
 
-def one_scalar(args: Arguments) -> bool:
-    """The value of a member of an enumeration."""
-    return len(args) == 1 and scalars(args)
+def path(arg: Any) -> bool:
+    """A path, or the name of a logger."""
+    return isinstance(arg, (str, bytes)) and len(arg) <= 4_096
 
 
-def texts(args: Arguments) -> bool:
-    return all(isinstance(arg, (str, bytes)) and len(arg) <= _MOST_CHARACTERS for arg in args)
+def codec(arg: Any) -> bool:
+    """A usual codec: none that runs its own code."""
+    return type(arg) is str and arg.lower() in "latin1 latin-1 iso-8859-1 ascii us-ascii utf8 utf-8".split()
 
 
-_MOST_CHARACTERS = 4_096  # of a path, which is also what a logger's name may have
+def on_error(arg: Any) -> bool:
+    """What a codec does with what it cannot read."""
+    return type(arg) is str and arg in ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
 
 
-def text_or_bytes(args: Arguments) -> bool:
-    """Arguments of `bytes`: no number, which would be a size to allocate, and no codec that runs its own code."""
-    return all(
-        isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)) for arg in args[:1]
-    ) and _usual_codec(args)
+def in_date(arg: Any) -> bool:
+    """A number, bytes, a time zone, a difference of times."""
+    return type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime")
 
 
-def decoded(args: Arguments) -> bool:
-    """Arguments of `str`: a scalar, or bytes and a usual codec."""
-    return scalars(args) and _usual_codec(args)
+def pairs(arg: Any) -> bool:
+    """A dictionary, or a sequence of pairs. One with attributes of its own may have a `keys` that is called."""
+    return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
 
 
-def _usual_codec(args: Arguments) -> bool:
-    codec = args[1].lower() if len(args) > 1 and type(args[1]) is str else None
-    return len(args) < 2 or (codec in _CODECS and all(arg in _ON_ERROR for arg in args[2:3]) and len(args) <= 3)
+def constant(arg: Any) -> bool:
+    """What has a class that can be spelled in no other way: `type(None)`, `type(...)`."""
+    return arg is None or (type(arg) is Global and arg.name in ("Ellipsis", "NotImplemented"))
 
 
-_CODECS = ("latin1", "latin-1", "iso-8859-1", "ascii", "us-ascii", "utf8", "utf-8")
-_ON_ERROR = ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
-
-
-def scalars_and_dates(args: Arguments) -> bool:
-    """Numbers, bytes, and time zones and differences."""
-    return all(type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime") for arg in args)
-
-
-def sequence(args: Arguments) -> bool:
-    """At most one list, tuple or set: anything else would be asked for its items."""
-    return not args or (len(args) == 1 and isinstance(args[0], _SEQUENCES))
-
-
-def bounded_sequence(args: Arguments) -> bool:
-    """A sequence, and how many items there may be (a `deque`)."""
-    return sequence(args[:1]) and len(args) <= 2 and all(arg is None or type(arg) is int for arg in args[1:])
-
-
-def mapping(args: Arguments) -> bool:
-    """At most one dictionary, or sequence of pairs. One with attributes of its own may have a `keys` that is called."""
-    if isinstance(args[0] if args else None, OrderedDict) and args[0].attributes:
+def expression(arg: Any) -> bool:
+    """A regular expression; Python goes through every character of its ranges where it ignores case."""
+    if not isinstance(arg, (str, bytes)):
         return False
-    return not args or (len(args) == 1 and isinstance(args[0], (dict, *_SEQUENCES)))
+    text = arg if isinstance(arg, str) else arg.decode("latin-1")
+    wide = not text.isascii() or "\\u" in text.lower()
+    return len(text) <= 1_000 and (not wide or text.count("-") <= 64)
 
 
-def factory(args: Arguments) -> bool:
-    """The factory of a `defaultdict`: None, or a known class or function, which is judged where it stands."""
-    return len(args) <= 1 and all(arg is None or isinstance(arg, (Global, Object)) for arg in args)
+def device(arg: Any) -> bool:
+    """A device, or its name."""
+    return type(arg) is str or _is_torch_value(arg)
 
 
-def type_of_constant(args: Arguments) -> bool:
-    """`type(None)`, `type(...)`: how the classes of constants are spelled."""
-    return len(args) == 1 and (args[0] is None or (type(args[0]) is Global and args[0].name in _CONSTANTS))
+def class_of_arrays(arg: Any) -> bool:
+    """A class of numpy's arrays in memory."""
+    return type(arg) is Global and arg.name in ("ndarray", "matrix", "recarray", "chararray")
 
 
-_CONSTANTS = frozenset({"Ellipsis", "NotImplemented"})
+def class_of_tensordict(arg: Any) -> bool:
+    """A class of tensordict."""
+    return type(arg) is Global and arg.module.startswith("tensordict.")
+
+
+def attributes(arg: Any) -> bool:
+    """Names of attributes and their values; none that Python gives a meaning."""
+    return type(arg) is dict and all(type(name) is str for name in arg) and not _dunder(arg)
+
+
+def of_random(arg: Any) -> bool:
+    """The name of a bit generator of numpy's, its class or itself, and the function that makes it."""
+    module = arg.module if type(arg) is Global else _module(arg) if isinstance(arg, Object) else ""
+    return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
+
+
+# Several arguments that depend on each other --------------------------------------------------------------------------
 
 
 def application(args: Arguments) -> bool:
-    """`functools.partial`: a function or class that does no more than compute, and plain values for it."""
-    return bool(args) and _computes(args[0]) and _is_plain(args[1:])
+    """`functools.partial`: a function or class that does no more than compute, and plain values for it.
 
-
-def same_application(node: Object) -> bool:
-    """False where the state of a `functools.partial` has another function, or something that is not plain."""
-    state = node.state
-    if state is MISSING:
-        return True
-    return type(state) is tuple and len(state) == 4 and state[0] is node.args[0] and _is_plain(state[1:])
-
-
-def _computes(name: Any) -> bool:
-    """Layers, optimizers, losses, functions of numbers: no call of them changes anything outside of the process."""
-    if type(name) is not Global:
+    Layers, optimizers, losses, functions of numbers: no call of them changes anything outside of the process.
+    """
+    if not args or type(args[0]) is not Global:
         return False
-    if name.module in ("builtins", "__builtin__"):
-        return name.name in _CONVERSIONS
-    return name.module in _COMPUTING or name.module.startswith(_COMPUTING_BELOW)
+    module, name = args[0].module, args[0].name
+    computes = module in _COMPUTING or module.startswith(_COMPUTING_BELOW)
+    if module in ("builtins", "__builtin__"):
+        computes = name in _CONVERSIONS
+    return computes and _is_plain(args[1:])
 
 
 _CONVERSIONS = frozenset("int long float bool complex str unicode list tuple dict set frozenset len abs round".split())
@@ -186,18 +204,6 @@ _TENSORS = (TensorEntry, Composite, StorageRef)
 def _is_torch_value(value: Any) -> bool:
     """True for sizes, devices, layouts."""
     return isinstance(value, Object) and _module(value) in ("torch", "torch.serialization") and value.state is MISSING
-
-
-def pattern(args: Arguments) -> bool:
-    """A regular expression and its flags; Python goes through every character of its ranges where it ignores case."""
-    if len(args) != 2 or not isinstance(args[0], (str, bytes)) or type(args[1]) is not int:
-        return False
-    text = args[0] if isinstance(args[0], str) else args[0].decode("latin-1")
-    wide = not text.isascii() or "\\u" in text.lower()
-    return len(text) <= _MOST_PATTERN and (not wide or text.count("-") <= _MOST_RANGES)
-
-
-_MOST_PATTERN, _MOST_RANGES = 1_000, 64
 
 
 def type_expression(args: Arguments) -> bool:
@@ -358,16 +364,15 @@ def class_first(args: Arguments) -> bool:
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
-def tensordict(args: Arguments) -> bool:
-    """`_make_td(class, state)`: sets what `__getstate__` of a tensordict gives."""
-    return (
-        len(args) == 2
-        and type(args[0]) is Global
-        and args[0].module.startswith("tensordict.")
-        and type(args[1]) is dict
-        and all(type(name) is str for name in args[1])
-        and not _dunder(args[1])
-    )
+# Objects with their state --------------------------------------------------------------------------------------------
+
+
+def same_application(node: Object) -> bool:
+    """False where the state of a `functools.partial` has another function, or something that is not plain."""
+    state = node.state
+    if state is MISSING:
+        return True
+    return type(state) is tuple and len(state) == 4 and state[0] is node.args[0] and _is_plain(state[1:])
 
 
 def few_layers(node: Object) -> bool:
@@ -375,15 +380,7 @@ def few_layers(node: Object) -> bool:
     if not isinstance(node.state, dict):
         return node.state is MISSING or node.state is None
     layers = node.state.get("num_layers")
-    return type(layers) is not int or layers <= _MOST_LAYERS
-
-
-_MOST_LAYERS = 10_000
-
-
-def device(args: Arguments) -> bool:
-    """At most a device."""
-    return len(args) <= 1 and all(type(arg) is str or _is_torch_value(arg) for arg in args)
+    return type(layers) is not int or layers <= 10_000
 
 
 def generated(node: Object) -> bool:
@@ -435,28 +432,6 @@ _PACKED: dict[str, list[Any]] = {
     "rnn.CellParamsBase": [(str, [_T, _T], [], [int], [Object, Object]), (str, [], [], [], [Object, Object])],
 }
 CLASSES = tuple(_PACKED)
-
-
-# numpy ---------------------------------------------------------------------------------------------------------------
-
-
-def array_class(args: Arguments) -> bool:
-    """`_reconstruct(ndarray, (0,), b"b")`: a class of arrays in memory, an empty shape, a type."""
-    return len(args) == 3 and type(args[0]) is Global and args[0].name in _ARRAYS and type(args[1]) is tuple
-
-
-_ARRAYS = frozenset({"ndarray", "matrix", "recarray", "chararray"})
-
-
-def of_numpy_random(args: Arguments) -> bool:
-    """The name of a bit generator, its class or itself, and the function that makes it."""
-    return all(
-        type(arg) in _SCALARS
-        or isinstance(arg, tuple)
-        or (type(arg) is Global and arg.module.startswith("numpy.random"))
-        or (isinstance(arg, Object) and _module(arg).startswith("numpy.random"))
-        for arg in args
-    )
 
 
 def _module(node: Object) -> str:

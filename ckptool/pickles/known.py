@@ -1,8 +1,9 @@
-"""The names that are understood, and for each how a pickle may use it so that nothing of unknown origin runs.
+"""The table of names that are understood: how a pickle may use each so that nothing of unknown origin runs.
 
-A name is only ever text. There is no list of bad names to bypass, only this one to be outside of: `calls` judges by
-it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted name
-(`Path.write_text`) is in no list.
+A name is only ever text. There is no list of bad names to bypass, only this one to be outside of. A row reads: what the
+name may be called with (`arguments`), what its object may be given afterwards, whether it may stand by itself; `calls`
+judges a tree by it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted
+name (`Path.write_text`) is in no row.
 Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__`
 methods of the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training
 libraries below.
@@ -18,6 +19,7 @@ from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.checkpoint.numpy_arrays import is_array, is_type
 from ckptool.pickles import arguments as given
+from ckptool.pickles.arguments import every, exactly, up_to
 from ckptool.pickles.names import LIGHTNING_CALLBACKS, MOVED, SHARED_MODULES, TORCH_CLASSES, TORCH_LAYERS
 
 Arguments = tuple[Any, ...]
@@ -56,367 +58,293 @@ class Kind(NamedTuple):
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
 _CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
-_MAPPING = Kind(given.mapping, empty=True, state=True, items=True)
-_CONTAINER = Kind(given.nothing, empty=True, state=True, items=True, elements=True)
-_PATH = Kind(given.texts, empty=True)
-_SCALARS = Kind(given.scalars, empty=True)
-_NUMBER = Kind(given.number, empty=True)
-_ENUM = Kind(given.one_scalar)
+_MAPPING = Kind(up_to(given.pairs), empty=True, state=True, items=True)
+_CONTAINER = Kind(given.none, empty=True, state=True, items=True, elements=True)
+_PATH = Kind(every(given.path), empty=True)
+_SCALARS = Kind(every(given.scalar), empty=True)
+_NUMBER = Kind(every(given.number), empty=True)
+_SEQUENCE = Kind(up_to(given.sequence), empty=True)
+_ENUM = Kind(exactly(given.scalar))  # a member, by its value
+_ANY = every(given.anything)
 _TENSOR = Kind(given.of_tensors, weights_only=True)
-_STORAGE = Kind(given.sequence)  # with its numbers, as very old pickles have it
+_PACKED = _OBJECT._replace(filled=given.packed, stands=False)  # by a backend, whose C++ code sets the state
+_STORAGE = Kind(up_to(given.sequence))  # with its numbers, as very old pickles have it
 
 
-def _lines(text: str = TORCH_CLASSES) -> Iterator[tuple[str, str]]:
-    """The modules of a text of `names`, with their names."""
-    for line in text.strip().replace("\n    ", " ").splitlines():
-        module, _, names = line.partition(": ")
-        yield module, names
+def named(text: str, home: str = "") -> Iterator[tuple[str, str]]:
+    """The modules and names of a text: `module: Name Name`; several modules in a row have the names behind them."""
+    modules: list[str] = []
+    last = ""
+    for word in text.split():
+        if word.endswith(":"):
+            modules = [*(modules if last.endswith(":") else ()), home + word[:-1]]
+        else:
+            yield from ((module, word) for module in modules)
+        last = word
 
 
-_TABLE: tuple[tuple[Kind, dict[str, str]], ...] = (
+# What may be done with names, and which names those are; of a name that stands in two rows the later counts.
+_TABLE: tuple[tuple[Kind, str], ...] = (
     # torch: tensors, and what describes them
     (
         _TENSOR,
-        {
-            "torch._utils": "_rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor"
-            " _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor"
-        },
+        """torch._utils: _rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage
+        _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
     ),
     (
         Kind(given.of_tensors),
-        {
-            "torch._utils": "_rebuild_sparse_csr_tensor _rebuild_xla_tensor",
-            "torch.nested._internal.nested_tensor": "_rebuild_njt",
-        },
+        """torch._utils: _rebuild_sparse_csr_tensor _rebuild_xla_tensor
+        torch.nested._internal.nested_tensor: _rebuild_njt""",
     ),
     (
         Kind(given.of_tensors, value="uninitialized"),
-        {"torch.nn.parameter": "UninitializedParameter UninitializedBuffer"},
+        "torch.nn.parameter: UninitializedParameter UninitializedBuffer",
     ),
-    (Kind(given.without_hooks(5), weights_only=True), {"torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3"}),
-    (Kind(given.without_hooks(2), weights_only=True), {"torch._utils": "_rebuild_parameter"}),
+    (Kind(given.without_hooks(5), weights_only=True), "torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
+    (Kind(given.without_hooks(2), weights_only=True), "torch._utils: _rebuild_parameter"),
     (
         Kind(given.parameter_with_state, state_at=3, weights_only=True),
-        {"torch._utils": "_rebuild_parameter_with_state"},
+        "torch._utils: _rebuild_parameter_with_state",
     ),
-    (Kind(given.without_hooks(6), weights_only=True), {"torch._utils": "_rebuild_qtensor"}),
+    (Kind(given.without_hooks(6), weights_only=True), "torch._utils: _rebuild_qtensor"),
     (
         Kind(given.rebuild_and_class, state_at=3, stands=False),  # it sets any attribute of what any function gives
-        {
-            "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
-            "torch.tensor": "_rebuild_from_type _rebuild_from_type_v2",
-        },
+        "torch._tensor: torch.tensor: _rebuild_from_type _rebuild_from_type_v2",
     ),
-    (Kind(given.class_first, weights_only=True), {"torch._utils": "_rebuild_wrapper_subclass"}),
+    (Kind(given.class_first, weights_only=True), "torch._utils: _rebuild_wrapper_subclass"),
     (
         Kind(given.of_tensors, empty=True, state=True),
-        {"torch.nn.parameter": "Parameter Buffer", "torch.autograd.variable": "Variable"},
+        "torch.nn.parameter: Parameter Buffer torch.autograd.variable: Variable",
     ),
-    (Kind(given.sequence, empty=True, value="size", weights_only=True), {"torch": "Size"}),
-    (_SCALARS._replace(value="device", weights_only=True), {"torch": "device"}),
-    (_SCALARS._replace(value="layout", weights_only=True), {"torch.serialization": "_get_layout"}),
-    (_SCALARS._replace(value="str"), {"torch.torch_version": "TorchVersion"}),
-    (Kind(given.device, state=True, filled=given.seeded), {"torch": "Generator", "torch._C": "Generator"}),
-    # parameters packed by a backend: their state is set by its C++ code
-    *(
-        (_OBJECT._replace(filled=given.packed, stands=False), {module: name})
-        for module, _, name in (f"{given.PACKED}.{name}".rpartition(".") for name in given.CLASSES)
-    ),
-    (_OBJECT._replace(filled=given.packed, stands=False), {"torch": "ScriptObject"}),
-    (Kind(given.getattr_of_known, stands=False), {"builtins": "getattr"}),
+    (_SEQUENCE._replace(value="size", weights_only=True), "torch: Size"),
+    (_SCALARS._replace(value="device", weights_only=True), "torch: device"),
+    (_SCALARS._replace(value="layout", weights_only=True), "torch.serialization: _get_layout"),
+    (_SCALARS._replace(value="str"), "torch.torch_version: TorchVersion"),
+    (Kind(up_to(given.device), state=True, filled=given.seeded), "torch: torch._C: Generator"),
+    *((_PACKED, f"{given.PACKED}.{module}: {name}") for module, name in (each.split(".") for each in given.CLASSES)),
+    (_PACKED, "torch: ScriptObject"),
+    (Kind(given.getattr_of_known, stands=False), "builtins: getattr"),
     (
         _NAME,
-        {
-            "torch": "Tensor",
-            "torch._tensor": "Tensor",
-            "torch._C": "_VariableFunctionsClass",
-            "torch.utils.data.dataloader": "DataLoader",
-            "torch.nested._internal.nested_tensor": "NestedTensor",
-            "torch.distributed.tensor": "DTensor",
-            "torch.distributed._tensor.api": "DTensor",
-            "torch.distributed._tensor": "DTensor",
-            "torch.distributed.fsdp._flat_param": "FlatParameter",
-            "torch.distributed.fsdp.flat_param": "FlatParameter",
-            # in protocol 4
-            "torch._utils": "torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format",
-            "torch.amp.grad_scaler": "_refresh_per_optimizer_state",
-            "torch.cuda.amp.grad_scaler": "_refresh_per_optimizer_state",
-            "torch.nn.functional": "relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh"
-            " softmax log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish"
-            " tanhshrink logsigmoid glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss"
-            " huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout"
-            " layer_norm interpolate",
-            "torch._C._nn": "gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus"
-            " softshrink",
-            "torch.nn.init": "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_"
-            " ones_ constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_",
-        },
+        """torch: torch._tensor: Tensor
+        torch._C: _VariableFunctionsClass
+        torch.utils.data.dataloader: DataLoader
+        torch.nested._internal.nested_tensor: NestedTensor
+        torch.distributed.tensor: torch.distributed._tensor.api: torch.distributed._tensor: DTensor
+        torch.distributed.fsdp._flat_param: torch.distributed.fsdp.flat_param: FlatParameter
+        torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: _refresh_per_optimizer_state
+        torch.nn.functional: relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh softmax
+        log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish tanhshrink logsigmoid
+        glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+        binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout layer_norm interpolate
+        torch._C._nn: gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus softshrink
+        torch.nn.init: xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_ ones_
+        constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_""",
     ),
+    # as protocol 4 spells them
+    (_NAME, "torch._utils: torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format"),
     # torch.distributed: what ranks save
     (
         _OBJECT,
-        {
-            "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
-            "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate Partial _Partial"
-            " Placement",
-            "torch.distributed._tensor.dispatch": "TensorMeta",
-            "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
-            "torch.distributed._shard.sharded_tensor.shard": "Shard",
-            "torch.distributed._shard.metadata": "ShardMetadata",
-            "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
-            "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
-            "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex"
-            " StorageMeta TensorStorageMetadata",
-            "torch.distributed.checkpoint.planner": "SavePlan WriteItem TensorWriteData BytesIOWriteData",
-            "torch._dynamo.decorators": "_DimRange",
-        },
+        """torch.distributed.tensor._dtensor_spec: DTensorSpec
+        torch.distributed._tensor.placement_types: DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement
+        torch.distributed._tensor.dispatch: TensorMeta
+        torch.distributed._shard.sharded_tensor.api: ShardedTensor ShardedTensor.ProcessGroupState
+        torch.distributed._shard.sharded_tensor.shard: Shard
+        torch.distributed._shard.metadata: ShardMetadata
+        torch.distributed._shard.sharding_spec.chunk_sharding_spec: ChunkShardingSpec
+        torch.distributed._shard.sharding_spec.api: EnumerableShardingSpec DevicePlacementSpec
+        torch.distributed.checkpoint.metadata: BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex
+        StorageMeta TensorStorageMetadata
+        torch.distributed.checkpoint.planner: SavePlan WriteItem TensorWriteData BytesIOWriteData
+        torch._dynamo.decorators: _DimRange""",
     ),
     (
         # namedtuples, and classes that say themselves how they are filled
-        Kind(given.anything, empty=True, state=True),
-        {
-            "torch.distributed.tensor._dtensor_spec": "TensorMeta ShardOrderEntry",
-            "torch.distributed.tensor.placement_types": "Placement Shard Replicate Partial _Partial _StridedShard"
-            " _MaskPartial",
-            "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
-            "torch.distributed.remote_device": "_remote_device",
-            "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties"
-            " MEM_FORMAT_ENCODING",
-            "torch.distributed.checkpoint.metadata": "TensorProperties _MEM_FORMAT_ENCODING",
-            "torch.distributed.checkpoint.planner": "WriteItemType",
-            "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-            "torch.distributed.checkpoint._hf_utils": "_HFStorageInfo",
-        },
+        Kind(_ANY, empty=True, state=True),
+        """torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
+        torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
+        torch.distributed._mesh_layout: _MeshLayout _FlatLayout
+        torch.distributed.remote_device: _remote_device
+        torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.metadata: TensorProperties _MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.planner: WriteItemType
+        torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
+        torch.distributed.checkpoint._hf_utils: _HFStorageInfo""",
     ),
     # made with arguments, it opens connections
     (
         Kind(empty=True, state=True, stands=False),
-        {"torch.distributed.device_mesh": "DeviceMesh", "torch.distributed._tensor.device_mesh": "DeviceMesh"},
+        "torch.distributed.device_mesh: torch.distributed._tensor.device_mesh: DeviceMesh",
     ),
-    (_ENUM, {"torch.amp.grad_scaler": "OptState", "torch.cuda.amp.grad_scaler": "OptState"}),
-    (Kind(given.nothing), {"torch.nn.backends.thnn": "_get_thnn_function_backend"}),
+    (_ENUM, "torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState"),
+    (Kind(given.none), "torch.nn.backends.thnn: _get_thnn_function_backend"),
     # Python
+    (_CONTAINER._replace(elements=False, value="namespace"), "argparse: Namespace types: SimpleNamespace"),
+    (_MAPPING, "collections: OrderedDict"),
+    (_MAPPING._replace(called=up_to(given.factory), value="defaultdict"), "collections: defaultdict"),
     (
-        Kind(given.nothing, empty=True, state=True, items=True, value="namespace"),
-        {"argparse": "Namespace", "types": "SimpleNamespace"},
+        Kind(up_to(given.sequence, given.limit), empty=True, state=True, elements=True, value="deque"),
+        "collections: deque",
     ),
-    (_MAPPING, {"collections": "OrderedDict"}),
-    (Kind(given.factory, empty=True, state=True, items=True, value="defaultdict"), {"collections": "defaultdict"}),
-    (Kind(given.bounded_sequence, empty=True, state=True, elements=True, value="deque"), {"collections": "deque"}),
-    (_MAPPING._replace(value="counter", weights_only=True), {"collections": "Counter"}),
-    (Kind(given.mapping, empty=True, items=True, value="dict"), {"builtins": "dict"}),
-    (Kind(given.sequence, empty=True, elements=True, value="list"), {"builtins": "list"}),
-    (Kind(given.sequence, empty=True, elements=True), {"builtins": "set"}),
-    (Kind(given.sequence, empty=True, value="tuple"), {"builtins": "tuple"}),
-    (Kind(given.sequence, empty=True), {"builtins": "frozenset"}),
-    (Kind(given.text_or_bytes, empty=True), {"builtins": "bytes bytearray"}),
-    (_NUMBER._replace(value="int"), {"builtins": "int long"}),
-    (_NUMBER._replace(value="float"), {"builtins": "float"}),
-    (_SCALARS._replace(value="bool"), {"builtins": "bool"}),
-    (_NUMBER._replace(weights_only=True), {"builtins": "complex"}),
-    (_SCALARS._replace(value="slice"), {"builtins": "slice"}),
-    (_SCALARS._replace(value="range"), {"builtins": "range xrange"}),
-    (_SCALARS, {"builtins": "object"}),
-    (Kind(given.decoded, empty=True, value="str"), {"builtins": "str unicode"}),
-    (Kind(given.type_of_constant, stands=False), {"builtins": "type"}),
-    (_NAME, {"builtins": "Ellipsis NotImplemented abs max min sum len round sorted"}),
+    (_MAPPING._replace(value="counter", weights_only=True), "collections: Counter"),
+    (_MAPPING._replace(state=False, value="dict"), "builtins: dict"),
+    (_SEQUENCE._replace(elements=True, value="list"), "builtins: list"),
+    (_SEQUENCE._replace(elements=True), "builtins: set"),
+    (_SEQUENCE._replace(value="tuple"), "builtins: tuple"),
+    (_SEQUENCE, "builtins: frozenset"),
+    (Kind(up_to(given.content, given.codec, given.on_error), empty=True), "builtins: bytes bytearray"),
+    (Kind(up_to(given.scalar, given.codec, given.on_error), empty=True, value="str"), "builtins: str unicode"),
+    (_NUMBER._replace(value="int"), "builtins: int long"),
+    (_NUMBER._replace(value="float"), "builtins: float"),
+    (_SCALARS._replace(value="bool"), "builtins: bool"),
+    (_NUMBER._replace(weights_only=True), "builtins: complex"),
+    (_SCALARS._replace(value="slice"), "builtins: slice"),
+    (_SCALARS._replace(value="range"), "builtins: range xrange"),
+    (_SCALARS, "builtins: object"),
+    (Kind(exactly(given.constant), stands=False), "builtins: type"),
+    (_NAME, "builtins: Ellipsis NotImplemented abs max min sum len round sorted"),
     *(
-        (Kind(given.scalars_and_dates, value=name), {"datetime": name})
+        (Kind(every(given.in_date), value=name), f"datetime: {name}")
         for name in ("datetime", "date", "time", "timedelta", "timezone")
     ),
-    (_NUMBER._replace(value="decimal"), {"decimal": "Decimal"}),
-    (_NUMBER._replace(value="fraction"), {"fractions": "Fraction"}),
-    (Kind(given.nothing, empty=True, state=True, value="uuid"), {"uuid": "UUID"}),
-    (_ENUM, {"uuid": "SafeUUID"}),
-    (_PATH._replace(value="posix path"), {"pathlib": "PosixPath"}),
-    (_PATH._replace(value="windows path"), {"pathlib": "WindowsPath"}),
-    (_PATH._replace(value="pure posix path"), {"pathlib": "PurePosixPath"}),
-    (_PATH._replace(value="pure windows path"), {"pathlib": "PureWindowsPath"}),
-    (_PATH, {"pathlib": "Path PurePath"}),
-    (Kind(given.nothing, empty=True, state=True, filled=given.generated), {"random": "Random"}),
-    (Kind(given.texts, stands=False), {"logging": "getLogger"}),
-    (Kind(given.pattern, stands=False), {"re": "_compile"}),
-    (Kind(given.application, state=True, stands=False, filled=given.same_application), {"functools": "partial"}),
-    (Kind(given.type_expression), {"operator": "getitem or_", "_operator": "getitem or_", "types": "GenericAlias"}),
-    (Kind(given.union, stands=False), {"functools": "reduce", "_functools": "reduce"}),
+    (_NUMBER._replace(value="decimal"), "decimal: Decimal"),
+    (_NUMBER._replace(value="fraction"), "fractions: Fraction"),
+    (Kind(given.none, empty=True, state=True, value="uuid"), "uuid: UUID"),
+    (_ENUM, "uuid: SafeUUID"),
+    (_PATH._replace(value="posix path"), "pathlib: PosixPath"),
+    (_PATH._replace(value="windows path"), "pathlib: WindowsPath"),
+    (_PATH._replace(value="pure posix path"), "pathlib: PurePosixPath"),
+    (_PATH._replace(value="pure windows path"), "pathlib: PureWindowsPath"),
+    (_PATH, "pathlib: Path PurePath"),
+    (Kind(given.none, empty=True, state=True, filled=given.generated), "random: Random"),
+    (_PATH._replace(empty=False, stands=False), "logging: getLogger"),
+    (Kind(exactly(given.expression, given.integer), stands=False), "re: _compile"),
+    (Kind(given.application, state=True, stands=False, filled=given.same_application), "functools: partial"),
+    (Kind(given.type_expression), "operator: _operator: getitem or_ types: GenericAlias"),
+    (Kind(given.union, stands=False), "functools: _functools: reduce"),
     (
         _NAME,
-        {
-            "typing": "Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping"
-            " Iterable Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection"
-            " Container NoReturn ClassVar Final",
-            "numbers": "Number Complex Real Rational Integral",
-            "math": "sqrt exp log log2 log10 sin cos tanh ceil floor",
-            "inspect": "_empty",
-        },
+        """typing: Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable
+        Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn
+        ClassVar Final
+        numbers: Number Complex Real Rational Integral
+        math: sqrt exp log log2 log10 sin cos tanh ceil floor
+        inspect: _empty""",
     ),
     # numpy
-    (Kind(given.scalars, state=True, filled=is_type, value="array type"), {"numpy": "dtype"}),
-    (Kind(given.array_class, state=True, filled=is_array, value="array"), {"numpy.core.multiarray": "_reconstruct"}),
-    (Kind(given.anything, filled=is_array, value="array"), {"numpy.core.numeric": "_frombuffer"}),
-    (Kind(given.anything, filled=is_array, value="array scalar"), {"numpy.core.multiarray": "scalar"}),
+    (Kind(every(given.scalar), state=True, filled=is_type, value="array type"), "numpy: dtype"),
     (
-        Kind(given.of_numpy_random, state=True),
-        {
-            "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
-            "numpy.random": "__RandomState_ctor",
-            "numpy.random.bit_generator": "__pyx_unpickle_SeedSequence",
-        },
+        Kind(exactly(given.class_of_arrays, given.shape, given.anything), state=True, filled=is_array, value="array"),
+        "numpy.core.multiarray: _reconstruct",
+    ),
+    (Kind(_ANY, filled=is_array, value="array"), "numpy.core.numeric: _frombuffer"),
+    (Kind(_ANY, filled=is_array, value="array scalar"), "numpy.core.multiarray: scalar"),
+    (
+        Kind(every(given.of_random), state=True),
+        """numpy.random._pickle: __bit_generator_ctor __generator_ctor __randomstate_ctor
+        numpy.random: __RandomState_ctor numpy.random.bit_generator: __pyx_unpickle_SeedSequence""",
     ),
     (
         _OBJECT,
-        {
-            "numpy.random._pcg64": "PCG64 PCG64DXSM",
-            "numpy.random._mt19937": "MT19937",
-            "numpy.random._philox": "Philox",
-            "numpy.random._sfc64": "SFC64",
-            "numpy.random.bit_generator": "SeedSequence",
-        },
+        """numpy.random._pcg64: PCG64 PCG64DXSM numpy.random._mt19937: MT19937 numpy.random._philox: Philox
+        numpy.random._sfc64: SFC64 numpy.random.bit_generator: SeedSequence""",
     ),
     (
-        Kind(given.nothing),
-        {
-            "numpy.dtypes": "BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType"
-            " ULongDType LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType"
-            " UInt32DType Int64DType UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType"
-            " Complex128DType CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType"
-            " TimeDelta64DType"
-        },
+        Kind(given.none),
+        """numpy.dtypes: BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType
+        LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType
+        UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType
+        CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType""",
     ),
     (
         _NAME,
-        {
-            "numpy": "ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64"
-            " float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64"
-            " timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc"
-            " uintc intp uintp long ulong longlong ulonglong",
-            "numpy.rec": "recarray",
-            "numpy.core.records": "recarray",
-            "numpy.core.defchararray": "chararray",
-            "numpy.matrixlib.defmatrix": "matrix",
-        },
+        """numpy: ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64
+        float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64
+        timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc uintc
+        intp uintp long ulong longlong ulonglong
+        numpy.rec: numpy.core.records: recarray
+        numpy.core.defchararray: chararray
+        numpy.matrixlib.defmatrix: matrix""",
     ),
     # Configuration: dictionaries and lists in disguise
     (
         _CONTAINER._replace(value="omegaconf"),
-        {"omegaconf.dictconfig": "DictConfig", "omegaconf.listconfig": "ListConfig"},
+        "omegaconf.dictconfig: DictConfig omegaconf.listconfig: ListConfig",
     ),
     (
         _CONTAINER._replace(value="omegaconf node"),
-        {
-            "omegaconf.nodes": "AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode"
-            " InterpolationResultNode",
-        },
+        """omegaconf.nodes: AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode
+        InterpolationResultNode""",
     ),
-    (_CONTAINER, {"omegaconf.base": "ContainerMetadata Metadata"}),
+    (_CONTAINER, "omegaconf.base: ContainerMetadata Metadata"),
     (
         _CONTAINER._replace(value="items or attributes"),
-        {
-            "pytorch_lightning.utilities.parsing": "AttributeDict",
-            "lightning_fabric.utilities.data": "AttributeDict",
-            "lightning.fabric.utilities.data": "AttributeDict",
-            "lightning.pytorch.utilities.parsing": "AttributeDict",
-            "easydict": "EasyDict",
-        },
+        """pytorch_lightning.utilities.parsing: lightning_fabric.utilities.data: lightning.fabric.utilities.data:
+        lightning.pytorch.utilities.parsing: AttributeDict easydict: EasyDict""",
     ),
     (
         _CONTAINER._replace(value="items"),
-        {
-            "yacs.config": "CfgNode",
-            "mmcv.utils.config": "ConfigDict",
-            "munch": "Munch",
-            "addict": "Dict",
-            "addict.addict": "Dict",
-            "box": "Box",
-            "box.box": "Box",
-            "mmengine.config.config": "ConfigDict",
-        },
+        """yacs.config: CfgNode mmcv.utils.config: mmengine.config.config: ConfigDict munch: Munch
+        addict: addict.addict: Dict box: box.box: Box""",
     ),
-    (_CONTAINER._replace(value="elements"), {"box": "BoxList", "box.box_list": "BoxList"}),
-    (_CONTAINER._replace(value="attributes"), {"mmengine.logging.history_buffer": "HistoryBuffer"}),
-    (_CONTAINER._replace(value="mmengine config"), {"mmengine.config.config": "Config"}),
+    (_CONTAINER._replace(value="elements"), "box: box.box_list: BoxList"),
+    (_CONTAINER._replace(value="attributes"), "mmengine.logging.history_buffer: HistoryBuffer"),
+    (_CONTAINER._replace(value="mmengine config"), "mmengine.config.config: Config"),
     (
         _CONTAINER._replace(value="ml_collections"),
-        {
-            "ml_collections.config_dict.config_dict": "ConfigDict FrozenConfigDict",
-            "ml_collections.config_dict": "ConfigDict FrozenConfigDict",
-        },
+        "ml_collections.config_dict.config_dict: ml_collections.config_dict: ConfigDict FrozenConfigDict",
     ),
     # Data in batches and graphs, whose classes set their state as it is
-    (Kind(given.tensordict, state_at=1, stands=False), {"tensordict._reductions": "_make_td"}),
+    (
+        Kind(exactly(given.class_of_tensordict, given.attributes), state_at=1, stands=False),
+        "tensordict._reductions: _make_td",
+    ),
     (
         _OBJECT,
-        {
-            "torch_geometric.data.data": "Data",
-            "torch_geometric.data.hetero_data": "HeteroData",
-            "torch_geometric.data.storage": "BaseStorage NodeStorage EdgeStorage GlobalStorage",
-        },
+        """torch_geometric.data.data: Data torch_geometric.data.hetero_data: HeteroData
+        torch_geometric.data.storage: BaseStorage NodeStorage EdgeStorage GlobalStorage""",
     ),
     (
         _NAME,
-        {
-            "tensordict._td": "TensorDict",
-            "tensordict._lazy": "LazyStackedTensorDict",
-            "torch_geometric.data.data": "DataEdgeAttr DataTensorAttr",
-            "torch_geometric.data.feature_store": "TensorAttr",
-            "torch_geometric.data.graph_store": "EdgeAttr",
-        },
-    ),
-    # Lightning's callbacks stand in its checkpoints as keys
-    (
-        _NAME,
-        {
-            f"{home}.callbacks.{module}": names
-            for home in ("pytorch_lightning", "lightning.pytorch")
-            for module, names in _lines(LIGHTNING_CALLBACKS)
-        },
+        """tensordict._td: TensorDict tensordict._lazy: LazyStackedTensorDict
+        torch_geometric.data.data: DataEdgeAttr DataTensorAttr torch_geometric.data.feature_store: TensorAttr
+        torch_geometric.data.graph_store: EdgeAttr""",
     ),
     (
         _ENUM,
-        {
-            "pytorch_lightning.trainer.states": "TrainerFn TrainerStatus RunningStage",
-            "lightning.pytorch.trainer.states": "TrainerFn TrainerStatus RunningStage",
-            # transformers and accelerate: what their training arguments hold
-            "transformers.trainer_utils": "IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption"
-            " RemoveColumnsCollator EvaluationStrategy",
-            "transformers.training_args": "OptimizerNames ParallelMode",
-            "transformers.debug_utils": "DebugOption",
-            "transformers.utils.generic": "ExplicitEnum PaddingStrategy TensorType",
-            "transformers.utils.quantization_config": "QuantizationMethod AWQLinearVersion",
-            "transformers.optimization": "SchedulerType",
-            "accelerate.utils.dataclasses": "DistributedType DynamoBackend LoggerType PrecisionType RNGType"
-            " SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType",
-            "accelerate.state": "DistributedType",
-            "deepspeed.runtime.zero.config": "ZeroStageEnum",
-        },
-    ),
-    # fairseq: what its configurations name
-    (
-        _ENUM,
-        {
-            "fairseq.dataclass.constants": "StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES"
-            " GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES"
-            " PIPELINE_CHECKPOINT_CHOICES PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES"
-            " CLIP_GRAD_NORM_TYPE_CHOICES ZERO_SHARDING_CHOICES"
-        },
+        """pytorch_lightning.trainer.states: lightning.pytorch.trainer.states: TrainerFn TrainerStatus RunningStage
+        transformers.trainer_utils: IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption
+        RemoveColumnsCollator EvaluationStrategy
+        transformers.training_args: OptimizerNames ParallelMode
+        transformers.debug_utils: DebugOption
+        transformers.utils.generic: ExplicitEnum PaddingStrategy TensorType
+        transformers.utils.quantization_config: QuantizationMethod AWQLinearVersion
+        transformers.optimization: SchedulerType
+        accelerate.utils.dataclasses: DistributedType DynamoBackend LoggerType PrecisionType RNGType
+        SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType
+        accelerate.state: DistributedType
+        deepspeed.runtime.zero.config: ZeroStageEnum
+        fairseq.dataclass.constants: StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES
+        GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES
+        PIPELINE_CHECKPOINT_CHOICES PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES
+        CLIP_GRAD_NORM_TYPE_CHOICES ZERO_SHARDING_CHOICES""",
     ),
     (
         _NAME,
-        {
-            "fairseq.dataclass.configs": "FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig"
-            " OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig"
-            " InteractiveConfig EMAConfig FairseqDataclass"
-        },
+        """fairseq.dataclass.configs: FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig
+        OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig
+        InteractiveConfig EMAConfig FairseqDataclass""",
     ),
-)  # fmt: skip
+)
 
 
 def _kinds() -> dict[tuple[str, str], Kind]:
     layer = _OBJECT._replace(filled=given.few_layers)
-    kinds = {(module, name): layer for module, names in _lines() for name in names.split()}
-    for kind, modules in _TABLE:
-        for module, names in modules.items():
-            kinds.update(((module, name), kind) for name in names.split())
+    kinds = {each: layer for home, text in TORCH_CLASSES.items() for each in named(text, home)}
+    kinds.update({each: kind for kind, text in _TABLE for each in named(text)})
+    for home in ("pytorch_lightning.callbacks.", "lightning.pytorch.callbacks."):
+        kinds.update(dict.fromkeys(named(LIGHTNING_CALLBACKS, home), _NAME))  # they stand in checkpoints as keys
     for module, constants in _CONSTANTS.items():
         kinds.update(((module, name), _STORAGE if "Storage" in name else _NAME) for name in constants)
     return kinds
@@ -451,11 +379,8 @@ def kind_of(name: Any) -> Kind | None:
 
 
 @lru_cache(maxsize=1024)
-def _kind_of(name: Global) -> Kind | None:
-    return _kind(name.module, name.name)
-
-
-def _kind(module: str, name: str) -> Kind | None:
+def _kind_of(listed: Global) -> Kind | None:
+    module, name = listed.module, listed.name
     found = _KINDS.get((HOMES.get(module, module), name))
     if found is None and module.startswith("torch."):
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)

@@ -7,212 +7,126 @@ the object and do nothing else. Left out on purpose: `torch.fx` graph modules (t
 Source: torch 2.13, and what older versions had.
 """
 
-TORCH_CLASSES = """
-torch.amp.grad_scaler: GradScaler
-torch.ao.nn.intrinsic.modules.fused: BNReLU2d BNReLU3d ConvAdd2d ConvAddReLU2d ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d
-    ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d ConvReLU3d LinearBn1d LinearLeakyReLU LinearReLU LinearTanh
-    _FusedModule
-torch.ao.nn.intrinsic.qat.modules.conv_fused: ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d
-    ConvReLU1d ConvReLU2d ConvReLU3d _ConvBnNd
-torch.ao.nn.intrinsic.qat.modules.linear_fused: LinearBn1d
-torch.ao.nn.intrinsic.qat.modules.linear_relu: LinearReLU
-torch.ao.nn.intrinsic.quantized.dynamic.modules.linear_relu: LinearReLU
-torch.ao.nn.intrinsic.quantized.modules.bn_relu: BNReLU2d BNReLU3d
-torch.ao.nn.intrinsic.quantized.modules.conv_add: ConvAdd2d ConvAddReLU2d
-torch.ao.nn.intrinsic.quantized.modules.conv_relu: ConvReLU1d ConvReLU2d ConvReLU3d
-torch.ao.nn.intrinsic.quantized.modules.linear_relu: LinearLeakyReLU LinearReLU LinearTanh
-torch.ao.nn.qat.dynamic.modules.linear: Linear
-torch.ao.nn.qat.modules.conv: Conv1d Conv2d Conv3d _ConvNd
-torch.ao.nn.qat.modules.embedding_ops: Embedding EmbeddingBag
-torch.ao.nn.qat.modules.linear: Linear
-torch.ao.nn.quantizable.modules.activation: MultiheadAttention
-torch.ao.nn.quantizable.modules.rnn: LSTM LSTMCell _LSTMLayer _LSTMSingleLayer
-torch.ao.nn.quantized.dynamic.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
-torch.ao.nn.quantized.dynamic.modules.linear: Linear
-torch.ao.nn.quantized.dynamic.modules.rnn: GRU GRUCell LSTM LSTMCell PackedParameter RNNBase RNNCell RNNCellBase
-torch.ao.nn.quantized.modules: DeQuantize Quantize
-torch.ao.nn.quantized.modules.activation: ELU Hardswish LeakyReLU MultiheadAttention PReLU ReLU6 Sigmoid Softmax
-torch.ao.nn.quantized.modules.batchnorm: BatchNorm2d BatchNorm3d _BatchNorm
-torch.ao.nn.quantized.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd
-    _ConvTransposeNd
-torch.ao.nn.quantized.modules.dropout: Dropout
-torch.ao.nn.quantized.modules.embedding_ops: Embedding EmbeddingBag EmbeddingPackedParams
-torch.ao.nn.quantized.modules.functional_modules: FXFloatFunctional FloatFunctional QFunctional
-torch.ao.nn.quantized.modules.linear: Linear LinearPackedParams
-torch.ao.nn.quantized.modules.normalization: GroupNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm
-torch.ao.nn.quantized.modules.rnn: LSTM
-torch.ao.nn.quantized.modules.utils: WeightedQuantizedModule
-torch.ao.nn.quantized.reference.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
-    _ConvNd _ConvTransposeNd
-torch.ao.nn.quantized.reference.modules.linear: Linear
-torch.ao.nn.quantized.reference.modules.rnn: GRU GRUCell LSTM LSTMCell RNNBase RNNCell RNNCellBase
-torch.ao.nn.quantized.reference.modules.sparse: Embedding EmbeddingBag
-torch.ao.nn.quantized.reference.modules.utils: ReferenceQuantizedModule
-torch.ao.nn.sparse.quantized.dynamic.linear: Linear
-torch.ao.nn.sparse.quantized.linear: Linear LinearPackedParams
-torch.ao.nn.sparse.quantized.utils: LinearBlockSparsePattern
-torch.ao.quantization._learnable_fake_quantize: _LearnableFakeQuantize
-torch.ao.quantization.fake_quantize: FakeQuantize FakeQuantizeBase FixedQParamsFakeQuantize
-    FusedMovingAvgObsFakeQuantize
-torch.ao.quantization.observer: AffineQuantizedObserverBase FixedQParamsObserver HistogramObserver MinMaxObserver
-    MovingAverageMinMaxObserver MovingAveragePerChannelMinMaxObserver NoopObserver ObserverBase
-    PerChannelMinMaxObserver PlaceholderObserver RecordingObserver ReuseInputObserver UniformQuantizationObserverBase
-    _ObserverBase
-torch.ao.quantization.stubs: DeQuantStub QuantStub QuantWrapper
-torch.cuda.amp.grad_scaler: GradScaler
-torch.distributions.bernoulli: Bernoulli
-torch.distributions.beta: Beta
-torch.distributions.binomial: Binomial
-torch.distributions.categorical: Categorical
-torch.distributions.cauchy: Cauchy
-torch.distributions.chi2: Chi2
-torch.distributions.constraints: Constraint MixtureSameFamilyConstraint _Boolean _Cat _CorrCholesky _Dependent
-    _DependentProperty _GreaterThan _GreaterThanEq _HalfOpenInterval _IndependentConstraint _IntegerGreaterThan
-    _IntegerInterval _IntegerLessThan _Interval _LessThan _LowerCholesky _LowerTriangular _Multinomial _OneHot
-    _PositiveDefinite _PositiveSemidefinite _Real _Simplex _Square _Stack _Symmetric
-torch.distributions.continuous_bernoulli: ContinuousBernoulli
-torch.distributions.dirichlet: Dirichlet _Dirichlet
-torch.distributions.distribution: Distribution
-torch.distributions.exp_family: ExponentialFamily
-torch.distributions.exponential: Exponential
-torch.distributions.fishersnedecor: FisherSnedecor
-torch.distributions.gamma: Gamma
-torch.distributions.generalized_pareto: GeneralizedPareto
-torch.distributions.geometric: Geometric
-torch.distributions.gumbel: Gumbel
-torch.distributions.half_cauchy: HalfCauchy
-torch.distributions.half_normal: HalfNormal
-torch.distributions.independent: Independent
-torch.distributions.inverse_gamma: InverseGamma
-torch.distributions.kumaraswamy: Kumaraswamy
-torch.distributions.laplace: Laplace
-torch.distributions.lkj_cholesky: LKJCholesky
-torch.distributions.log_normal: LogNormal
-torch.distributions.logistic_normal: LogisticNormal
-torch.distributions.lowrank_multivariate_normal: LowRankMultivariateNormal
-torch.distributions.mixture_same_family: MixtureSameFamily
-torch.distributions.multinomial: Multinomial
-torch.distributions.multivariate_normal: MultivariateNormal
-torch.distributions.negative_binomial: NegativeBinomial
-torch.distributions.normal: Normal
-torch.distributions.one_hot_categorical: OneHotCategorical OneHotCategoricalStraightThrough
-torch.distributions.pareto: Pareto
-torch.distributions.poisson: Poisson
-torch.distributions.relaxed_bernoulli: LogitRelaxedBernoulli RelaxedBernoulli
-torch.distributions.relaxed_categorical: ExpRelaxedCategorical RelaxedOneHotCategorical
-torch.distributions.studentT: StudentT
-torch.distributions.transformed_distribution: TransformedDistribution
-torch.distributions.transforms: AbsTransform AffineTransform CatTransform ComposeTransform CorrCholeskyTransform
-    CumulativeDistributionTransform ExpTransform IndependentTransform LowerCholeskyTransform PositiveDefiniteTransform
-    PowerTransform ReshapeTransform SigmoidTransform SoftmaxTransform SoftplusTransform StackTransform
-    StickBreakingTransform TanhTransform Transform _InverseTransform
-torch.distributions.uniform: Uniform
-torch.distributions.von_mises: VonMises
-torch.distributions.weibull: Weibull
-torch.distributions.wishart: Wishart
-torch.nn.modules.activation: CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid
-    LogSoftmax Mish MultiheadAttention PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus
-    Softshrink Softsign Tanh Tanhshrink Threshold
-torch.nn.modules.adaptive: AdaptiveLogSoftmaxWithLoss
-torch.nn.modules.batchnorm: BatchNorm1d BatchNorm2d BatchNorm3d LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d
-    SyncBatchNorm _BatchNorm _LazyNormBase _NormBase
-torch.nn.modules.channelshuffle: ChannelShuffle
-torch.nn.modules.container: Container ModuleDict ModuleList ParameterDict ParameterList Sequential
-torch.nn.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d
-    LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d _ConvNd _ConvTransposeMixin
-    _ConvTransposeNd _LazyConvXdMixin
-torch.nn.modules.distance: CosineSimilarity PairwiseDistance
-torch.nn.modules.dropout: AlphaDropout Dropout Dropout1d Dropout2d Dropout3d FeatureAlphaDropout _DropoutNd
-torch.nn.modules.flatten: Flatten Unflatten
-torch.nn.modules.fold: Fold Unfold
-torch.nn.modules.instancenorm: InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d
-    LazyInstanceNorm3d _InstanceNorm
-torch.nn.modules.lazy: LazyModuleMixin
-torch.nn.modules.linear: Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear _LinearWithBias
-torch.nn.modules.loss: BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss GaussianNLLLoss
-    HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss
-    MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss
-    SoftMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss _Loss _WeightedLoss
-torch.nn.modules.module: Module _WrappedHook
-torch.nn.modules.normalization: CrossMapLRN2d GroupNorm LayerNorm LocalResponseNorm RMSNorm
-torch.nn.modules.padding: CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d
-    ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d ZeroPad1d
-    ZeroPad2d ZeroPad3d _CircularPadNd _ConstantPadNd _ReflectionPadNd _ReplicationPadNd
-torch.nn.modules.pixelshuffle: PixelShuffle PixelUnshuffle
-torch.nn.modules.pooling: AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d
-    AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d FractionalMaxPool2d FractionalMaxPool3d LPPool1d LPPool2d LPPool3d
-    MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd
-    _LPPoolNd _MaxPoolNd _MaxUnpoolNd
-torch.nn.modules.rnn: GRU GRUCell LSTM LSTMCell RNN RNNBase RNNCell RNNCellBase
-torch.nn.modules.sparse: Embedding EmbeddingBag
-torch.nn.modules.transformer: Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder
-    TransformerEncoderLayer
-torch.nn.modules.upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d _UpsamplingBase
-torch.nn.parallel.data_parallel: DataParallel
-torch.nn.parallel.distributed: DistributedDataParallel
-torch.nn.utils.parametrizations: _Orthogonal _SpectralNorm _WeightNorm
-torch.nn.utils.parametrize: ParametrizationList
-torch.nn.utils.prune: BasePruningMethod CustomFromMask Identity L1Unstructured LnStructured PruningContainer
-    RandomStructured RandomUnstructured
-torch.nn.utils.spectral_norm: SpectralNorm SpectralNormLoadStateDictPreHook SpectralNormStateDictHook
-torch.nn.utils.weight_norm: WeightNorm
-torch.optim: Adafactor Muon
-torch.optim.adadelta: Adadelta
-torch.optim.adagrad: Adagrad
-torch.optim.adam: Adam
-torch.optim.adamax: Adamax
-torch.optim.adamw: AdamW
-torch.optim.asgd: ASGD
-torch.optim.lbfgs: LBFGS
-torch.optim.lr_scheduler: ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR
-    ExponentialLR LRScheduler LambdaLR LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau
-    SequentialLR StepLR _LRScheduler _SchedulePhase
-torch.optim.nadam: NAdam
-torch.optim.optimizer: Optimizer
-torch.optim.radam: RAdam
-torch.optim.rmsprop: RMSprop
-torch.optim.rprop: Rprop
-torch.optim.sgd: SGD
-torch.optim.sparse_adam: SparseAdam
-torch.optim.swa_utils: AveragedModel SWALR
-torch.utils.data.dataset: ChainDataset ConcatDataset Dataset IterableDataset StackDataset Subset TensorDataset
-torch.utils.data.distributed: DistributedSampler
-torch.utils.data.sampler: BatchSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler
-    WeightedRandomSampler
-torch.utils.hooks: RemovableHandle
-torch.nn.backends.thnn: THNNFunctionBackend
-torch.nn.backends.backend: FunctionBackend
-"""
+TORCH_CLASSES = {
+    "torch.ao.nn.intrinsic.": """
+        modules.fused: BNReLU2d BNReLU3d ConvAdd2d ConvAddReLU2d ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d
+        ConvBnReLU3d ConvReLU1d ConvReLU2d ConvReLU3d LinearBn1d LinearLeakyReLU LinearReLU LinearTanh _FusedModule
+        qat.modules.conv_fused: ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d
+        ConvReLU3d _ConvBnNd qat.modules.linear_fused: LinearBn1d qat.modules.linear_relu: LinearReLU
+        quantized.dynamic.modules.linear_relu: LinearReLU quantized.modules.bn_relu: BNReLU2d BNReLU3d
+        quantized.modules.conv_add: ConvAdd2d ConvAddReLU2d quantized.modules.conv_relu: ConvReLU1d ConvReLU2d
+        ConvReLU3d quantized.modules.linear_relu: LinearLeakyReLU LinearReLU LinearTanh
+    """,
+    "torch.ao.nn.quantized.": """
+        dynamic.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
+        dynamic.modules.linear: Linear dynamic.modules.rnn: GRU GRUCell LSTM LSTMCell PackedParameter RNNBase RNNCell
+        RNNCellBase modules: DeQuantize Quantize modules.activation: ELU Hardswish LeakyReLU MultiheadAttention PReLU
+        ReLU6 Sigmoid Softmax modules.batchnorm: BatchNorm2d BatchNorm3d _BatchNorm modules.conv: Conv1d Conv2d Conv3d
+        ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd _ConvTransposeNd modules.dropout: Dropout
+        modules.embedding_ops: Embedding EmbeddingBag EmbeddingPackedParams modules.functional_modules:
+        FXFloatFunctional FloatFunctional QFunctional modules.linear: Linear LinearPackedParams modules.normalization:
+        GroupNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm modules.rnn: LSTM modules.utils:
+        WeightedQuantizedModule reference.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d
+        ConvTranspose3d _ConvNd _ConvTransposeNd reference.modules.linear: Linear reference.modules.rnn: GRU GRUCell
+        LSTM LSTMCell RNNBase RNNCell RNNCellBase reference.modules.sparse: Embedding EmbeddingBag
+        reference.modules.utils: ReferenceQuantizedModule
+    """,
+    "torch.ao.nn.": """
+        qat.dynamic.modules.linear: Linear qat.modules.conv: Conv1d Conv2d Conv3d _ConvNd qat.modules.embedding_ops:
+        Embedding EmbeddingBag qat.modules.linear: Linear quantizable.modules.activation: MultiheadAttention
+        quantizable.modules.rnn: LSTM LSTMCell _LSTMLayer _LSTMSingleLayer sparse.quantized.dynamic.linear: Linear
+        sparse.quantized.linear: Linear LinearPackedParams sparse.quantized.utils: LinearBlockSparsePattern
+    """,
+    "torch.ao.quantization.": """
+        _learnable_fake_quantize: _LearnableFakeQuantize fake_quantize: FakeQuantize FakeQuantizeBase
+        FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize observer: AffineQuantizedObserverBase
+        FixedQParamsObserver HistogramObserver MinMaxObserver MovingAverageMinMaxObserver
+        MovingAveragePerChannelMinMaxObserver NoopObserver ObserverBase PerChannelMinMaxObserver PlaceholderObserver
+        RecordingObserver ReuseInputObserver UniformQuantizationObserverBase _ObserverBase stubs: DeQuantStub QuantStub
+        QuantWrapper
+    """,
+    "torch.distributions.": """
+        bernoulli: Bernoulli beta: Beta binomial: Binomial categorical: Categorical cauchy: Cauchy chi2: Chi2
+        constraints: Constraint MixtureSameFamilyConstraint _Boolean _Cat _CorrCholesky _Dependent _DependentProperty
+        _GreaterThan _GreaterThanEq _HalfOpenInterval _IndependentConstraint _IntegerGreaterThan _IntegerInterval
+        _IntegerLessThan _Interval _LessThan _LowerCholesky _LowerTriangular _Multinomial _OneHot _PositiveDefinite
+        _PositiveSemidefinite _Real _Simplex _Square _Stack _Symmetric continuous_bernoulli: ContinuousBernoulli
+        dirichlet: Dirichlet _Dirichlet distribution: Distribution exp_family: ExponentialFamily exponential:
+        Exponential fishersnedecor: FisherSnedecor gamma: Gamma generalized_pareto: GeneralizedPareto geometric:
+        Geometric gumbel: Gumbel half_cauchy: HalfCauchy half_normal: HalfNormal independent: Independent inverse_gamma:
+        InverseGamma kumaraswamy: Kumaraswamy laplace: Laplace lkj_cholesky: LKJCholesky log_normal: LogNormal
+        logistic_normal: LogisticNormal lowrank_multivariate_normal: LowRankMultivariateNormal mixture_same_family:
+        MixtureSameFamily multinomial: Multinomial multivariate_normal: MultivariateNormal negative_binomial:
+        NegativeBinomial normal: Normal one_hot_categorical: OneHotCategorical OneHotCategoricalStraightThrough pareto:
+        Pareto poisson: Poisson relaxed_bernoulli: LogitRelaxedBernoulli RelaxedBernoulli relaxed_categorical:
+        ExpRelaxedCategorical RelaxedOneHotCategorical studentT: StudentT transformed_distribution:
+        TransformedDistribution transforms: AbsTransform AffineTransform CatTransform ComposeTransform
+        CorrCholeskyTransform CumulativeDistributionTransform ExpTransform IndependentTransform LowerCholeskyTransform
+        PositiveDefiniteTransform PowerTransform ReshapeTransform SigmoidTransform SoftmaxTransform SoftplusTransform
+        StackTransform StickBreakingTransform TanhTransform Transform _InverseTransform uniform: Uniform von_mises:
+        VonMises weibull: Weibull wishart: Wishart
+    """,
+    "torch.nn.modules.": """
+        activation: CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid LogSoftmax Mish
+        MultiheadAttention PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus Softshrink
+        Softsign Tanh Tanhshrink Threshold adaptive: AdaptiveLogSoftmaxWithLoss batchnorm: BatchNorm1d BatchNorm2d
+        BatchNorm3d LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d SyncBatchNorm _BatchNorm _LazyNormBase _NormBase
+        channelshuffle: ChannelShuffle container: Container ModuleDict ModuleList ParameterDict ParameterList Sequential
+        conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d LazyConv3d
+        LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d _ConvNd _ConvTransposeMixin _ConvTransposeNd
+        _LazyConvXdMixin distance: CosineSimilarity PairwiseDistance dropout: AlphaDropout Dropout Dropout1d Dropout2d
+        Dropout3d FeatureAlphaDropout _DropoutNd flatten: Flatten Unflatten fold: Fold Unfold instancenorm:
+        InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d
+        _InstanceNorm lazy: LazyModuleMixin linear: Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear
+        _LinearWithBias loss: BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss GaussianNLLLoss
+        HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss
+        MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss
+        SoftMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss _Loss _WeightedLoss module: Module _WrappedHook
+        normalization: CrossMapLRN2d GroupNorm LayerNorm LocalResponseNorm RMSNorm padding: CircularPad1d CircularPad2d
+        CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d ReflectionPad1d ReflectionPad2d ReflectionPad3d
+        ReplicationPad1d ReplicationPad2d ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d _CircularPadNd _ConstantPadNd
+        _ReflectionPadNd _ReplicationPadNd pixelshuffle: PixelShuffle PixelUnshuffle pooling: AdaptiveAvgPool1d
+        AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AvgPool1d AvgPool2d
+        AvgPool3d FractionalMaxPool2d FractionalMaxPool3d LPPool1d LPPool2d LPPool3d MaxPool1d MaxPool2d MaxPool3d
+        MaxUnpool1d MaxUnpool2d MaxUnpool3d _AdaptiveAvgPoolNd _AdaptiveMaxPoolNd _AvgPoolNd _LPPoolNd _MaxPoolNd
+        _MaxUnpoolNd rnn: GRU GRUCell LSTM LSTMCell RNN RNNBase RNNCell RNNCellBase sparse: Embedding EmbeddingBag
+        transformer: Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+        upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d _UpsamplingBase
+    """,
+    "torch.optim.": """
+        adadelta: Adadelta adagrad: Adagrad adam: Adam adamax: Adamax adamw: AdamW asgd: ASGD lbfgs: LBFGS lr_scheduler:
+        ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LRScheduler
+        LambdaLR LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR
+        _LRScheduler _SchedulePhase nadam: NAdam optimizer: Optimizer radam: RAdam rmsprop: RMSprop rprop: Rprop sgd:
+        SGD sparse_adam: SparseAdam swa_utils: AveragedModel SWALR
+    """,
+    "torch.nn.": """
+        parallel.data_parallel: DataParallel parallel.distributed: DistributedDataParallel utils.parametrizations:
+        _Orthogonal _SpectralNorm _WeightNorm utils.parametrize: ParametrizationList utils.prune: BasePruningMethod
+        CustomFromMask Identity L1Unstructured LnStructured PruningContainer RandomStructured RandomUnstructured
+        utils.spectral_norm: SpectralNorm SpectralNormLoadStateDictPreHook SpectralNormStateDictHook utils.weight_norm:
+        WeightNorm backends.thnn: THNNFunctionBackend backends.backend: FunctionBackend
+    """,
+    "torch.": """
+        amp.grad_scaler: GradScaler cuda.amp.grad_scaler: GradScaler optim: Adafactor Muon utils.data.dataset:
+        ChainDataset ConcatDataset Dataset IterableDataset StackDataset Subset TensorDataset utils.data.distributed:
+        DistributedSampler utils.data.sampler: BatchSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler
+        WeightedRandomSampler utils.hooks: RemovableHandle
+    """,
+}
 
 # Below `callbacks` of Lightning.
 LIGHTNING_CALLBACKS = """
-model_checkpoint: ModelCheckpoint
-early_stopping: EarlyStopping
-lr_monitor: LearningRateMonitor
-gpu_stats_monitor: GPUStatsMonitor
-device_stats_monitor: DeviceStatsMonitor
-progress: ProgressBar ProgressBarBase TQDMProgressBar RichProgressBar
-progress.base: ProgressBarBase
-progress.progress_bar: ProgressBar
-progress.tqdm_progress: TQDMProgressBar
-progress.rich_progress: RichProgressBar
-model_summary: ModelSummary
-rich_model_summary: RichModelSummary
-gradient_accumulation_scheduler: GradientAccumulationScheduler
-stochastic_weight_avg: StochasticWeightAveraging
-weight_averaging: WeightAveraging EMAWeightAveraging
-finetuning: BaseFinetuning BackboneFinetuning
-lambda_function: LambdaCallback
-prediction_writer: BasePredictionWriter
-pruning: ModelPruning
-quantization: QuantizationAwareTraining
-timer: Timer
-xla_stats_monitor: XLAStatsMonitor
-throughput_monitor: ThroughputMonitor
-spike: SpikeDetection
-batch_size_finder: BatchSizeFinder
-lr_finder: LearningRateFinder
-callback: Callback
+    model_checkpoint: ModelCheckpoint early_stopping: EarlyStopping lr_monitor: LearningRateMonitor gpu_stats_monitor:
+    GPUStatsMonitor device_stats_monitor: DeviceStatsMonitor progress: ProgressBar ProgressBarBase TQDMProgressBar
+    RichProgressBar progress.base: ProgressBarBase progress.progress_bar: ProgressBar progress.tqdm_progress:
+    TQDMProgressBar progress.rich_progress: RichProgressBar model_summary: ModelSummary rich_model_summary:
+    RichModelSummary gradient_accumulation_scheduler: GradientAccumulationScheduler stochastic_weight_avg:
+    StochasticWeightAveraging weight_averaging: WeightAveraging EMAWeightAveraging finetuning: BaseFinetuning
+    BackboneFinetuning lambda_function: LambdaCallback prediction_writer: BasePredictionWriter pruning: ModelPruning
+    quantization: QuantizationAwareTraining timer: Timer xla_stats_monitor: XLAStatsMonitor throughput_monitor:
+    ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder: LearningRateFinder callback:
+    Callback
 """
 
 # Where modules were before, and where they are now.

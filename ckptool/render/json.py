@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ckptool.checkpoint.dtypes import DType
+from ckptool.errors import CkptoolError
 from ckptool.facts import Report, facts_of, schema_of
 
 Json = dict[str, Any]
@@ -58,6 +59,12 @@ def facts_json(value: Any) -> Json:
 def report_json(report: Report) -> Json:
     """What `--json` prints: the schema, then the facts."""
     return {"schema": f"ckptool.{schema_of(type(report))}", **facts_json(report)}
+
+
+def error_json(error: CkptoolError, done: Sequence[Json] = ()) -> Json:
+    """`ckptool.error/2`: the three parts and the code; `done`: what was finished before."""
+    facts = {"schema": "ckptool.error/2", "code": error.code, "what": error.what, "why": error.why, "fix": error.fix}
+    return facts | ({"done": list(done)} if done else {})
 
 
 def results_json(results: Sequence[Json]) -> Json:

@@ -1,4 +1,4 @@
-"""Reports as text: the lines that each tells, for a terminal or for a pipe."""
+"""Reports and errors as text: the lines that each tells, for a terminal or for a pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from ckptool.errors import printable, quoted
+from ckptool.errors import CkptoolError, printable, quoted
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
 from ckptool.render.style import PLAIN, WIDEST, Style, joined, padded
 
@@ -14,6 +14,14 @@ from ckptool.render.style import PLAIN, WIDEST, Style, joined, padded
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
     """What a report tells, in lines.  view: options of its `told`."""
     return "".join(f"{line}\n" for line in lines(report.told(**view), style))
+
+
+def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
+    """The three parts of an error, a line each: what happened, what it means, what to type."""
+    lines = [f"{style.red(f'error[{error.code}]')}: {error.what}"]
+    lines += [f"  {line}" for line in error.why.split("\n")] if error.why else []
+    lines += [f"  {style.cyan(error.fix)}"] if error.fix else []
+    return style.page("\n".join(lines) + "\n")
 
 
 def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptool.commands import arg
+from ckptool.commands import arg, nearest
 from ckptool.errors import UsageError, listed
-from ckptool.options import nearest
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
 from ckptool.training.extensions import name_culprits

@@ -36,11 +36,11 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats import megatron
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
-from ckptool.formats.parts import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.join_rules import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
 
@@ -280,13 +280,13 @@ class _Fitting:
     like: tuple[int, ...] = ()
 
     def first(self, joiner: Joiner) -> TensorEntry:
-        return joiner.replicated(self.name, [Chunk(piece.entry, (), piece.owner) for piece in self.pieces])
+        return joiner.replicated(self.name, [Piece(piece.entry, (), piece.owner) for piece in self.pieces])
 
     def join(self, joiner: Joiner) -> TensorEntry:
         """The whole tensor. Raises `UsageError` where the pieces do not fit, and what `Joiner.tensor` raises."""
         shape, dtype = self.pieces[0].entry.shape, self.pieces[0].entry.dtype
         if self.rule.kind == "replicated":
-            chunks = [Chunk(piece.entry, (0,) * len(piece.entry.shape), piece.owner) for piece in self.pieces]
+            chunks = [Piece(piece.entry, (0,) * len(piece.entry.shape), piece.owner) for piece in self.pieces]
             return joiner.tensor(self.name, shape, dtype, chunks)
         if self.rule.kind == "heads" and (same := self._ranks_of_a_head()) > 1:
             pieces = [replace(piece, tensor=piece.tensor // same) for piece in self.pieces]
@@ -335,7 +335,7 @@ class _Fitting:
             raise self._unfit(f"has {counted(total, 'row')} in all")
         return min(total, numbers.get("rows", total))
 
-    def _blocks(self, piece: _Piece, axis: int, lengths: list[int]) -> Iterator[Chunk]:
+    def _blocks(self, piece: _Piece, axis: int, lengths: list[int]) -> Iterator[Piece]:
         """The parts of a rank's tensor that lie together in the whole one."""
         numbers = self.rule.numbers
         queries = numbers["heads"] // numbers["kv_heads"] if self.rule.kind == "qkv_blocks" else 1
@@ -350,7 +350,7 @@ class _Fitting:
             if piece.entry.shape[axis : axis + 1] == (lengths[piece.tensor],):
                 entry = piece.entry.narrow(axis, own * before, size)
                 at = tuple(min(begin, of_whole) * (each == axis) for each in range(len(entry.shape)))
-                yield Chunk(entry, at, piece.owner)
+                yield Piece(entry, at, piece.owner)
             else:
                 raise self._unfit(f"is {list(piece.entry.shape)} in {piece.owner}, another shape than elsewhere")
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -43,7 +44,7 @@ class Renamed:
     @property
     def examples(self) -> tuple[tuple[str, str], ...]:
         """A few of the names."""
-        return tuple(self.names.items())[:3]
+        return tuple(islice(self.names.items(), 3))
 
 
 # Prefixes ------------------------------------------------------------------------------------------------------------

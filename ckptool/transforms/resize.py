@@ -18,7 +18,7 @@ from ckptool.checkpoint import Computed, Flags, TensorEntry
 from ckptool.checkpoint.numeric import CHUNK, Array
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
-from ckptool.formats.boxes import Chunk, assembled
+from ckptool.formats.pieces import Piece, assembled
 from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.transforms.casting import compact
 
@@ -153,7 +153,7 @@ class _Work:
         begins = (0, how.cls, how.cls + prod(new))
         parts = zip((first, image, last), begins, strict=True)
         zeros = (0,) * len(lead)
-        return assembled(shape, [Chunk(part, (*zeros, begin, 0)) for part, begin in parts if part.numel], self.name)
+        return assembled(shape, [Piece(part, (*zeros, begin, 0)) for part, begin in parts if part.numel], self.name)
 
     def _agrees_but(self, axis: int) -> bool:
         """True if only one dimension differs, or none."""
@@ -227,7 +227,7 @@ class _Work:
             again = times.with_values(Computed(times.nbytes, times.row_major().read, (entry.storage,)))
             added = again.reshape((times.shape[0] * count, *shape[1:])).narrow(0, 0, more)
         zeros = (0,) * (len(shape) - 1)
-        return assembled(shape, [Chunk(entry, (0, *zeros)), Chunk(added, (count, *zeros))], self.name)
+        return assembled(shape, [Piece(entry, (0, *zeros)), Piece(added, (count, *zeros))], self.name)
 
     def channels(self) -> TensorEntry:
         """Other input channels of a first convolution, or of anything that has them in its second dimension."""

@@ -9,7 +9,7 @@ from math import prod
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import UsageError
-from ckptool.formats.boxes import Chunk, assembled
+from ckptool.formats.pieces import Piece, assembled
 from ckptool.transforms.arithmetic import MAX_NUMBER
 
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
@@ -69,7 +69,7 @@ def joined(tensors: Sequence[TensorEntry], axis: int) -> TensorEntry:
     begins = list(accumulate((tensor.shape[axis] for tensor in plain), initial=0))
     shape = (*first.shape[:axis], begins[-1], *first.shape[axis + 1 :])
     chunks = [
-        Chunk(tensor, tuple(begin * (each == axis) for each in range(len(shape))))
+        Piece(tensor, tuple(begin * (each == axis) for each in range(len(shape))))
         for tensor, begin in zip(plain, begins, strict=False)
         if tensor.numel
     ]

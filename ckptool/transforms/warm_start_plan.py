@@ -41,9 +41,8 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.strided import row_major
-from ckptool.commands import FILE, arg, command
+from ckptool.commands import FILE, arg, command, several
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.options import several
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle

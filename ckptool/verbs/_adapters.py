@@ -11,13 +11,12 @@ from typing import Annotated, Any, TypeAlias
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.commands import OUT_SAFETENSORS, arg
+from ckptool.commands import OUT_SAFETENSORS, arg, argument, option
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded.writing import divided
-from ckptool.options import argument, option
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Change, Written
@@ -32,7 +31,6 @@ ConfigOption = Annotated[
 ]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
 NEW_ADAPTER = f"For example: {arg(out='adapter/')}"
-RENEWED = ("Its ranks or names are others.", NEW_ADAPTER)
 _WHOLE = "1000TB"  # PEFT reads no shards
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from ckptool.commands import argument, verb
 from ckptool.facts import Page
-from ckptool.options import argument, verb
 
 
 @verb(

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import Command, as_argument, command
+from ckptool.commands import Command, argument, as_argument, command, verb
 from ckptool.errors import printable
 from ckptool.facts import Page
 from ckptool.formats import torch_zip
-from ckptool.options import argument, verb
 from ckptool.output import replace_folder
 from ckptool.pickles.reduce import array_entry, from_live
 from ckptool.verbs._options import Overwrite

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import FILE, Command, command
+from ckptool.commands import FILE, Command, argument, command, nearest, verb
 from ckptool.errors import NoMatch, UsageError
 from ckptool.facts import LIVE, Report, Told, bold, cyan
-from ckptool.options import argument, nearest, verb
 from ckptool.verbs._options import standard_input
 
 WIDTH = 25  # columns of a code in the list

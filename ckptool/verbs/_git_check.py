@@ -11,10 +11,10 @@ from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.scan import scan
 from ckptool.analysis.verify import Problem, problem_of, verified
 from ckptool.checkpoint.files import Source
+from ckptool.commands import argument, option, verb
 from ckptool.errors import CkptoolError, counted, listed, quoted
 from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
 from ckptool.facts import size as size_text
-from ckptool.options import argument, option, verb
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

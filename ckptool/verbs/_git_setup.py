@@ -26,10 +26,10 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import Path, address, item_at
+from ckptool.commands import option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, counted, listed, printable
 from ckptool.errors import quoted as shell_word
 from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
-from ckptool.options import option, verb
 from ckptool.output import check_target, digest_of, make_folder, replace_file
 from ckptool.pickles.plain.values import expand
 from ckptool.verbs._options import DryRun
@@ -89,7 +89,7 @@ def _of_git(textconv: Annotated[str | None, option("--textconv FILE", "For git."
 @verb(
     ("ckptool git-setup -n", "what it would do"),
     ("ckptool git-setup --remove", "git as it was before"),
-    instead=_of_git,
+    first_try=_of_git,
 )
 def git_setup(
     *,

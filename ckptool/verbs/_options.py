@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint.paths import file_problem, refused_place
 from ckptool.checkpoint.workers import Progress
-from ckptool.commands import OUT, command
+from ckptool.commands import OUT, Watched, argument, command, option
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, split
-from ckptool.options import Watched, argument, option
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.

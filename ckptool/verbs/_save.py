@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict, TypeVar
@@ -44,6 +45,7 @@ from ckptool.output.append import refuse_links
 from ckptool.output.durable import make_folder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
+from ckptool.pickles.reduce import from_live
 from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
@@ -127,10 +129,13 @@ class Written(Report):
         yield from self.notes
 
 
+class _InPlace(TypedDict, total=False):
+    in_place: InPlace
+
+
 class Save(TypedDict, total=False):
     """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none."""
 
-    in_place: InPlace
     overwrite: Overwrite
     dry_run: DryRun
     verify: Verify
@@ -140,23 +145,27 @@ class Save(TypedDict, total=False):
     make_folder: bool
 
 
-class SavePart(Save, total=False):
+class SaveInPlace(_InPlace, Save, total=False):
+    pass
+
+
+class SavePart(SaveInPlace, total=False):
     extract: Extract
 
 
-SavePart.__doc__ = Save.__doc__
+SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Where a verb writes, and how.  path: None where none was named.  asked: every option of `Save`.
+    """Where a verb writes, and how.  path: None where none was named.  asked: every option of `SaveInPlace`.
 
     live: nothing is written: something in memory was given, and so is the result.
     """
 
     verb: str
     path: str | None
-    asked: Save
+    asked: SaveInPlace
     live: bool
 
     def format(self, default: str) -> Format:
@@ -170,11 +179,6 @@ class Change:
     def into(self: _Change, container: str) -> _Change:
         """The same, into this container."""
         return replace(self, asked={**self.asked, "container": container})
-
-    def refuse_in_place(self, why: str, fix: str, what: str = "a new file") -> None:
-        """Raises `UsageError` for a verb that changes no file."""
-        if self.asked["in_place"]:
-            raise UsageError(f"{self.verb} writes {what}", why, fix)
 
     def write(
         self,
@@ -405,13 +409,13 @@ class FileChange(Change):
                 )
 
 
-def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object) -> Change:
-    """What is asked of a verb that writes. inputs: what it was given to read.
+def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
+    """What is asked of a verb that writes. inputs: what it was given to read.  in_place: it may change a file itself.
 
     Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
     memory that are to be changed in place, and where an output for them looks like an option.
     """
-    known = Save.__annotations__
+    known = (SaveInPlace if in_place else Save).__annotations__
     if unknown := [name for name in options if name not in known]:
         raise TypeError(
             f"{function_name(verb)}() got an unexpected keyword argument {unknown[0]!r}; "
@@ -432,8 +436,20 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object) 
             (f"An option is given by its name: {option}={path!r}; " if option else "")
             + f"to write it all the same: container={formats.DEFAULT!r}",
         )
-    asked: Any = dict.fromkeys(known) | options
+    asked: Any = dict.fromkeys(SaveInPlace.__annotations__) | options
     return Change(verb, None if path is None else path_of(verb, path), asked, memory and path is None)
+
+
+def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
+    """A checkpoint of live objects; one that was opened is taken as it is."""
+    if isinstance(tree, Checkpoint):
+        return tree
+    read: Any = from_live
+    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
+        from ckptool.bridge import from_torch
+
+        read = from_torch
+    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
 
 
 def path_of(verb: str, path: Any) -> str:
@@ -462,7 +478,7 @@ def begin_change(
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
     given: Any = {**options}
     extract = bool(given.pop("extract", False))
-    change = change_of(verb, out, given, file)
+    change = change_of(verb, out, given, file, in_place=True)
     opened = opening(file, at)
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:

@@ -1,24 +1,28 @@
-"""`schema`: the JSON Schema of what a command prints with `--json`."""
+"""`schema`: the JSON Schema of what a command prints with `--json`, reflected from the classes of its reports."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from ckptool.commands import VERBS, Command, function_name, module_of
+from ckptool.analysis.words import NUMBER
+from ckptool.checkpoint.dtypes import DType
+from ckptool.commands import VERBS, Command, argument, function_name, module_of, nearest, signature_of, verb
 from ckptool.errors import NoMatch
-from ckptool.facts import Report, Told, bold, schema_of
-from ckptool.options import argument, nearest, signature_of, verb
-from ckptool.render.reflection import about, document
+from ckptool.facts import TEXT, Report, Told, Unit, bold, facts_of, schema_of
 
 Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _TEXT = {"type": "string"}
+_PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
+_FIELD = re.compile(r"(?:^|  |\n)\s*([a-z_]+(?:, [a-z_]+)*): ")
 _KIND = {"type": "string", "description": "which of the schemas it is"}
 _RESULTS = {"type": "array", "items": {"type": "object", "properties": {"schema": _KIND}, "required": ["schema"]}}
 # What every command may print, beside its reports.
@@ -133,8 +137,78 @@ def _reports() -> dict[str, Any]:
 def _reports_of(verb: str) -> Iterator[Any]:
     """The classes of the reports that a verb gives."""
     function = getattr(import_module(module_of(verb)), function_name(verb))
-    for each in (function, function.verb.words, function.verb.instead):
+    for each in (function, function.verb.from_words, function.verb.first_try):
         kind = signature_of(each).return_annotation if each is not None else None
         yield from get_args(kind) or (kind,)
-    for module, _, name in (each.rpartition(".") for each in function.verb.also):
+    for module, _, name in (each.rpartition(".") for each in function.verb.other_reports):
         yield getattr(import_module(module), name)
+
+
+# Reflection -----------------------------------------------------------------------------------------------------------
+
+
+def document(kind: Any, used: Json) -> Json:
+    """The schema of what is printed of a report; the types that it refers to are added to `used`."""
+    row = _row(kind, used)
+    properties = {"schema": {"const": f"ckptool.{schema_of(kind)}"}, **row["properties"]}
+    return {"description": about(kind), "type": "object", "properties": properties, "required": list(properties)}
+
+
+def about(kind: type) -> str:
+    """The first sentences of a docstring, before it says what its fields are."""
+    return " ".join(re.split(r"\n\n|  ?\b[a-z_, ]+: ", _doc(kind), maxsplit=1)[0].split())
+
+
+def _doc(kind: type) -> str:
+    return (kind.__doc__ or "") if not (kind.__doc__ or "").startswith(f"{kind.__name__}(") else ""
+
+
+def _row(kind: Any, used: Json) -> Json:
+    """An object with the facts of a report, a row, or a named tuple."""
+    properties = {name: _type(fact.kind, used) for name, fact in facts_of(kind).items()}
+    # What a docstring says of each field: `damage: what was wrong.  tensors, records: how many there were.`
+    pieces = _FIELD.split(_doc(kind))
+    for names, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        said = " ".join(text.split()).rstrip(".")
+        for name in properties.keys() & names.split(", "):
+            unit = properties[name].get("description", "")
+            properties[name] |= {"description": f"{said}, {unit}" if unit else said}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _type(hint: Any, used: Json) -> Json:
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        unit = next((each for each in inner[1:] if isinstance(each, Unit)), TEXT)
+        schema = dict(unit.schema) if unit.schema is not None else _type(inner[0], used)
+        return schema | ({"description": unit.about} if unit.about else {})
+    if origin in (Union, UnionType):
+        return {"anyOf": [_type(each, used) for each in inner]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if not isinstance(origin, type) or origin in (Any, object):
+        return {}
+    if origin in _PLAIN:
+        return {"type": _PLAIN[origin]}
+    if origin is float:
+        return NUMBER
+    if issubclass(origin, (str, DType)):
+        return {"type": "string"}
+    if issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _type(inner[1], used) if inner else {}}
+    if is_dataclass(origin) or hasattr(origin, "_fields"):
+        return _named(origin, used)
+    if issubclass(origin, Enum):
+        return {"enum": [each.value for each in origin]}
+    items = _type(inner[0], used) if inner and (len(inner) == 1 or inner[1] is ...) else {}
+    return {"type": "array", "items": {"type": "string"} if issubclass(origin, tuple) and not inner else items}
+
+
+def _named(kind: type, used: Json) -> Json:
+    """A reference to a type, which is added to those that are used."""
+    is_report = issubclass(kind, Report)
+    name = schema_of(kind).partition("/")[0] if is_report else kind.__name__
+    if name not in used:
+        used[name] = {}  # it may refer to itself
+        used[name] |= document(kind, used) if is_report else _row(kind, used) | {"description": about(kind)}
+    return {"$ref": f"#/$defs/{name}"}

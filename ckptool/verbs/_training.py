@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool.commands import Watched, argument, option
 from ckptool.errors import MissingExtra
-from ckptool.options import Watched, argument, option
 
 if TYPE_CHECKING:
     from ckptool.training.config import Config as Config
@@ -21,7 +21,6 @@ Set = Annotated[
     str | Sequence[str],
     option("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000. Repeatable.", several=True),
 ]
-Quiet = Annotated[bool, option("-q --quiet", "Show no progress.")]
 Folder = Annotated[PathLike, argument("RUN", "The folder of a run.")]
 RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]
 Logged = Annotated[Any, Watched("training")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError
-from ckptool.options import option, verb
 from ckptool.transforms.rename import add
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file

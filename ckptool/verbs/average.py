@@ -10,12 +10,11 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
-from ckptool.commands import arg
+from ckptool.commands import arg, argument, option, several, verb
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of
@@ -28,7 +27,6 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     ("ckptool average a.pt b.pt --ema 0.99 -o ema.pt", "later files count more"),
     ("ckptool average a.pt b.pt --method ties --base c.pt -o ties.pt", "what two fine-tuned models learned"),
     one_output="For example: -o mean.pt",
-    without=("in_place",),
 )
 def average(
     files: Annotated[
@@ -77,7 +75,6 @@ def average(
     given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
     how = merge_of(method, count, given)
     change = change_of("average", out, options, base, *files)
-    change.refuse_in_place("It has several inputs.", f"For example: {arg(out='mean.pt')}")
     if t is not None and weights is not None:
         raise UsageError(f"{arg('t')} and {arg('weights')} were both given", "They are mutually exclusive.")
     shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)

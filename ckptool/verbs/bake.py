@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
+from ckptool.commands import option, verb
 from ckptool.errors import NoMatch, counted
-from ckptool.options import option, verb
 from ckptool.transforms import bake as folding
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change

@@ -13,12 +13,11 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, NAME, OUT, arg, command
+from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     bundled,
@@ -32,8 +31,7 @@ from ckptool.transforms.bundles import (
 )
 from ckptool.transforms.edit import parse_assignment
 from ckptool.verbs._options import IsPart, Out, Texts, pairs
-from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras
-from ckptool.verbs.save import checkpoint_of
+from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
 _EXAMPLE = f"For example: {command('bundle', out='gan.tar', members=_MEMBERS, values={'epoch': 3})}"
@@ -80,7 +78,7 @@ def _words(
 
 @verb(
     ("ckptool bundle G=a.pt D=b.pt epoch:=3 -o gan.pt", "several models in one file"),
-    words=_words,
+    from_words=_words,
     one_output="A new file: -o gan.tar or -o gan.safetensors; the bundle that is changed: --in-place",
 )
 def bundle(
@@ -101,7 +99,7 @@ def bundle(
     ] = None,
     from_folder: Annotated[PathLike | None, option("--from DIR", "Reassemble what unbundle wrote to DIR.")] = None,
     part: IsPart = False,
-    **options: Unpack[Save],
+    **options: Unpack[SaveInPlace],
 ) -> Written | Any:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
 
@@ -116,7 +114,7 @@ def bundle(
     if not isinstance(members, Mapping | None):
         what = f"bundle takes members by name, and was given {type(members).__name__}"
         raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
-    change = change_of("bundle", out, options, file, *(members or {}).values())
+    change = change_of("bundle", out, options, file, *(members or {}).values(), in_place=True)
     parts = _gathered(file, from_folder, bool(drop or rename), part)
     parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
     parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)

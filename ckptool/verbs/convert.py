@@ -16,14 +16,13 @@ from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
-from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command
+from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
 from ckptool.formats.tree_record import packing
-from ckptool.options import option, several, verb
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -199,7 +198,7 @@ def _opened(
         return open_by_rules(file, rules_file, at, part=part)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
-    from ckptool.formats.rank_files.flat_parameters import rebuilt
+    from ckptool.formats.layouts.flat_parameters import rebuilt
     from ckptool.verbs._target import find_target
 
     path, place = split(file)

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 from ckptool.analysis.diff import Diff, diff_files
+from ckptool.commands import argument, option, verb
 from ckptool.formats.opening import CheckpointLike
-from ckptool.options import argument, option, verb
 from ckptool.verbs._options import Texts
 
 
@@ -15,7 +15,7 @@ def _words(quiet: bool = False, as_json: bool = False) -> dict[str, Any]:
     return {"stat": as_json or not quiet}
 
 
-@verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), words=_words)
+@verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), from_words=_words)
 def diff(
     left: Annotated[CheckpointLike, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
     right: Annotated[CheckpointLike, argument("B", "Another.")],

@@ -6,10 +6,9 @@ import os
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
-from ckptool.commands import command
+from ckptool.commands import argument, command, option, verb
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.opening import CheckpointLike, open_file
-from ckptool.options import argument, option, verb
 from ckptool.verbs._options import standard_input
 
 

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.commands import arg
+from ckptool.commands import arg, option, several, verb
 from ckptool.errors import UsageError
-from ckptool.options import option, several, verb
 from ckptool.transforms import edit as edits
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
-from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
-from ckptool.verbs.save import checkpoint_of
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
 
 
 @verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from ckptool.options import option, several, verb
+from ckptool.commands import option, several, verb
 from ckptool.training.reports import Evaluated
 from ckptool.verbs._training import Folder, Set, check_harness
 

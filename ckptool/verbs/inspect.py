@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
 from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
+from ckptool.commands import option, several, verb
 from ckptool.formats.opening import open_file
-from ckptool.options import option, several, verb
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
@@ -27,10 +27,10 @@ def _of_run(file: str) -> Any:
 @verb(
     ("ckptool inspect model.pt", "what is in it"),
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
-    instead=_of_run,
+    first_try=_of_run,
     exits=False,
-    also=("ckptool.training.reports.RunReport",),
-    apart=True,
+    other_reports=("ckptool.training.reports.RunReport",),
+    blank_between=True,
 )
 def inspect(
     file: Files,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import option, verb
 from ckptool.transforms.lora.schemes import SCHEMES, convert
-from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, AdapterArgument, ConfigOption, open_adapter, write_adapter
+from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
 
@@ -19,7 +19,6 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
     ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
     ("ckptool lora convert adapter --to kohya -o k.safetensors", "and back"),
     one_output=NEW_ADAPTER,
-    without=("in_place",),
 )
 def lora_convert(
     adapter: AdapterArgument,
@@ -40,7 +39,6 @@ def lora_convert(
     a base has to be named.
     """
     change = change_of("lora convert", out, options, adapter)
-    change.refuse_in_place(*RENEWED, what="a new adapter")
     if to not in SCHEMES:
         raise UsageError(f"unknown naming scheme {to!r}", f"Available: {', '.join(SCHEMES)}.")
     checkpoint, found = open_adapter(adapter, config)

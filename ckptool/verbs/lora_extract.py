@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
+from ckptool.commands import argument, option, several, verb
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
-from ckptool.verbs._adapters import NEW_ADAPTER, RENEWED, Rank, write_adapter
+from ckptool.verbs._adapters import NEW_ADAPTER, Rank, write_adapter
 from ckptool.verbs._options import Exclude, Only, Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
 
@@ -21,7 +21,6 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
 @verb(
     ("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"),
     one_output=NEW_ADAPTER,
-    without=("in_place",),
 )
 def lora_extract(
     tuned: Annotated[CheckpointLike, argument("TUNED", "The changed weights, FILE or FILE#ADDRESS for a part.")],
@@ -45,7 +44,6 @@ def lora_extract(
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """
     change = change_of("lora extract", out, options, tuned, base)
-    change.refuse_in_place(*RENEWED, what="a new adapter")
     target = parse_dtype(dtype)
     opened = open_whole(tuned), open_whole(base)
     nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]

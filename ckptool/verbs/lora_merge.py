@@ -9,12 +9,11 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.state_dicts import one_state_dict
-from ckptool.commands import OUT, arg, command
+from ckptool.commands import OUT, arg, argument, command, option, verb
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.options import argument, option, verb
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.adapters import Adapter
 from ckptool.transforms.lora.merge import MergedWeights, merge
@@ -28,7 +27,6 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     ("ckptool lora merge model.pt adapter -o merged.safetensors", "a PEFT folder"),
     ("ckptool lora merge model.pt style.safetensors --scale 0.8 -o styled.pt", "kohya"),
     one_output="For example: -o merged.safetensors",
-    without=("in_place",),
 )
 def lora_merge(
     base: Annotated[CheckpointLike, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
@@ -52,7 +50,6 @@ def lora_merge(
     tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
-    change.refuse_in_place("It has two inputs.", f"For example: {arg(out='merged.safetensors')}")
     if not math.isfinite(scale):
         raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.options import verb
+from ckptool.commands import verb
 from ckptool.transforms.lora.resize_rank import resize
 from ckptool.verbs._adapters import (
     NEW_ADAPTER,
-    RENEWED,
     AdapterArgument,
     ConfigOption,
     Rank,
@@ -22,7 +21,6 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
 @verb(
     ("ckptool lora resize adapter --rank 8 -o small/", "by the SVD of every product, with its error"),
     one_output=NEW_ADAPTER,
-    without=("in_place",),
 )
 def lora_resize(
     adapter: AdapterArgument, out: Out = None, *, rank: Rank, config: ConfigOption = None, **options: Unpack[Save]
@@ -33,6 +31,5 @@ def lora_resize(
     Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none, or more than any module has.
     """
     change = change_of("lora resize", out, options, adapter)
-    change.refuse_in_place(*RENEWED, what="a new adapter")
     checkpoint, found = open_adapter(adapter, config)
     return write_adapter(change, checkpoint, resize(found, rank), notes=found.notes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from ckptool.commands import option, several, verb
 from ckptool.formats.opening import refuse_address
-from ckptool.options import option, several, verb
 from ckptool.training.history import RunHistory, history_of
 from ckptool.training.inspect_run import folder_of
 from ckptool.verbs._options import Texts

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.commands import arg
+from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
-from ckptool.options import Watched, argument, option, several, verb
 from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
@@ -30,7 +29,7 @@ def _words(
 @verb(
     ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
     ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
-    words=_words,
+    from_words=_words,
 )
 def prove(
     config: PathLike | dict[str, Any] | Config | None = None,

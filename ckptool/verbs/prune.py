@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+from ckptool.commands import option, several, verb
 from ckptool.errors import counted
 from ckptool.facts import Bytes, Report, Table, Told, bold, size
 from ckptool.formats.opening import refuse_address
-from ckptool.options import option, several, verb
 from ckptool.verbs._training import RunFolder, Set, check_harness
 
 

@@ -12,13 +12,12 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.commands import OUT, arg
+from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
-from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.recover import Restored, restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite

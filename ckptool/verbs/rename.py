@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ckptool.checkpoint.state_dicts import model_state_dicts
-from ckptool.commands import FILE, OUT, command
+from ckptool.commands import FILE, OUT, argument, command, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
-from ckptool.options import argument, option, several, verb
 from ckptool.transforms.rename import by_rules
 from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
@@ -34,7 +33,7 @@ def _words(
 
 @verb(
     ("ckptool rename model.pt 'module.conv{n}.* => stem.{n}.*' -n -o renamed.pt", "preview, write nothing"),
-    words=_words,
+    from_words=_words,
 )
 def rename(
     file: CheckpointLike,

@@ -17,11 +17,10 @@ from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, 
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import command
+from ckptool.commands import argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
-from ckptool.options import argument, option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
 from ckptool.training.history import RunHistory, history_of

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from ckptool.options import several, verb
+from ckptool.commands import several, verb
 from ckptool.training.reports import Outcome
-from ckptool.verbs._training import Folder, Lines, Logged, Quiet, Set, check_harness
+from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
 
 
-def _words(quiet: Quiet = False) -> dict[str, Any]:
-    return {}
-
-
-@verb(("ckptool resume runs/basic", "continue where it was killed"), words=_words)
+@verb(("ckptool resume runs/basic", "continue where it was killed"))
 def resume(run: Folder, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
     """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange
+from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import storages
 from ckptool.output import check_target
-from ckptool.pickles.reduce import from_live
-from ckptool.verbs._save import path_of, put_in_place
+from ckptool.verbs._save import checkpoint_of, path_of, put_in_place
 
 
 def save(
@@ -44,15 +42,3 @@ def save(
     ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
     sources = list({id(data.file): data.file for data in ranges}.values())
     put_in_place(plan, path, overwrite=overwrite, inputs=sources)
-
-
-def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
-    """A checkpoint of live objects; one that was opened is taken as it is."""
-    if isinstance(tree, Checkpoint):
-        return tree
-    read: Any = from_live
-    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
-        from ckptool.bridge import from_torch
-
-        read = from_torch
-    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from ckptool.analysis import scan as analysis
 from ckptool.analysis.scan import Scan
+from ckptool.commands import argument, option, verb
 from ckptool.formats.opening import PathLike, refuse_address
-from ckptool.options import argument, option, verb
 from ckptool.training import is_run
 from ckptool.training.reports import RunReport
 from ckptool.verbs._options import Jobs
@@ -24,8 +24,8 @@ def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: boo
 @verb(
     ("ckptool scan .", "every checkpoint here"),
     ("ckptool scan --latest-good -q .", "for scripts"),
-    instead=_of_run,
-    apart=True,
+    first_try=_of_run,
+    blank_between=True,
 )
 def scan(
     path: Annotated[

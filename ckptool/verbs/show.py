@@ -15,10 +15,10 @@ from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import address, find, segment_text, walk
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
-from ckptool.options import option, verb
 from ckptool.verbs._options import At, File
 
 WHOLE = 1_000  # elements up to which all of a tensor is read

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
-from ckptool.commands import arg
+from ckptool.commands import arg, option, verb
 from ckptool.errors import UsageError, counted
-from ckptool.options import option, verb
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change

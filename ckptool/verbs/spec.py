@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC_SCHEMA, SPEC_VERSION, Expected, Target, tie_groups
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
+from ckptool.commands import argument, verb
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import LIVE, Report, Told, bold, dim, short
 from ckptool.formats.opening import CheckpointLike
-from ckptool.options import argument, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
 from ckptool.verbs._target import find_target

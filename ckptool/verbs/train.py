@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from ckptool.commands import argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.facts import Page
-from ckptool.options import argument, option, several, verb
 from ckptool.training.reports import Outcome, Rehearsal
-from ckptool.verbs._training import Config, Lines, Logged, PathLike, Quiet, Set, check_harness, configuration
+from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
 
 
 def _words(
@@ -20,7 +20,6 @@ def _words(
     ] = False,
     init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
-    quiet: Quiet = False,
 ) -> dict[str, Any] | Page | Rehearsal:
     if init or schema:
         check_harness()
@@ -41,7 +40,7 @@ def _words(
     ("ckptool train --init > run.yaml", "every key, explained"),
     ("ckptool train run.yaml -n", "a rehearsal of one step"),
     ("ckptool train run.yaml --set optim.main.lr=3e-4", "override a value"),
-    words=_words,
+    from_words=_words,
 )
 def train(
     config: Annotated[

@@ -11,13 +11,12 @@ from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
-from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
+from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded.writing import divided
-from ckptool.options import argument, option, several, verb
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
@@ -69,7 +68,7 @@ def _words(
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
     ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
     ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
-    words=_words,
+    from_words=_words,
 )
 def translate(
     file: CheckpointLike,

@@ -15,11 +15,10 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command
+from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import Format, bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
-from ckptool.options import option, several, verb
 from ckptool.transforms.bundles import (
     CONTAINERS,
     check_names,
@@ -36,7 +35,7 @@ from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras, verifier
 
 
-@verb(("ckptool unbundle gan.pt -d parts", "one file per member"), without=("in_place",))
+@verb(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
     folder: Annotated[
@@ -55,7 +54,7 @@ def unbundle(
     Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
     """
     change = change_of("unbundle", folder, options, file)
-    if change.asked["in_place"] or (folder is None and not change.live):
+    if folder is None and not change.live:
         raise UsageError(
             "unbundle writes a folder", "Each member becomes a file in it.", f"For example: {arg(folder='gan')}"
         )

@@ -13,10 +13,10 @@ from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.commands import option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.formats.checksums import Progress
 from ckptool.formats.opening import PathLike, in_memory, open_file, open_source
-from ckptool.options import option, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
@@ -31,7 +31,7 @@ def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, An
 @verb(
     ("ckptool verify model.pt --finite", "every checksum, NaN and Inf"),
     ("ckptool verify model.pt --write-digest model.digests", "for a later verify --against model.digests"),
-    words=_words,
+    from_words=_words,
 )
 def verify(
     file: Files,

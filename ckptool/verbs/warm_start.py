@@ -16,13 +16,12 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
-from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
-from ckptool.options import option, several, verb
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
@@ -38,7 +37,6 @@ WEIGHTS = "model_state_dict"  # beside the optimizer's state
     ("ckptool warm-start model.pt --against other.pt", "what fits, and rules for the rest"),
     ("ckptool warm-start model.pt --against net.py:build -o init.pt", "write what fits"),
     ("ckptool warm-start old.pt --against new.pt --resize 'wte*=rows(mean)' -o w.pt", "a larger vocabulary"),
-    without=("in_place",),
 )
 def warm_start(
     file: File,
@@ -136,7 +134,6 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        change.refuse_in_place("The checkpoint stays what it was.", f"A new file: {arg(out=OUT)}")
         full = filled(target, plan.chosen)
         state = as_state_dict(moved, parameters) if moved is not None else None
         saved = _written(change, opened.checkpoint, root, target, full, state)

@@ -19,7 +19,7 @@ import ckptool
 from ckptool.analysis.verify import check_by_reading
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.pieces import Joiner, Piece
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
@@ -264,8 +264,8 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
 
     joiner = Joiner("x")
     tree = {
-        "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(1), (0,))]),
-        "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Chunk(block(1), (0,)), Chunk(block(2), (0,))]),
+        "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(1), (0,))]),
+        "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(2), (0,))]),
     }
     (problem,) = check_by_reading(tree)
     assert (problem.code, problem.tensors) == ("conflict", ("not",))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.errors import LimitExceeded
-from ckptool.formats.boxes import Joiner
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import Axis, Mesh, blocks, encoded_order, runs_of
 from tests.support.looped import looped
 

@@ -123,7 +123,7 @@ OLD = b"a file that was there"
 SAME = ("in.pt",)
 SHARDS = (INDEX, "out/model-00001-of-00002.safetensors", "out/model-00002-of-00002.safetensors")
 ST = ("m.safetensors",)
-RANKS = ("out.dcp/.metadata", "out.dcp/__0_0.distcp", "out.dcp/ckptool.json")
+RANKS = ("out.dcp/.metadata", "out.dcp/__0_0.distcp")
 CASES = {
     "strip, new": Case("strip-module in.pt -o out.pt"),
     "strip, over another": Case("strip-module in.pt -o out.pt -f", old=OLD),

@@ -32,7 +32,7 @@ from ckptool.bridge import live_objects, tensors
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
-from ckptool.pickles.names import PYTHON_MODULES
+from ckptool.pickles.names import PYTHON_MODULES, TORCH_CLASSES
 from ckptool.pickles.plain import values
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
 from tests.support.looped import looped
@@ -43,11 +43,10 @@ REMOVED = {"_LinearWithBias", "_UpsamplingBase"}
 
 @pytest.mark.filterwarnings("ignore")
 def test_listed_classes_of_torch_are_there() -> None:
-    for module, names in known._lines():
-        if not module.startswith(OLD):
-            found = importlib.import_module(module)
-            missing = [each for each in names.split() if not isinstance(getattr(found, each, None), type)]
-            assert REMOVED.issuperset(missing), module
+    for home, names in TORCH_CLASSES.items():
+        for module, each in known.named(names, home):
+            if not module.startswith(OLD) and each not in REMOVED:
+                assert isinstance(getattr(importlib.import_module(module), each, None), type), (module, each)
 
 
 def test_every_module_of_torch_nn_is_listed() -> None:
@@ -56,7 +55,7 @@ def test_every_module_of_torch_nn_is_listed() -> None:
     schedules = vars(torch.optim.lr_scheduler)
     schedulers = [schedules[each] for each in torch.optim.lr_scheduler.__all__]
     for cls in (*public, *optimizers, *schedulers):
-        kind = known._kind(cls.__module__, cls.__qualname__)
+        kind = known.kind_of(Global(cls.__module__, cls.__qualname__))
         assert kind is not None and kind.empty and not kind.custom, cls
 
 

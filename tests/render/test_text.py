@@ -16,8 +16,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import quoted
 from ckptool.facts import Table, bar, dim, facts_of, green, short, size
 from ckptool.pickles.plain.text import to_json
-from ckptool.render.error import error_text
-from ckptool.render.lines import lines
+from ckptool.render.lines import error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.render.style import PLAIN, Style, columns
 
@@ -227,7 +226,7 @@ def test_errors_have_three_lines() -> None:
 
 def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
     from ckptool.errors import CkptoolError
-    from ckptool.render.error import error_text
+    from ckptool.render.lines import error_text
     from ckptool.render.style import Style
 
     error = CkptoolError(

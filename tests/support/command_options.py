@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.options import Parameter
+from ckptool.commands import Parameter
 
 
 @dataclass(frozen=True)

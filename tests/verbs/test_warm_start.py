@@ -322,7 +322,7 @@ def test_outputs_that_are_there(tmp_path: Path) -> None:
     assert (
         report.output.output == str(tmp_path / "dry.pt") and not report.applied and not (tmp_path / "dry.pt").exists()
     )
-    with pytest.raises(UsageError, match="writes a new file"):
+    with pytest.raises(TypeError, match="in_place"):
         ckptool.warm_start(file, target, tmp_path / "x.pt", in_place=True)
 
 

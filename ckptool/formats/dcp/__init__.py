@@ -27,13 +27,13 @@ from ckptool.errors import (
     counted,
     listed,
 )
-from ckptool.formats.boxes import Chunk, Joiner
-from ckptool.formats.dcp import beside_table
+from ckptool.formats.dcp import whole_tree
 from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Described, Path, Place, Tables, table_names
-from ckptool.formats.joined_folder import number_in, refuse_other_steps
+from ckptool.formats.folder import number_in, refuse_other_steps
+from ckptool.formats.pieces import Joiner, Piece
 
 NAME = "dcp"
 SUFFIX = ".distcp"
@@ -77,7 +77,7 @@ def read(source: Input) -> Checkpoint:
     payloads.open_in_order(tables.values)
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
     untied = _check_steps(tables, values)
-    tree, metadata, notes = beside_table.restored(folder, values, payloads.value_at)
+    tree, metadata, notes = whole_tree.restored(values)
     if tree is None:
         paths, flat = _paths(tables, values)
         tree, restored = with_optimizers(_nested(tables, values, paths))
@@ -178,7 +178,7 @@ def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> A
             meant = f"the chunk of {name} at {list(begin)} should be {value.dtype}{list(sizes)}"
             what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
-        chunks.append(Chunk(entry, begin, owner))
+        chunks.append(Piece(entry, begin, owner))
     if len(chunks) > 1 and all(chunk.entry.shape == value.shape for chunk in chunks):  # as buffers in tables of ranks
         whole = joined.replicated(name, chunks)
     else:

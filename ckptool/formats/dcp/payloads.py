@@ -15,11 +15,11 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part
 from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
-from ckptool.formats.boxes import Box
 from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Described, Place
 from ckptool.formats.dcp.templates import Templates
-from ckptool.formats.hf_pieces import saved_offsets
+from ckptool.formats.layouts.hf_pieces import saved_offsets
+from ckptool.formats.pieces import Box
 
 SMALL = 1 << 20  # bytes of objects that are compared
 
@@ -83,9 +83,6 @@ class Payloads:
         checkpoint = self._zip(name, part)
         self._templates.learn(part, checkpoint)
         return _settled(checkpoint.tree)
-
-    def value_at(self, file: str, begin: int, length: int) -> Any:
-        return self.object(file, Place(file, begin, length))
 
     def same(self, one: Place, other: Place) -> bool | None:
         """True where the same bytes are at both places; None where they are too many to be compared."""

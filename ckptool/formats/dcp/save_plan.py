@@ -26,11 +26,12 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
+from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError, listed
-from ckptool.formats import sidecar, torch_zip
+from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
-from ckptool.formats.dcp import beside_table
+from ckptool.formats.dcp import whole_tree
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
 from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA
@@ -76,7 +77,7 @@ class RankDivision:
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a folder; `RankDivision` as the origin says for how many ranks, else one.
 
-    What torch's format cannot say goes into a file that only ckptool reads (`beside_table`), and is noted. Raises
+    What torch's format cannot say goes into a tensor that only ckptool reads (`whole_tree`), and is noted. Raises
     `Unsupported` for what is no dictionary and for two values of one name, `Conflict` for a dictionary in itself,
     `UnsafeObject` for unknown calls unless `keep_unknown`.
     """
@@ -90,23 +91,24 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     for name, value in flat.values.items():
         if isinstance(value, TensorEntry):
             saving.add_tensor(name, value)
-    lost = beside_table.lost_in_table(flat)
+    lost = whole_tree.lost_in_table(flat)
     if saving.strides_lost:
-        lost.setdefault(beside_table.STRIDES, saving.strides_lost)
-    record = beside_table.pack(checkpoint, flat, saving.homes) if lost else None
-    for raw in record.raw if record is not None else ():
-        saving.add_raw(raw)
+        lost.setdefault(whole_tree.STRIDES, saving.strides_lost)
+    notes: tuple[Note, ...] = ()
+    if lost:
+        content, raw = whole_tree.pickled(checkpoint, saving.homes)
+        for number, storage in enumerate([Storage(InlineBytes(content)), *raw]):
+            name = f"{whole_tree.NAME}.{number - 1}" if number else whole_tree.NAME
+            flat.add((name,), (name,), whole_tree.as_bytes(storage))
+            saving.add_whole(name, flat.values[name])
+        kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
+        keeps = f"the tensor {whole_tree.NAME} keeps, for readers of ckptool, what torch cannot say here"
+        notes = (Note(whole_tree.KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
     table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
     if len(table) > MAX_METADATA:
         what = f"the table would have {len(table):,} bytes"
         raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
-    notes: tuple[Note, ...] = ()
-    if record is not None:
-        places = [saving.place_of(item) for item in saving.raws]
-        files[sidecar.NAME] = [record.written(table, places)]
-        kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        notes = (Note("side-car", f"{sidecar.NAME} keeps, for ckptool alone, what torch cannot say here: {kept}"),)
     files[METADATA] = [InlineBytes(table)]
     return Plan(files, saving.checks, notes=notes)
 
@@ -193,8 +195,7 @@ class _Saving:
         self.objects: list[_Item] = []
         self.divided: list[_Item] = []
         self.whole: list[_Item] = []
-        self.raws: list[_Item] = []
-        self.homes: dict[int, beside_table.Home] = {}
+        self.homes: dict[int, whole_tree.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
         self.checks: list[Storage] = []
         self.strides_lost = ""
@@ -209,19 +210,16 @@ class _Saving:
         item = _Item(plan.nbytes, segments=segments)
         self.objects.append(item)
         self.items[name] = [((), (), item)]
-        for number, storage in enumerate(beside_table.storages_in(value)):
-            self._settle(storage, beside_table.Home(beside_table.name_in(name, number)))
+        for number, storage in enumerate(storages(value)):
+            self._settle(storage, whole_tree.Home(f"{name}#{number}"))
 
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
             self.items[name] = self.items[first]  # in one place, so that they are one tensor again
             return
-        blocks = list(self.division.blocks(entry))
-        dim = self.division.dim
+        blocks, dim = list(self.division.blocks(entry)), self.division.dim
         if len(blocks) == 1:
-            item = self._as_it_lies(name, entry)
-            self.whole.append(item)
-            self.items[name] = [((0,) * len(entry.shape), entry.shape, item)]
+            self.add_whole(name, entry)
             return
         chunks = self.items[name] = []
         for rank, (begin, block) in enumerate(blocks):
@@ -230,14 +228,28 @@ class _Saving:
             chunks.append((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape, item))
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
-        self._remember_blocks(name, entry)
+        # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
+        start, stop = entry.span()
+        lazy = entry.flags.conj or entry.flags.neg
+        if not entry.is_contiguous:
+            self.strides_lost = self.strides_lost or name
+        if not lazy and entry.is_contiguous:
+            self._settle(entry.storage, whole_tree.Home(name, start, stop))
+        elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
+            axes = sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
+            self._settle(entry.storage, whole_tree.Home(name, start, stop, axes))
+
+    def add_whole(self, name: str, entry: TensorEntry) -> None:
+        item = self._as_it_lies(name, entry)
+        self.whole.append(item)
+        self.items[name] = [((0,) * len(entry.shape), entry.shape, item)]
 
     def _as_it_lies(self, name: str, entry: TensorEntry) -> _Item:
         """The part of its storage that it touches, with its strides."""
         start, stop = entry.span()
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
             return self._row_major(name, resolved(entry))
-        self._settle(entry.storage, beside_table.Home(name, start, stop))
+        self._settle(entry.storage, whole_tree.Home(name, start, stop))
         data = subrange(entry.storage.data, start, stop - start)
         whole = data is entry.storage.data
         if not whole and (entry.storage.crc is not None or isinstance(entry.storage.data, Computed)):
@@ -250,25 +262,9 @@ class _Saving:
         shape = _ZipShape(entry.dtype, entry.shape, strides, 0, entry.location, entry.nbytes)
         return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
 
-    def _remember_blocks(self, name: str, entry: TensorEntry) -> None:
-        """What blocks in row-major order keep of a storage: what the tensor covers, if it does so without gaps."""
-        start, stop = entry.span()
-        lazy = entry.flags.conj or entry.flags.neg
-        if not entry.is_contiguous:
-            self.strides_lost = self.strides_lost or name
-        if not lazy and entry.is_contiguous:
-            self._settle(entry.storage, beside_table.Home(name, start, stop))
-        elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
-            self._settle(entry.storage, beside_table.Home(name, start, stop, beside_table.order_of(entry)))
-
-    def _settle(self, storage: Storage, home: beside_table.Home) -> None:
+    def _settle(self, storage: Storage, home: whole_tree.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
             self.homes[id(storage)] = home
-
-    def add_raw(self, storage: Storage) -> None:
-        """The bytes of a storage for the side-car alone."""
-        entry = beside_table.as_bytes(storage)
-        self.raws.append(self._as_it_lies(sidecar.NAME, entry))
 
     # Where ---------------------------------------------------------------------------------------------------------
 
@@ -279,22 +275,22 @@ class _Saving:
             loads[item.rank] += item.size
         heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
-        for item in (*self.whole, *self.raws):
+        for item in self.whole:
             load, item.rank = heap[0]
             heapq.heapreplace(heap, (load + item.size, item.rank))
         files: list[list[_Item]] = [[] for _ in loads]
         sizes = [0] * len(loads)
-        for item in (*self.objects, *self.divided, *self.whole, *self.raws):
+        for item in (*self.objects, *self.divided, *self.whole):
             item.begin = sizes[item.rank]
             sizes[item.rank] += item.size
             files[item.rank].append(item)
         return {_file_name(rank): _RankFile(items) for rank, items in enumerate(files) if items}
 
-    def place_of(self, item: _Item) -> tuple[str, int, int]:
-        return _file_name(item.rank), item.begin, item.size
-
     def described(self, name: str, value: Any, flat: FlatNames) -> SavedValue:
-        chunks = [SavedChunk(begin, sizes, *self.place_of(item)) for begin, sizes, item in self.items[name]]
+        chunks = [
+            SavedChunk(begin, sizes, _file_name(item.rank), item.begin, item.size)
+            for begin, sizes, item in self.items[name]
+        ]
         if not isinstance(value, TensorEntry):
             return SavedValue(flat.paths[name], None, chunks=chunks)
         return SavedValue(flat.paths[name], value.dtype, value.shape, value.flags.requires_grad, chunks)

@@ -23,9 +23,9 @@ from ckptool.errors import (
     NotACheckpoint,
     counted,
 )
-from ckptool.formats.boxes import Box
-from ckptool.formats.joined_folder import lacks, missing_ranks
+from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
+from ckptool.formats.pieces import Box
 from ckptool.formats.placements import sizes_of
 from ckptool.pickles.decode import decode, no_storage
 

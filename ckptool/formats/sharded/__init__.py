@@ -30,8 +30,9 @@ from ckptool.errors import (
     form,
     listed,
 )
-from ckptool.formats import hf_pieces, marks, safetensors, sidecar
-from ckptool.formats.parts import INDEX, NUMBERED
+from ckptool.formats import marks, safetensors, sidecar
+from ckptool.formats.folder import INDEX, NUMBERED
+from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.sharded.writing import DivisionOrigin
 from ckptool.formats.sharded.writing import write as write
 from ckptool.formats.strict_json import parse_object
@@ -162,9 +163,18 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         )
     _check_numbers(index, files)
     index.shards = {file: _shard(index, file) for file in files}
-    pickled = _is_pickled(index)
+    kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
+    if len(set(kinds.values())) > 1:
+        what = f"{index} names shards of safetensors and of torch, as {next(file for file in kinds if kinds[file])}"
+        raise Conflict(what, "Writers use one of the two; the files come from two runs.", _AGAIN)
+    pickled = any(kinds.values())  # torch's own containers
     _check_agreement(index)
-    tree = _in_order(index, pickled)
+    # Tensors of safetensors stand in the order of the index, those of pickles in theirs, the model's.
+    tree = _joined([shard.tree for shard in index.shards.values()]) if pickled else {}
+    if not pickled:
+        tree = {name: index.shards[file].tree[name] for name, file in index.map.items()}
+        for shard in index.shards.values():  # tied within their shard
+            tree.update({name: value for name, value in shard.tree.items() if name not in tree})
     ties = _recorded_ties(index, tree)
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
@@ -229,17 +239,6 @@ def _shard(index: _Index, file: str) -> Checkpoint:
     return shard
 
 
-def _is_pickled(index: _Index) -> bool:
-    """True for shards of torch's own containers, false for safetensors."""
-    kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
-    if len(set(kinds.values())) > 1:
-        odd = next(file for file in kinds if kinds[file])
-        what = f"{index} names shards of safetensors and of torch, as {odd}"
-        why = "Writers use one of the two; the files come from two runs."
-        raise Conflict(what, why, _AGAIN)
-    return any(kinds.values())
-
-
 # Do they belong together? --------------------------------------------------------------------------------------------
 
 
@@ -279,14 +278,6 @@ def _check_agreement(index: _Index) -> None:
         what = f"{index}: {name!s} is in two shards, {where} and {file}"
         why = "Readers take one or the other; which of the two values is right is recorded nowhere."
         raise Conflict(what, why, _AGAIN)
-    if lacking or strange:
-        raise Conflict(f"{index} and its shards do not belong together: {_disagreement(lacking, strange)}",
-            "They come from two runs, or a shard was replaced.",
-            _AGAIN
-        )  # fmt: skip
-
-
-def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]) -> str:
     parts = []
     if lacking:
         parts.append(f"{len(lacking):,} of its names are not in their shards ({listed(lacking, 3)})")
@@ -294,7 +285,9 @@ def _disagreement(lacking: list[str], strange: list[tuple[Any, str, str | None]]
         names = [f"{name!s} in {file}" for name, file, _ in strange]
         tensors = f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')}"
         parts.append(f"{tensors} not in it ({listed(names, 3)})")
-    return ", and ".join(parts)
+    if parts:
+        what = f"{index} and its shards do not belong together: {', and '.join(parts)}"
+        raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
 
 
 def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
@@ -341,16 +334,6 @@ def _refuse_two_types(index: _Index, said: int) -> None:
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
-
-
-def _in_order(index: _Index, pickled: bool) -> dict[Any, Any]:
-    """All tensors in the order of the index, which is often sorted; those of pickles in theirs, the model's."""
-    if pickled:
-        return _joined([shard.tree for shard in index.shards.values()])
-    tree = {name: index.shards[file].tree[name] for name, file in index.map.items()}
-    for shard in index.shards.values():
-        tree.update({name: value for name, value in shard.tree.items() if name not in tree})  # tied within their shard
-    return tree
 
 
 def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:

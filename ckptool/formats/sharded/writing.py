@@ -15,7 +15,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import Unsupported, UsageError
 from ckptool.formats import marks, safetensors, sidecar, tree_record
-from ckptool.formats.parts import NUMBERED
+from ckptool.formats.folder import NUMBERED
 
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
 
@@ -199,7 +199,11 @@ def _plan(
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     shard_of = {name: file for file, units in shards.items() for unit in units for name in unit.names}
-    parts = _empty_parts(checkpoint.tree, shards)
+    # A dictionary for each shard, of the tree's kind; what is set on the tree (`_metadata`) goes with the first.
+    parts: dict[str, dict[Any, Any]] = {file: {} for file in shards}
+    if isinstance(checkpoint.tree, OrderedDict):
+        first_attributes = (checkpoint.tree.attributes, *(None for _ in shards))
+        parts = {file: OrderedDict((), kept) for file, kept in zip(shards, first_attributes, strict=False)}
     for name, value in checkpoint.tree.items():
         parts[shard_of[name]][name] = value
     for file, tree in parts.items():
@@ -213,25 +217,13 @@ def _plan(
         places = {unit.names[0]: file for file, units in shards.items() for unit in units}
         weight_map = {name: places[name] for name in checkpoint.tree if name in places}
         total = sum(unit.size for units in shards.values() for unit in units)
-        files[_index_name(origin, division, first)] = [InlineBytes(_index(checkpoint, weight_map, total))]
-    if isinstance(checkpoint.tree, OrderedDict) and sidecar.holds(found := checkpoint.tree.metadata):
-        files[sidecar.NAME] = [sidecar.written({sidecar.METADATA: found})]
+        name = origin.index if origin is not None and first in origin.metadata else ""
+        if not name and (found := NUMBERED.fullmatch(first)):
+            name = f"{found['stem']}{found['suffix']}.index.json"
+        files[name] = [InlineBytes(_index(checkpoint, weight_map, total))]
+    if isinstance(checkpoint.tree, OrderedDict) and sidecar.holds(modules := checkpoint.tree.metadata):
+        files[sidecar.NAME] = [sidecar.written({sidecar.METADATA: modules})]
     return Plan(files, checks)
-
-
-def _empty_parts(tree: dict[Any, Any], shards: Iterable[str]) -> dict[str, dict[Any, Any]]:
-    """A dictionary for each shard, of the tree's kind; what is set on the tree (`_metadata`) goes with the first."""
-    if not isinstance(tree, OrderedDict):
-        return {file: {} for file in shards}
-    return {file: OrderedDict((), None if number else tree.attributes) for number, file in enumerate(shards)}
-
-
-def _index_name(origin: DivisionOrigin | None, division: Division, first: str) -> str:
-    if origin is not None and first in origin.metadata:
-        return origin.index
-    found = NUMBERED.fullmatch(first)
-    assert found is not None
-    return f"{found['stem']}{found['suffix']}.index.json"
 
 
 def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int) -> bytes:

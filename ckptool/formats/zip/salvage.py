@@ -2,18 +2,17 @@
 
 A record's own header stands before its data and, in what torch writes, its size and checksum behind it; so the records
 of a file that lost its directory can be walked one after the other. The pickle is the first of them: it says which
-storages there are and how large each is, and with that the walk jumps from header to header and reads no data. Nothing
-is believed but what is proven: the data by its checksum, the name by the directory or by the place in the order in
-which torch writes records (no checksum covers a name). A zip inside of a tensor is never mistaken for the file itself.
+storages there are and how large each is, and with that the walk jumps from header to header and reads no data. It ends
+where no header follows: what lies behind a hole is lost. Nothing is believed but what is proven: the data by its
+checksum, the name by the directory or by the place in the order in which torch writes records (no checksum covers a
+name). A zip inside of a tensor is never mistaken for the file itself.
 
 Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +46,9 @@ _CHUNK = 1 << 20
 _WINDOW = 4 << 10
 _STEP = 256  # what one step of a search costs, in bytes of reading
 _MAX_NAME = 4_096
-_NEAR = 1_024  # bytes that the small records before the first storage take up
 _PADDING = 0x4246  # "FB"
 # Extra fields: padding, 64-bit sizes, and the times, owners and names that Info-ZIP writes.
 _EXTRAS = frozenset((_PADDING, 0x0001, 0x000A, 0x5455, 0x5855, 0x7075, 0x7855, 0x7875))
-_NEXT = re.compile(rb"PK(?:\x03\x04|\x01\x02)")
 SMALL = ("data.pkl", ".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id")
 
 CUT = "the file ends before it does"
@@ -63,7 +60,7 @@ TWICE = "two different records have its name"
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class Remnant:
     """A record, or the rest of one. Places and sizes in bytes.
 
     claims: what its header, descriptor or directory say is its CRC-32.  named: its name is proven.
@@ -112,22 +109,20 @@ class Sizes:
 
 
 class Walk:
-    """Goes through a file from header to header. pieces: the records.  states: the ends of complete archives inside it.
+    """Goes through a file from header to header, and ends where there is none. pieces: the records.
 
-    mentions: what directories say, by the place of a record's header.
+    states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
+    budget: bytes that may be searched.  most: records.
     """
 
     def __init__(self, source: Readable, budget: int, most: int = directory.MAX_ENTRIES) -> None:
-        self.source, self.budget, self.most = source, budget, most  # most: records
-        self.pieces: list[Piece] = []
+        self.source, self.budget, self.most = source, budget, most
+        self.pieces: list[Remnant] = []
         self.states: list[int] = []
         self.mentions: dict[int, tuple[str, int, int]] = {}
         self.sizes = Sizes()
         self.last: str | None = None  # the storage met last
-        self.doubted: Piece | None = None
-        self.alignment = 64
-        self.padded = True  # as torch writes records: aligned, and with a descriptor
-        self.astray = False  # a gap was crossed, and no sizes lead over it
+        self.doubted: Remnant | None = None
         self.tries = 0  # to read an archive inside the file
         self.chunk_at, self.chunk = 0, b""
 
@@ -136,19 +131,13 @@ class Walk:
         while at is not None and at + LOCAL.size <= self.source.size and len(self.pieces) < self.most:
             piece = self._header(at)
             if piece is None:
-                at = self._past_directory(at) or self._resume(at)
-                continue
-            beyond = self._measure(piece)
-            if beyond is None and piece.name in self.sizes.of:
-                at = self._resume(at)
-                continue
-            self._meet(piece)
-            at = beyond if beyond is not None else self._resume(piece.data_at)
+                at = self._past_directory(at)
+            else:
+                at = self._measure(piece)
+                self._meet(piece)
         if self.doubted is not None:
             self.doubted.named = False
         return self
-
-    # Bytes -----------------------------------------------------------------------------------------------------------
 
     def _peek(self, at: int, length: int) -> bytes:
         """Up to `length` bytes, fewer at the end of the file."""
@@ -161,23 +150,7 @@ class Walk:
             begin = 0
         return self.chunk[begin : begin + length]
 
-    def _find(self, pattern: re.Pattern[bytes], at: int) -> int | None:
-        """The next place of the pattern (of four bytes); None at the end of the file, or of the budget."""
-        while at + 4 <= self.source.size and self.budget > 0:
-            if not self.chunk_at <= at or self.chunk_at + len(self.chunk) < at + 4:
-                self.chunk_at = at
-                self.chunk = self.source.read(at, min(_CHUNK, self.source.size - at))
-            found = pattern.search(self.chunk, at - self.chunk_at)
-            stop = self.chunk_at + (found.start() if found else len(self.chunk) - 3)
-            self.budget -= stop - at + _STEP
-            if found:
-                return stop
-            at = stop
-        return None
-
-    # Records ---------------------------------------------------------------------------------------------------------
-
-    def _header(self, at: int) -> Piece | None:
+    def _header(self, at: int) -> Remnant | None:
         """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
         raw = self._peek(at, LOCAL.size)
         if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
@@ -195,9 +168,9 @@ class Walk:
         if FULL in (stored, size):
             size, stored, _ = zip64_values(tail[name_size:], size, stored, 0) or (size, stored, 0)
         claims = () if flags & 8 and not crc and not stored else (crc,)
-        return Piece(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
+        return Remnant(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
 
-    def _measure(self, piece: Piece) -> int | None:
+    def _measure(self, piece: Remnant) -> int | None:
         """Finds out how long a record is; returns where the next one begins, None where that cannot be told."""
         known = self.sizes.of.get(piece.name)
         if piece.claims:
@@ -210,7 +183,7 @@ class Walk:
         piece.stored = piece.size = known
         return self._measured(piece, known)
 
-    def _measured(self, piece: Piece, stored: int) -> int | None:
+    def _measured(self, piece: Remnant, stored: int) -> int | None:
         """The offset of the next record after one of `stored` bytes; takes its checksum from its descriptor."""
         end = piece.end = piece.data_at + stored
         if end > self.source.size:
@@ -234,23 +207,31 @@ class Walk:
         piece.why = NO_SUM
         return end + len(writer.descriptor(0, stored, piece.header))
 
-    def _search(self, piece: Piece) -> int | None:
+    def _search(self, piece: Remnant) -> int | None:
         """Looks for the descriptor of a record whose size nobody knows: the one that says that it is where it is."""
-        at: int | None = piece.data_at - 1
-        while at is not None and (at := self._find(_DESCRIPTOR_SIGN, at + 1)) is not None:
-            stored = at - piece.data_at
-            raw = self._peek(at, DESCRIPTOR64.size)
-            if any(_describes(raw, layout, stored, bool(piece.method)) for layout in (DESCRIPTOR, DESCRIPTOR64)):
-                piece.stored = piece.size = stored
-                return self._measured(piece, stored)
+        at = piece.data_at
+        while at + DESCRIPTOR.size <= self.source.size and self.budget > 0:
+            if not self.chunk_at <= at or self.chunk_at + len(self.chunk) < at + 4:
+                self.chunk_at = at
+                self.chunk = self.source.read(at, min(_CHUNK, self.source.size - at))
+            found = self.chunk.find(b"PK\x07\x08", at - self.chunk_at)
+            stop = self.chunk_at + (found if found >= 0 else len(self.chunk) - 3)
+            self.budget -= stop - at + _STEP
+            if found >= 0:
+                stored, raw = stop - piece.data_at, self._peek(stop, DESCRIPTOR64.size)
+                if any(_describes(raw, layout, stored, bool(piece.method)) for layout in (DESCRIPTOR, DESCRIPTOR64)):
+                    piece.stored = piece.size = stored
+                    return self._measured(piece, stored)
+                stop += 1
+            at = stop
         piece.why = CUT
         return None
 
-    def _meet(self, piece: Piece) -> None:
+    def _meet(self, piece: Remnant) -> None:
         """Enters a record, and decides by the order whether its name can be right."""
         self.pieces.append(piece)
-        if not piece.why and is_pickle(piece.name) and self._is_own_pickle():
-            self.learn(piece)
+        if not piece.why and is_pickle(piece.name) and (not self.sizes.root or self.tries):
+            self.learn(piece)  # an in-place edit puts a new one behind the directory
         inner = piece.name.removeprefix(self.sizes.root) if self.sizes.root else piece.name.partition("/")[2]
         if piece.name in self.sizes.of:
             self._take_in_order(piece)
@@ -259,19 +240,11 @@ class Walk:
             if inner[:1] != "." and inner not in SMALL and self.sizes.after(self.last):
                 self._take_in_order(piece)  # a storage of which the name is damaged
         else:
-            piece.named = self._follows_number(inner)
-        if inner == ".storage_alignment" and not piece.why and piece.size <= 5:
-            text = self.source.read(piece.data_at, piece.size)
-            self.alignment = max(1, min(int(text), 1 << 15)) if text.isdigit() else self.alignment
+            number = inner.removeprefix("data/")
+            piece.named = number == inner or number == str(int(self.last or -1) + 1)  # as torch numbers storages
+            self.last = number if number != inner and piece.named else self.last
 
-    def _is_own_pickle(self) -> bool:
-        """False for the pickle of a zip that lies in one of this one's records."""
-        if self.sizes.root:
-            return self.tries > 0  # an in-place edit puts a new one behind the directory
-        before = (piece.name for piece in self.pieces[:-1])
-        return not self.astray and not any(is_pickle(name) or "/data/" in name for name in before)
-
-    def _take_in_order(self, piece: Piece) -> None:
+    def _take_in_order(self, piece: Remnant) -> None:
         """Believes the name that comes next. Where another comes, the record before is in doubt as well.
 
         Bytes that are missing from the middle of a file put the data of one record behind the header of another.
@@ -283,18 +256,7 @@ class Walk:
         self.doubted = before if not piece.named and before is not None and before.name == self.last else None
         self.last = piece.name if piece.named else self.sizes.after(self.last) or self.last
 
-    def _follows_number(self, inner: str) -> bool:
-        """Without a pickle: True if a storage's number is the one after the last."""
-        number = inner.removeprefix("data/")
-        if number == inner or self.astray:
-            return not self.astray
-        before, self.last = self.last, number
-        self.astray = not re.fullmatch("[0-9]{1,18}", number) or int(number) != int(before or -1) + 1
-        if self.astray and before is not None:
-            self.pieces[-2].named = False  # as in _take_in_order
-        return not self.astray
-
-    def learn(self, piece: Piece) -> None:
+    def learn(self, piece: Remnant) -> None:
         """Reads the pickle for the sizes of the storages. A damaged one teaches nothing."""
         record = record_of(Archive(self.source, 0, 0, b""), piece)
         if piece.size > inflated_limit(piece.stored):
@@ -302,12 +264,9 @@ class Walk:
         (total,) = checksums([record.data])
         if total != piece.claims[0] != 0:
             return
-        self.padded = self.source.read(piece.header + 6, 1)[0] & 8 == 8
         root = piece.name.removesuffix("data.pkl")
         self.sizes.learn(root, sizes_in(record.data, f"{root}data/", self.source))
         self.last = self.last if self.last in self.sizes.of else None
-
-    # Where there is no header ----------------------------------------------------------------------------------------
 
     def _past_directory(self, at: int) -> int | None:
         """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
@@ -336,68 +295,6 @@ class Walk:
             return False
         return True
 
-    def _resume(self, begin: int) -> int | None:
-        """The place behind damage where the walk can go on: a record where the sizes of those before it lead to."""
-        at, nested = begin, False
-        places = self._places(begin)
-        while (found := self._find(_NEXT, at + 1)) is not None:
-            at = found
-            piece = self._header(found)
-            order, skipped = places.get(found, ([], -1))
-            if piece is None:
-                if skipped == len(order) and self._peek(found, 4) == b"PK\x01\x02":
-                    return self._skip(order[:skipped], begin, found)
-            elif not self.sizes.root:
-                if is_pickle(piece.name):
-                    break  # of another zip, inside of a record
-                self.astray = True
-                return found
-            elif skipped >= 0 and self._fits(piece.name, order[skipped:]):
-                return self._skip(order[:skipped], begin, found)
-            elif self.last is None and found - begin < _NEAR and not nested and self._begins(piece.name):
-                return found
-            nested = nested or (piece is not None and is_pickle(piece.name))
-        return self._skip([self.sizes.after(self.last) or ""], begin, None)
-
-    def _fits(self, name: str, order: list[str]) -> bool:
-        """True for the next storage of an order; behind the last one, for a small record."""
-        return name == order[0] if order else self._is_small(name)
-
-    def _begins(self, name: str) -> bool:
-        return self._is_small(name) or name == self.sizes.after(None)
-
-    def _is_small(self, name: str) -> bool:
-        return name.removeprefix(self.sizes.root) in SMALL[1:]
-
-    def _places(self, begin: int) -> dict[int, tuple[list[str], int]]:
-        """Places of headers, if the next records were at `begin`: the order, and how many records are before each."""
-        places: dict[int, tuple[list[str], int]] = {}
-        for order, at in zip(self.sizes.orders, self.sizes.places, strict=True):
-            ahead, place = order[at[self.last] + 1 if self.last else 0 :], begin
-            for count, name in enumerate(ahead, 1):
-                place += self._extent(name, place)
-                self.budget -= _STEP
-                if place >= self.source.size or self.budget < 0:
-                    break
-                places.setdefault(place, (ahead, count))
-        return places
-
-    def _extent(self, name: str, at: int) -> int:
-        """The length of a storage's record, from header to descriptor, at this place."""
-        size = self.sizes.of[name]
-        if not self.padded:
-            return LOCAL.size + len(name.encode()) + size
-        header = writer.local_header(name, at, size, self.alignment)
-        return len(header) + size + len(writer.descriptor(0, size, at))
-
-    def _skip(self, names: Iterable[str], begin: int, found: int | None) -> int | None:
-        """Enters records that were passed over as lost."""
-        for name in names:
-            if name:
-                self.pieces.append(Piece(name, begin, why=HEADER, size=self.sizes.of[name]))
-                self.last = name
-        return found
-
 
 def is_pickle(name: str) -> bool:
     return name.endswith("/data.pkl") and name.count("/") == 1
@@ -418,9 +315,6 @@ def _is_extra(extra: bytes, size: int) -> bool:
     return whole and all(
         kind in _EXTRAS and (kind != _PADDING or not content.strip(b"Z\0")) for kind, content in fields
     )
-
-
-_DESCRIPTOR_SIGN = re.compile(rb"PK\x07\x08")
 
 
 def sizes_in(data: Data, prefix: str, source: Readable) -> dict[str, int]:
@@ -449,7 +343,7 @@ def _nothing(offset: int, length: int) -> bytes:
     raise Corrupt("a record that is not in the file", "Its data is lost.")
 
 
-def record_of(archive: Archive, piece: Piece) -> Record:
+def record_of(archive: Archive, piece: Remnant) -> Record:
     """The record that a piece is, taken as it is: its header and the directory are not compared any more."""
     record = Record(archive, piece.name, b"", 0, piece.method, piece.crc, piece.stored, piece.size, piece.header, False)
     record.data_at, record.end = piece.data_at, piece.end

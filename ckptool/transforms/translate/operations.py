@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, UsageError, counted
-from ckptool.formats.boxes import Chunk, assembled
+from ckptool.formats.pieces import Piece, assembled
 from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
@@ -379,7 +379,7 @@ def _unrepeat(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry
     apart = reshaped(tensor, [tensor.shape[axis] // times if size == -1 else size for size in shape])
     order = [at for at in range(len(shape)) if at != axis + 1]
     first, *others = (
-        Chunk(resolved(apart.narrow(axis + 1, n, 1).permute(order)), (0,) * len(order), f"copy {n}")
+        Piece(resolved(apart.narrow(axis + 1, n, 1).permute(order)), (0,) * len(order), f"copy {n}")
         for n in range(times)
     )
     return assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")

@@ -17,13 +17,22 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.errors import Unsupported, counted, listed
-from ckptool.formats import deepspeed
-from ckptool.formats.boxes import agree
-from ckptool.formats.deepspeed import UNIVERSAL
-from ckptool.formats.deepspeed.flat import bare
-from ckptool.formats.deepspeed.shares import named_groups, plain, undivided
-from ckptool.formats.deepspeed.zero import Models, Tag, checkpoint_of, shapes_of, tag_files, tree_of
-from ckptool.formats.joined_folder import damaged, lacks, mixed, number_in
+from ckptool.formats.folder import damaged, lacks, mixed, number_in
+from ckptool.formats.layouts import deepspeed
+from ckptool.formats.layouts.deepspeed import UNIVERSAL
+from ckptool.formats.layouts.zero import (
+    Tag,
+    bare,
+    checkpoint_of,
+    module_of,
+    named_groups,
+    plain,
+    shapes_of,
+    tag_files,
+    tree_of,
+    undivided,
+)
+from ckptool.formats.pieces import agree
 
 NAME = "deepspeed-universal"
 NO_BUFFERS = "no-buffers"  # of the notes
@@ -75,7 +84,7 @@ def read_tag(folder: Folder) -> Checkpoint:
     world = first.get("dp_world_size")
     size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.models) + 1
     stage = 3 if "zero_pp_rank" in file else 2
-    module = Models(tag, first, own, weights, stage, size).module()
+    module = module_of(tag, first, own, weights, stage, size)
     folder.adopt(UNIVERSAL, inside)
     rest = {str(key): plain(value) for key, value in common.items() if key not in _JOINED}
     tree = tree_of(first, module, optimizer, rest)

@@ -18,7 +18,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
-from ckptool.formats.parts import names_in
+from ckptool.formats.folder import names_in
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
@@ -89,7 +89,7 @@ def read(source: Folder) -> Checkpoint:
     `latest` that leads elsewhere; `Conflict` for files of several steps, stages or world sizes; `Unsupported` for
     tensor parallelism and what else is not joined; what opening a rank's file raises.
     """
-    from ckptool.formats.deepspeed import universal, zero
+    from ckptool.formats.layouts import universal, zero
 
     tag = source if _has_states(source.names) else Folder(os.path.join(source.path, _tag(source)))
     found = universal.read_tag(tag) if UNIVERSAL in tag else zero.read_tag(tag)

@@ -6,16 +6,16 @@ other value is the first rank's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
-from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import MISSING, Global, Object, Set, same_kind
+from ckptool.checkpoint.graph import structural_parts, visit
+from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
@@ -102,7 +102,7 @@ class TreeJoiner:
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
             self.differing[path] = first, f"{name} ({shapes})"
             return first
-        chunks = [Chunk(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
+        chunks = [Piece(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
         whole = self.joiner.replicated(name, chunks)
         if name in self.joiner.different:
             self.differing[path] = first, name
@@ -126,7 +126,7 @@ class TreeJoiner:
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
 
-    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Chunk]:
+    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Piece]:
         """The blocks of all ranks, read in the one way that fits all of their tensors."""
         for readings in zip(*(share.readings for share in shares), strict=True):
             parts = [reading for reading in readings if reading is not None]
@@ -196,40 +196,25 @@ def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
 
 def _same(one: Any, other: Any) -> bool:
     """True for values that are written alike."""
-    pending: list[tuple[Any, Any]] = [(one, other)]
-    seen: set[tuple[int, int]] = set()
+    pending, seen = [(one, other)], set[tuple[int, int]]()
     while pending:
         a, b = pending.pop()
         if a is b or (id(a), id(b)) in seen:
             continue
-        if type(a) is not type(b) or isinstance(a, Global):
-            return False
-        parts = _parts(a), _parts(b)
-        if parts[0] is None:
-            if a != b and not (a != a and b != b):
+        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
+            if _facts(a) != _facts(b):
                 return False
             continue
-        seen.add((id(a), id(b)))
-        left, right = list(parts[0]), list(parts[1] or ())
-        if len(left) != len(right):
+        ours, theirs = list(structural_parts(a)), list(structural_parts(b))
+        if type(a) is not type(b) or isinstance(a, Global) or len(ours) != len(theirs):
             return False
-        pending += zip(left, right, strict=True)
+        if not ours and a != b and not (a != a and b != b):
+            return False
+        if ours:
+            seen.add((id(a), id(b)))
+        pending += zip(ours, theirs, strict=True)
     return True
 
 
-def _parts(node: Any) -> Iterable[Any] | None:
-    """What a value is made of; None for one without parts."""
-    if isinstance(node, dict):
-        return [part for item in node.items() for part in item]
-    if isinstance(node, (list, tuple)):
-        return node
-    if isinstance(node, Set):
-        return node.items
-    if isinstance(node, Object):
-        state = None if node.state is MISSING else node.state
-        return [node.fn, node.how, node.args, node.kwargs, node.items, node.elements, state]
-    if isinstance(node, Composite):
-        return [node.made]
-    if isinstance(node, TensorEntry):
-        return [node.dtype.name, node.shape, node.stride, node.storage.crc, node.storage.nbytes]
-    return None
+def _facts(entry: TensorEntry) -> tuple[Any, ...]:
+    return entry.dtype.name, entry.shape, entry.stride, entry.storage.crc, entry.storage.nbytes

@@ -1,24 +1,24 @@
-"""A sharded tensor: a shape, and the chunks that fill it, as the ranks of a distributed run saved them.
+"""A tensor in pieces: a shape, and what fills it, as the ranks of a distributed run saved it.
 
-Every engine's folder is read as this. A chunk is a strided range of bytes of a file, at some offsets in the whole
-tensor. Chunks may be empty, come in any order, and repeat: replicas, which have to agree. The pieces of a flat vector
-(ZeRO) are chunks of the tensor in one dimension.
+Every engine's folder is read as this. A piece is a strided range of bytes of a file, at some offsets in the whole
+tensor. Pieces may be empty, come in any order, and repeat: replicas, which have to agree. Those of a flat vector (ZeRO)
+are pieces of the tensor in one dimension.
 
-Row-major bytes are assembled on demand: a read touches the chunks in its range alone, and memory holds no more.
+Vector-major bytes are assembled on demand: a read touches the pieces in its range alone, and memory holds no more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint import NO_FLAGS, Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
@@ -29,7 +29,7 @@ MAX_SPLIT = 8  # axes along which one tensor is divided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class Piece:
     """A tensor that is the block of another one which begins at `offsets`, counted in elements.
 
     owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
@@ -38,23 +38,49 @@ class Chunk:
     entry: TensorEntry
     offsets: tuple[int, ...]
     owner: str = ""
-    replicas: tuple[Chunk, ...] = ()
+    replicas: tuple[Piece, ...] = ()
 
     @property
     def box(self) -> Box:
         return self.offsets, self.entry.shape
 
-    def within(self, box: Box) -> Chunk | None:
+    def within(self, box: Box) -> Piece | None:
         """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
         common = _common(box, self.box)
         if common is None:
             return None
         begin = tuple(lo - at for lo, at in zip(common[0], box[0], strict=True))
-        return Chunk(_cut(self, common), begin, self.owner)
+        return Piece(_cut(self, common), begin, self.owner)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
+
+
+class Vector:
+    """Vectors of one dimension, each with who saved it, read as one. `length`: of all of them together."""
+
+    __slots__ = ("begins", "length", "vectors")
+
+    def __init__(self, vectors: Iterable[tuple[TensorEntry, str]]) -> None:
+        self.vectors = list(vectors)
+        *self.begins, self.length = accumulate((entry.shape[0] for entry, _ in self.vectors), initial=0)
+
+    def cut(self, begin: int, length: int) -> Iterator[tuple[TensorEntry, str]]:
+        """The vectors of the elements from `begin`, fewer than `length` where it ends; of nothing, an empty one."""
+        for at in range(max(0, bisect_right(self.begins, begin) - 1), len(self.vectors)):
+            entry, owner = self.vectors[at]
+            skip = begin - self.begins[at]
+            count = max(0, min(length, entry.shape[0] - skip))
+            if count or not length:
+                yield entry.narrow(0, skip, count).with_flags(NO_FLAGS), owner
+            begin, length = begin + count, length - count
+            if not length:
+                return
+
+
+Range = tuple[Vector, int, int]
+"""Elements of a row: where they begin, and how many there are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +96,7 @@ class Joiner:
     _joined: dict[Any, TensorEntry] = field(default_factory=dict)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], dtype: DType, chunks: Iterable[Chunk], copy: Chunk | None = None
+        self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
     ) -> TensorEntry:
         """The tensor of this shape and type that the blocks fill; of the same blocks always the same storage.
 
@@ -78,12 +104,12 @@ class Joiner:
         Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
         outside of the shape, that overlap or leave gaps; `Unsupported` for too many dimensions.
         """
-        given = list(chunks)
-        for chunk in given:
-            if chunk.entry.dtype != dtype or len(chunk.offsets) != len(shape) or len(chunk.entry.shape) != len(shape):
-                found = f"{chunk.entry.dtype}{list(chunk.entry.shape)} at {list(chunk.offsets)}"
-                raise self._corrupt(name, shape, f"{_owner(chunk)} {found}, a block of {dtype}{list(shape)}")
-        blocks = _with_replicas(chunk for chunk in given if chunk.entry.numel or not prod(shape))
+        given = list(pieces)
+        for piece in given:
+            if piece.entry.dtype != dtype or len(piece.offsets) != len(shape) or len(piece.entry.shape) != len(shape):
+                found = f"{piece.entry.dtype}{list(piece.entry.shape)} at {list(piece.offsets)}"
+                raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
+        blocks = _with_replicas(piece for piece in given if piece.entry.numel or not prod(shape))
         if not covers(shape, [block.box for block in blocks] if prod(shape) else []):
             raise self._corrupt(name, shape, problem(shape, blocks))
         if not blocks:
@@ -92,7 +118,10 @@ class Joiner:
             if any(agree(block.entry, other.entry) is False for other in block.replicas):
                 self.different[name] = f"{_owner(block)} and {_owner(block.replicas[0])} differ"
         if copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype):
-            blocks = [replace(each, replicas=(*each.replicas, _part_of(copy, each.box))) for each in blocks]
+            blocks = [
+                replace(each, replicas=(*each.replicas, Piece(_cut(copy, each.box), each.offsets, copy.owner)))
+                for each in blocks
+            ]
         key = (shape, dtype, *((block.offsets, block.entry.view, len(block.replicas)) for block in blocks))
         if key not in self._joined:
             alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape
@@ -100,16 +129,25 @@ class Joiner:
         return self._joined[key]
 
     def flat(
-        self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Chunk], copy: Chunk | None = None
+        self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
     ) -> TensorEntry:
         """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
         if copy is not None:
-            copy = Chunk(copy.entry.reshape((copy.entry.numel,)), (0,), copy.owner)
+            copy = Piece(copy.entry.reshape((copy.entry.numel,)), (0,), copy.owner)
         return self.tensor(name, (prod(shape),), dtype, pieces, copy).reshape(shape)
 
-    def replicated(self, name: str, chunks: Sequence[Chunk]) -> TensorEntry:
+    def in_ranges(
+        self, name: str, shape: tuple[int, ...], ranges: Iterable[Range], copy: Piece | None = None
+    ) -> TensorEntry:
+        """The tensor of this shape whose elements these ranges of rows are, in this order. copy: see `tensor`."""
+        vectors = [vector for row, begin, length in ranges for vector in row.cut(begin, length)]
+        begins = accumulate((entry.shape[0] for entry, _ in vectors), initial=0)
+        pieces = [Piece(entry, (begin,), owner) for (entry, owner), begin in zip(vectors, begins, strict=False)]
+        return self.flat(name, shape, vectors[0][0].dtype if vectors else by_name("f32"), pieces, copy)
+
+    def replicated(self, name: str, pieces: Sequence[Piece]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
-        first, *others = chunks
+        first, *others = pieces
         _keep_replicas(first, others)
         for other in others:
             same = agree(first.entry, other.entry, read=True)
@@ -144,16 +182,16 @@ class Joiner:
         )
 
 
-def _owner(chunk: Chunk) -> str:
-    return chunk.owner or "a block"
+def _owner(piece: Piece) -> str:
+    return piece.owner or "a block"
 
 
-def _with_replicas(chunks: Iterable[Chunk]) -> list[Chunk]:
+def _with_replicas(pieces: Iterable[Piece]) -> list[Piece]:
     """One block for each place, with the others of that place that are not known to be the same."""
-    places: dict[Box, list[Chunk]] = {}
-    for chunk in chunks:
-        places.setdefault(chunk.box, []).append(chunk)
-    blocks: list[Chunk] = []
+    places: dict[Box, list[Piece]] = {}
+    for piece in pieces:
+        places.setdefault(piece.box, []).append(piece)
+    blocks: list[Piece] = []
     for first, *others in places.values():
         rest = tuple(other for other in others if not agree(first.entry, other.entry))
         _keep_replicas(first, [other for other in others if other not in rest])
@@ -161,7 +199,7 @@ def _with_replicas(chunks: Iterable[Chunk]) -> list[Chunk]:
     return blocks
 
 
-def _keep_replicas(first: Chunk, others: Iterable[Chunk]) -> None:
+def _keep_replicas(first: Piece, others: Iterable[Piece]) -> None:
     """Notes the storages of which the values are not used with the one whose are, for a check of all files."""
     own = first.entry.storage
     known = {id(storage): storage for storage in own.replicas}
@@ -194,7 +232,7 @@ def _is_all(entry: TensorEntry) -> bool:
     return entry.is_contiguous and entry.offset == 0 and entry.nbytes == entry.storage.nbytes
 
 
-def problem(shape: tuple[int, ...], blocks: Sequence[Chunk]) -> str:
+def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
     """What is wrong with blocks that do not fill the shape, once each."""
     for block in blocks:
         if not _inside(shape, block.box):
@@ -242,59 +280,50 @@ def _add_corners(corners: Counter[tuple[int, ...]], edges: list[tuple[int, int]]
         corners[corner] += -sign if sum(choice) % 2 else sign
 
 
-def assembled(shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> TensorEntry:
-    """The tensor of this shape that the chunks make up; they must cover it (see `covers`) and be of one type.
+def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> TensorEntry:
+    """The tensor of this shape that the pieces make up; they must cover it (see `covers`) and be of one type.
 
     Reading it raises `Conflict` where replicas differ, saying so of `name`. Raises `Unsupported` for more than 32
     dimensions.
     """
     if len(shape) > MAX_RANK:
-        what = f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(chunks), 'chunk')}"
+        what = f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(pieces), 'piece')}"
         raise Unsupported(what, f"At most {MAX_RANK} are read.")
     if not shape:  # one element, and its replicas
-        one = [
-            replace(
-                chunk,
-                entry=_as_vector(chunk.entry),
-                offsets=(0,),
-                replicas=tuple(replace(other, entry=_as_vector(other.entry), offsets=(0,)) for other in chunk.replicas),
-            )
-            for chunk in chunks
-        ]
-        return replace(assembled((1,), one, name), shape=(), stride=())
-    first = chunks[0].entry
+
+        def as_vector(each: Piece) -> Piece:
+            return Piece(each.entry.reshape((1,)), (0,), each.owner, tuple(map(as_vector, each.replicas)))
+
+        return replace(assembled((1,), [*map(as_vector, pieces)], name), shape=(), stride=())
+    first = pieces[0].entry
     length = prod(shape) * first.dtype.itemsize
-    every = [each for chunk in chunks for each in (chunk, *chunk.replicas)]
-    inputs = tuple({id(chunk.entry.storage): chunk.entry.storage for chunk in every}.values())
-    # Whole rows, each chunk all of its storage in row-major order: their bytes follow each other.
+    every = [each for piece in pieces for each in (piece, *piece.replicas)]
+    inputs = tuple({id(piece.entry.storage): piece.entry.storage for piece in every}.values())
+    # Whole rows, each piece all of its storage in row-major order: their bytes follow each other.
     one_by_one = all(
-        chunk.entry.shape[1:] == shape[1:] and _is_all(chunk.entry) and not chunk.replicas and chunk.entry.numel
-        for chunk in chunks
+        piece.entry.shape[1:] == shape[1:] and _is_all(piece.entry) and not piece.replicas and piece.entry.numel
+        for piece in pieces
     )
     if one_by_one:
-        inputs = tuple(chunk.entry.storage for chunk in sorted(chunks, key=lambda chunk: chunk.offsets))
-    checks = len(every) > len(chunks)
-    read = _Assembly(shape, chunks, name).read
+        inputs = tuple(piece.entry.storage for piece in sorted(pieces, key=lambda piece: piece.offsets))
+    checks = len(every) > len(pieces)
+    read = _Assembly(shape, pieces, name).read
     data = Computed(length, read, inputs, checks=checks, concatenated=one_by_one) if length else InlineBytes(b"")
     return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
 
 
-def _as_vector(scalar: TensorEntry) -> TensorEntry:
-    return replace(scalar, shape=(1,), stride=(1,))
-
-
 class _Assembly:
-    """The row-major bytes of a tensor in chunks, which are sorted by where they begin on the first axis."""
+    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis."""
 
-    __slots__ = ("begins", "chunks", "itemsize", "name", "shape", "strides", "tallest")
+    __slots__ = ("begins", "itemsize", "name", "pieces", "shape", "strides", "tallest")
 
-    def __init__(self, shape: tuple[int, ...], chunks: list[Chunk], name: str = "") -> None:
+    def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> None:
         self.name = name
         self.shape, self.strides = shape, row_major_strides(shape)
-        self.itemsize = chunks[0].entry.dtype.itemsize
-        self.chunks = sorted((chunk for chunk in chunks if chunk.entry.numel), key=lambda chunk: chunk.offsets)
-        self.begins = [chunk.offsets[0] for chunk in self.chunks]
-        self.tallest = max((chunk.entry.shape[0] for chunk in self.chunks), default=0)
+        self.itemsize = pieces[0].entry.dtype.itemsize
+        self.pieces = sorted((piece for piece in pieces if piece.entry.numel), key=lambda piece: piece.offsets)
+        self.begins = [piece.offsets[0] for piece in self.pieces]
+        self.tallest = max((piece.entry.shape[0] for piece in self.pieces), default=0)
 
     def read(self, offset: int, length: int) -> bytes:
         stop = min(offset + length, prod(self.shape) * self.itemsize)
@@ -306,29 +335,29 @@ class _Assembly:
         return data[skip : skip + stop - offset] if skip or len(data) != stop - offset else data
 
     def _block(self, box: Box) -> Array:
-        """The elements in a box, from all chunks that it touches."""
+        """The elements in a box, from all pieces that it touches."""
         import numpy
 
         begin, sizes = box
         out = numpy.empty(sizes, f"V{self.itemsize}")
         from_ = bisect_left(self.begins, begin[0] - self.tallest + 1)
-        for chunk in self.chunks[from_ : bisect_left(self.begins, begin[0] + sizes[0])]:
-            common = _common(box, (chunk.offsets, chunk.entry.shape))
+        for piece in self.pieces[from_ : bisect_left(self.begins, begin[0] + sizes[0])]:
+            common = _common(box, (piece.offsets, piece.entry.shape))
             if common is not None:
                 place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
-                values = self._values(chunk, common)
+                values = self._values(piece, common)
                 out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
         return out
 
-    def _values(self, chunk: Chunk, box: Box) -> bytes:
-        """The bytes of a chunk in a box within it, which its replicas have to have as well."""
-        data = row_major(_cut(chunk, box))
+    def _values(self, piece: Piece, box: Box) -> bytes:
+        """The bytes of a piece in a box within it, which its replicas have to have as well."""
+        data = row_major(_cut(piece, box))
         values = data.read(0, data.length)
-        for other in chunk.replicas:
+        for other in piece.replicas:
             theirs = row_major(_cut(other, box))
-            if not _same(values, chunk.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+            if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
                 raise Conflict(
-                    f"{self.name or 'a tensor'}: {_owner(chunk)} and {_owner(other)} saved different values of the "
+                    f"{self.name or 'a tensor'}: {_owner(piece)} and {_owner(other)} saved different values of the "
                     f"elements from {list(box[0])}",
                     "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
                     "Copy all files of the folder again, or take another checkpoint.",
@@ -354,10 +383,6 @@ def begin_alike(values: TensorEntry, copy: TensorEntry) -> bool:
     return _same(one.read(0, one.length), values.dtype, other.read(0, other.length), copy.dtype)
 
 
-def _part_of(copy: Chunk, box: Box) -> Chunk:
-    return Chunk(_cut(copy, box), box[0], copy.owner)
-
-
 def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes, in order, that hold the elements `start` to `stop` (in row-major order) of a tensor without gaps."""
     while start < stop:
@@ -380,8 +405,8 @@ def _common(one: Box, other: Box) -> Box | None:
     return tuple(begin), tuple(sizes)
 
 
-def _cut(chunk: Chunk, box: Box) -> TensorEntry:
-    """The part of a chunk that is in a box which lies within it."""
-    entry = chunk.entry
-    steps = zip(box[0], chunk.offsets, entry.stride, strict=True)
+def _cut(piece: Piece, box: Box) -> TensorEntry:
+    """The part of a piece that is in a box which lies within it."""
+    entry = piece.entry
+    steps = zip(box[0], piece.offsets, entry.stride, strict=True)
     return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))

@@ -17,9 +17,9 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.boxes import Chunk, Joiner
+from ckptool.formats.layouts.rank_files import NAME, RankSets, is_flat_parameter
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import distributed
-from ckptool.formats.rank_files import NAME, RankSets, is_flat_parameter
 
 MODEL = "model"
 ALIGNED = (4, 8, 2)  # elements to which a parameter is aligned: 16 bytes of the type that is computed in
@@ -99,12 +99,12 @@ def _buffer(joiner: Joiner, name: str, shape: tuple[int, ...], trees: Sequence[d
     whole = [entry for entry in entries if isinstance(entry, TensorEntry) and entry.shape == shape]
     if len(whole) < len(trees) or (len(trees) == 1 and len(shape) == 1):
         return None
-    chunks = [Chunk(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
+    chunks = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
     return joiner.replicated(name, chunks)
 
 
 def _places(
-    folder: Folder, key: str, size: int, shapes: Shapes, trees: Sequence[dict[Any, Any]], chunks: Sequence[Chunk]
+    folder: Folder, key: str, size: int, shapes: Shapes, trees: Sequence[dict[Any, Any]], chunks: Sequence[Piece]
 ) -> Iterator[tuple[str, int]]:
     """Where each parameter begins in a vector of this size."""
     named = [name for name in shapes if all(isinstance(tree.get(name), TensorEntry) for tree in trees)]
@@ -126,6 +126,6 @@ def _places(
     raise _conflict(folder, what, why)
 
 
-def _pieces(chunks: Sequence[Chunk], begin: int, count: int) -> list[Chunk | None]:
+def _pieces(chunks: Sequence[Piece], begin: int, count: int) -> list[Piece | None]:
     """What each chunk of a vector has of a range of it."""
     return [chunk.within(((begin,), (count,))) for chunk in chunks]

@@ -17,9 +17,8 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
 from ckptool.formats import safetensors
-from ckptool.formats.boxes import Chunk
-from ckptool.formats.joined_folder import JoinedFolder, damaged, lacks, missing_ranks
-from ckptool.formats.parts import PIECES, names_in
+from ckptool.formats.folder import PIECES, RankFolder, damaged, lacks, missing_ranks, names_in
+from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import sizes_of
 
 NAME = "hf-pieces"
@@ -49,8 +48,8 @@ def read(source: Folder) -> Checkpoint:
         rest = next(iter(names.values()))["rest"]
         files = [f"shard-{rank:05}-{rest}.safetensors" for rank in missing]
         raise lacks(source, f"the pieces of {counted(len(missing), 'rank')}", files)
-    pieces: dict[str, list[Chunk]] = {}
-    joined = JoinedFolder(source)
+    pieces: dict[str, list[Piece]] = {}
+    joined = RankFolder(source)
     for name, found in names.items():
         shard = safetensors.read(source.open(name))
         offsets = saved_offsets(shard)
@@ -58,7 +57,7 @@ def read(source: Folder) -> Checkpoint:
             begin = sizes_of(offsets.get(tensor))
             if begin is None or len(begin) != len(entry.shape):
                 raise damaged(source, f"{name} does not say where its piece of {tensor} belongs")
-            pieces.setdefault(tensor, []).append(Chunk(entry, begin, f"rank {int(found['rank']) - 1}"))
+            pieces.setdefault(tensor, []).append(Piece(entry, begin, f"rank {int(found['rank']) - 1}"))
     join = joined.joiner.tensor
     tree = {name: join(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()}
     # Of one rank alone nothing tells that others had parts of the same tensors.
@@ -69,7 +68,7 @@ def read(source: Folder) -> Checkpoint:
     return replace(joined.checkpoint(NAME, tree, "torch, HuggingFaceStorageWriter", ranks[-1]), tensors_only=True)
 
 
-def _extent(chunks: list[Chunk]) -> tuple[int, ...]:
+def _extent(chunks: list[Piece]) -> tuple[int, ...]:
     """The shape that reaches as far as the pieces do."""
     ends = [[lo + n for lo, n in zip(chunk.offsets, chunk.entry.shape, strict=False)] for chunk in chunks]
     return tuple(map(max, zip(*ends, strict=False)))

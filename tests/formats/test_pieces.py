@@ -11,17 +11,17 @@ import torch
 
 from ckptool.checkpoint import row_major_strides
 from ckptool.errors import Unsupported
-from ckptool.formats.boxes import Chunk, assembled, boxes_between, covers
+from ckptool.formats.pieces import Piece, assembled, boxes_between, covers
 from tests.support.entries import entry_of
 from tests.support.looped import looped
 from tests.support.processes import quickest
 
 
-def cut(tensor: torch.Tensor, boxes: list[Any]) -> list[Chunk]:
+def cut(tensor: torch.Tensor, boxes: list[Any]) -> list[Piece]:
     parts = []
     for begin, sizes in boxes:
         part = tensor[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))]
-        parts.append(Chunk(entry_of(part), begin))
+        parts.append(Piece(entry_of(part), begin))
     return parts
 
 

@@ -14,10 +14,9 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
-from ckptool.formats.parts import FSDP_RANKS, OF_WORLD
+from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, RankFolder, lacks, missing_names
 from ckptool.formats.placements import RankFile
-from ckptool.formats.rank_files.join_trees import TreeJoiner, not_joinable
+from ckptool.formats.rank_trees import TreeJoiner, not_joinable
 
 NAME = "rank-files"
 NOT_JOINED = "not-joined"  # of the note
@@ -78,7 +77,7 @@ class RankSets:
     """The files of a folder by set and rank."""
 
     folder: Folder
-    files: JoinedFolder = field(init=False)
+    files: RankFolder = field(init=False)
     sets: dict[str, dict[int, str]] = field(default_factory=dict)
     world: int = 0
     is_accelerate: bool = False
@@ -86,7 +85,7 @@ class RankSets:
 
     def __post_init__(self) -> None:
         """Raises `Conflict` for files of several world sizes, `Corrupt` where some are missing."""
-        self.files = JoinedFolder(self.folder)
+        self.files = RankFolder(self.folder)
         worlds: dict[int, str] = {}
         for name in self.folder.names:
             if found := OF_WORLD.fullmatch(name):
@@ -105,7 +104,10 @@ class RankSets:
             raise self._mixed(list(worlds.values()))
         self.sets = dict(sorted(self.sets.items(), key=lambda item: not item[0].startswith("model")))
         self.world = max(*worlds, *(max(files) + 1 for files in self.sets.values()), 0)
-        self._check_missing()
+        names = [name for files in self.sets.values() for name in files.values()]
+        missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
+        if missing:
+            raise lacks(self.folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
 
     def _mixed(self, names: list[str]) -> Conflict:
         return Conflict(
@@ -113,16 +115,6 @@ class RankSets:
             "Their world sizes differ.",
             "Move the files of one of them to another folder.",
         )
-
-    def _check_missing(self) -> None:
-        missing = []
-        for files in self.sets.values():
-            rank, name = next(iter(files.items()))
-            start, _, end = name.rpartition(f"rank_{rank}" if f"rank_{rank}" in name else f"rank{rank}")
-            separator = "_" if f"rank_{rank}" in name else ""
-            missing += [f"{start}rank{separator}{r}{end}" for r in missing_ranks(files, self.world)]
-        if missing:
-            raise lacks(self.folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
 
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""

@@ -21,8 +21,8 @@ from ckptool.checkpoint.files import Folder, Input, Source, read_json, read_smal
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.formats.boxes import Chunk
-from ckptool.formats.joined_folder import JoinedFolder, lacks, missing_ranks
+from ckptool.formats.folder import RankFolder, lacks, missing_ranks
+from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import (
     MAX_MESH,
     Axis,
@@ -34,7 +34,7 @@ from ckptool.formats.placements import (
     encoded_order,
     sizes_of,
 )
-from ckptool.formats.rank_files.join_trees import Described, TreeJoiner, not_joinable
+from ckptool.formats.rank_trees import Described, TreeJoiner, not_joinable
 from ckptool.pickles.decode import decode, no_storage
 
 NAME = "torch-checkpointing"
@@ -92,7 +92,7 @@ def read(source: Folder) -> Checkpoint:
     """
     table = _table(source)
     items, world = _items(source, table)
-    joined = JoinedFolder(source)
+    joined = RankFolder(source)
     tree: dict[Any, Any] = {}
     used = {TABLE}
     for item, files in items.items():
@@ -150,7 +150,11 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         if type(item) is not str or not isinstance(layout, dict):
             raise _damaged(folder, "does not say where its items are")
         for rank, info in layout.items():
-            path, kind = _place(info, f"{item}_{rank}.pt")
+            path: Any = f"{item}_{rank}.pt"
+            kind: Any = "TorchSerialization"
+            if info is not None:
+                about = info.get("serialization_format") if isinstance(info, dict) else None
+                path, kind = (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
                 raise _damaged(folder, f"does not say where {item} is")
             items.setdefault(item, {})[rank] = path, kind
@@ -181,14 +185,7 @@ def _name_of(item: str, rank: int, files: Files) -> str:
     return f"{found['item']}{found['mark']}{rank}.{found['suffix']}" if found else f"{item}_{rank}"
 
 
-def _place(info: Any, default: str) -> tuple[Any, Any]:
-    if info is None:
-        return default, "TorchSerialization"
-    about = info.get("serialization_format") if isinstance(info, dict) else None
-    return (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
-
-
-def _opened(joined: JoinedFolder, path: str, kind: str) -> Any:
+def _opened(joined: RankFolder, path: str, kind: str) -> Any:
     """The tree or value in a file, which may be in a folder below. Raises `Corrupt` for a path that leads elsewhere."""
     folder = joined.folder
     below, name = folder, path
@@ -283,7 +280,7 @@ def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankS
         if any(lo + n > full for lo, n, full in zip(at, sizes, entry.shape, strict=True)):
             raise ValueError
         skip = sum(lo * stride for lo, stride in zip(at, entry.stride, strict=True))
-        chunks.append(Chunk(replace(entry, shape=sizes, offset=entry.offset + skip), begin, file.owner))
+        chunks.append(Piece(replace(entry, shape=sizes, offset=entry.offset + skip), begin, file.owner))
     return RankShare(file, shape, _dtype(data), (), (), [chunks], entry.flags)
 
 

@@ -1,0 +1,273 @@
+"""What torch's tables cannot say of a tree: its pickle, as a tensor of bytes in the table, `ckptool.pickle`.
+
+The persistent ids in it are those of torch's files, but that the keys of storages say where their bytes are in the
+folder: in the tensor of a flat name, or in an object. `ckptool.pickle.0`, … are storages of which no tensor has all
+bytes. The pickle counts only where it has the same names, types, shapes and values as the table; else it is passed
+over, and that is noted.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    Note,
+    Storage,
+    StorageRef,
+    TensorEntry,
+    row_major_strides,
+)
+from ckptool.checkpoint import tree as trees
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.graph import SCALARS, structural_parts, visit
+from ckptool.checkpoint.nodes import Object, OrderedDict, Set
+from ckptool.checkpoint.strided import resolved, row_major
+from ckptool.commands import arg
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded
+from ckptool.formats import marks
+from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
+from ckptool.formats.nested_streams import BUILDERS
+from ckptool.pickles.decode import decode
+from ckptool.pickles.encode import encode
+from ckptool.pickles.torch_objects import storage_class
+
+NAME = "ckptool.pickle"
+KEPT, IGNORED = "side-car", "side-car-ignored"  # of the notes
+MAX_PICKLE = 64 << 20  # bytes
+MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's tree with the table
+BEGINNING = 16 << 10  # of each tensor
+
+VIEWS = "tensors that share memory as different views"
+STRIDES = "strides of what is divided"
+LAZY = "conjugate and negative views"
+
+_HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Home:
+    """Where the bytes of a storage are in the folder: in a tensor or object of that name, those from start to stop.
+
+    stop: None for all.  axes: those of a tensor that was divided in row-major order, as they lie in the storage.
+    """
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+    axes: list[int] | None = None
+
+    def holds(self, part: TensorEntry | StorageRef) -> bool:
+        """True if all bytes that a view touches are there."""
+        start, stop = part.span() if isinstance(part, TensorEntry) else (0, part.storage.nbytes)
+        size = part.dtype.itemsize if part.dtype is not None else 1
+        end = part.storage.nbytes if self.stop is None else self.stop
+        return self.start <= start and stop <= end and self.start % size == 0
+
+    def is_wider(self, other: Home | None) -> bool:
+        if other is None or self.stop is None or other.stop is None:
+            return other is None or self.stop is None
+        return self.stop - self.start > other.stop - other.start
+
+
+def as_bytes(storage: Storage) -> TensorEntry:
+    return TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def lost_in_table(flat: FlatNames) -> dict[str, str]:
+    """What the table would not say of a tree, each with an address or name where it is so; empty if it says all."""
+    found = dict(flat.lost)
+    entries: set[int] = set()
+    views: dict[int, Any] = {}  # id of a storage -> the view, or the object, that it is in
+    for name, value in flat.values.items():
+        if isinstance(value, TensorEntry):
+            if id(value) in entries:
+                found.setdefault(SHARED, name)
+            entries.add(id(value))
+            if value.flags.conj or value.flags.neg:
+                found.setdefault(LAZY, name)
+            if views.setdefault(id(value.storage), value.view) != value.view:
+                found.setdefault(VIEWS, name)
+            continue
+        for storage in trees.storages(value):
+            if views.setdefault(id(storage), name) != name:
+                found.setdefault(VIEWS, name)
+    if names := _entangled(flat):
+        found.setdefault(SHARED, min(names, key=list(flat.values).index))
+    return found
+
+
+def _entangled(flat: FlatNames) -> set[str]:
+    """The names of objects that have parts in common with something else."""
+    owners: dict[int, str] = dict.fromkeys(flat.holders, "")
+    found: set[str] = set()
+    beside = [part for node in flat.holders.values() if isinstance(node, dict) for part in _beside_values(node)]
+    for name, value in [*(("", part) for part in beside), *flat.values.items()]:
+        for part in [value] if isinstance(value, TensorEntry) else visit(value):
+            if not isinstance(part, _HAVE_IDENTITY) or part == ():
+                continue
+            keys = (id(part), id(part.storage)) if isinstance(part, (TensorEntry, StorageRef)) else (id(part),)
+            for key in keys:
+                if (other := owners.setdefault(key, name)) != name:
+                    found |= {other, name}
+    return {name for name in found if name and not isinstance(flat.values[name], TensorEntry)}
+
+
+def _beside_values(node: dict[Any, Any]) -> Iterator[Any]:
+    """The keys of a dictionary that are not text, and what is set on it."""
+    yield from (key for key in node if type(key) is not str)
+    if isinstance(node, OrderedDict):
+        yield node.attributes
+
+
+def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list[Storage]]:
+    """The pickle of a tree, and the storages whose bytes it needs beside what the table names.
+
+    homes: of storages, by their id. Raises `LimitExceeded` for a pickle that would not be read.
+    """
+    views = [part for part in visit(checkpoint.tree) if isinstance(part, (TensorEntry, StorageRef))]
+    away = {id(part.storage) for part in views if id(part.storage) in homes and not homes[id(part.storage)].holds(part)}
+    raw: list[Storage] = []
+    placed: dict[int, tuple[Storage, int]] = {}  # id of a storage -> that of its home, and where this begins in it
+    keys: dict[int, str] = {}
+
+    def at_home(part: Any) -> Any:
+        storage = part.storage
+        if id(storage) not in placed:
+            home = homes.get(id(storage)) if id(storage) not in away else None
+            if home is None:
+                home = Home(f"{NAME}.{len(raw)}")
+                raw.append(storage)
+            length = (storage.nbytes if home.stop is None else home.stop) - home.start
+            own = Storage(Computed(length, storage.data.read), storage.location)
+            placed[id(storage)], keys[id(own)] = (own, home.start), json.dumps([home.name, home.axes])
+        own, begin = placed[id(storage)]
+        if isinstance(part, StorageRef):
+            return replace(part, storage=own)
+        return replace(part, storage=own, offset=part.offset - begin // part.dtype.itemsize)
+
+    mark = checkpoint.metadata.get(marks.RECOVERED)
+    tree = trees.rebuild(checkpoint.tree, at_home)
+    content = encode({"tree": tree, "recovered": mark}, lambda storage: keys[id(storage)])
+    if len(content) > MAX_PICKLE:
+        what = f"{NAME} would have {len(content):,} bytes"
+        fix = f"Write a torch file: {arg(container='torch-zip')}"
+        raise LimitExceeded(what, f"At most {MAX_PICKLE:,} are read.", fix)
+    return content, raw
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note]]:
+    """The tree of the pickle, what it says beside that, and notes; None in place of the tree where there is none that
+    fits.
+
+    values: of the table, by their flat names; those that belong to the pickle are taken out of them.
+    """
+    if NAME not in values:
+        return None, {}, []
+    own = {name: values.pop(name) for name in [*values] if name == NAME or name.startswith(f"{NAME}.")}
+    try:
+        content = own[NAME].bytes() if own[NAME].nbytes <= MAX_PICKLE else b""
+        if zlib.crc32(content) != own[NAME].storage.crc:
+            raise Corrupt("its bytes do not match their checksum")
+        loaded = decode(content, _Storages(values | own).load, BUILDERS, name=NAME).root
+        tree, mark = loaded["tree"], loaded["recovered"]
+        found = flat_names(tree).values
+        if found.keys() != values.keys():
+            raise Conflict("it names other values than the table")
+        left = [MAX_COMPARED]
+        for name, value in values.items():
+            if not _is_same(found[name], value, left):
+                raise Conflict(f"it has another {name} than the table")
+        metadata = {marks.RECOVERED: mark} if type(mark) is str else {}
+        return tree, metadata, list(marks.recovered_notes(metadata))
+    except CkptoolError as error:
+        why = error.what
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        why = f"it is damaged ({type(error).__name__})"
+    what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
+    return None, {}, [Note(IGNORED, what)]
+
+
+class _Storages:
+    """The storages of a pickle, each once. values: what the table names."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.known: dict[str, Storage] = {}
+
+    def load(self, pid: Any) -> StorageRef:
+        _, cls, key, location, _ = pid
+        if key not in self.known:
+            name, axes = json.loads(key)
+            self.known[key] = self._storage(name, axes, str(location))
+        known, dtype = storage_class(cls)
+        if not known:
+            raise TypeError("a storage")
+        return StorageRef(self.known[key], dtype)
+
+    def _storage(self, name: str, axes: list[int] | None, location: str) -> Storage:
+        if name in self.values:
+            entry = self.values[name]
+        else:
+            holder, _, number = name.rpartition("#")
+            entry = as_bytes(list(trees.storages(self.values[holder]))[int(number)])
+        if not isinstance(entry, TensorEntry):
+            raise TypeError("a storage")
+        if axes is None:
+            return Storage(entry.storage.data, location, entry.storage.crc)
+        shape, strides = entry.shape, row_major_strides(entry.shape)
+        if sorted(axes) != list(range(len(shape))):
+            raise ValueError("axes")
+        turned = TensorEntry(
+            entry.storage, entry.dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes), entry.offset
+        )
+        return Storage(row_major(turned), location)
+
+
+def _is_same(found: Any, value: Any, left: list[int]) -> bool:
+    """True unless a value of the pickle's tree is seen to be another than that of the table.
+
+    Of tensors that are other bytes (parts of one that is wider), the beginnings are compared. left: so many bytes of
+    values may still be read for that. Of objects, types and plain values are, whatever their parts share; of tensors in
+    these, types and shapes.
+    """
+    if isinstance(found, TensorEntry) and isinstance(value, TensorEntry):
+        alike = (found.dtype, found.shape) == (value.dtype, value.shape)
+        if not alike or found.view == value.view:
+            return alike and found.flags.lazy == value.flags.lazy
+        pair = row_major(resolved(found)), row_major(value)  # the table's are no conjugate or negative views
+        length = min(left[0], BEGINNING, pair[0].length)
+        left[0] -= length
+        return pair[0].read(0, length) == pair[1].read(0, length)
+    pairs, seen = [(found, value)], set()
+    while pairs:
+        one, other = pairs.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, TensorEntry):
+            if (one.dtype, one.shape) != (other.dtype, other.shape):
+                return False
+        elif type(one) in SCALARS or type(one) is bytes:
+            if one != other and repr(one) != repr(other):  # NaN is the same as NaN
+                return False
+        else:
+            parts = list(structural_parts(one)), list(structural_parts(other))
+            if len(parts[0]) != len(parts[1]):
+                return False
+            pairs += zip(*parts, strict=True)
+    return True

@@ -1,0 +1,1 @@
+"""The folders of engines: one file a layout, which says what pieces there are; `folder` and `pieces` do the rest."""
