@@ -62,16 +62,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def harness() -> Iterator[None]:
-    """For tests that train: one thread, since two spin on a loaded machine, and torch's switches given back."""
-    import torch
-
+    """For tests that train: torch's switches are given back."""
     from ckptool.training.start import switches_given_back
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with switches_given_back():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +74,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts processes that begin with everything imported, and compute with one thread."""
     from ckptool.training.prove.fork_server import ForkServer
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        made = ForkServer(str(tmp_path_factory.mktemp("server") / "stderr"))
-    with made:
-        yield made
+    with ForkServer(str(tmp_path_factory.mktemp("server") / "stderr")) as server:
+        yield server

@@ -15,7 +15,7 @@ from tests.support.cli import Run
 from tests.support.engine_cases import committed_cases
 from tests.support.hostile_folders import Mutation, folder_mutations, problems_with
 
-SAMPLE = 36  # in every run of the tests; all of them are in `make soak`
+SAMPLE = 18  # in every run of the tests; all of them are in `make soak`
 
 
 def broken() -> Iterator[tuple[Path, Mutation]]:

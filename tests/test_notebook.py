@@ -43,7 +43,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = NOTEBOOK if os.environ.get("CKPTOOL_UPDATE_README") else folder / "executed.ipynb"
     (folder / "work").mkdir()
     command = [sys.executable, "-c", RUNNER, str(NOTEBOOK), str(out), str(folder / "work")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1"}
+    environment = {**os.environ, "JUPYTER_PLATFORM_DIRS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     notebook: dict[str, Any] = json.loads(out.read_text())

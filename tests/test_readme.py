@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def environment(*, torch: bool = False, **more: str) -> dict[str, str]:
-    own = {"PATH": path_with(*TORCH if torch else ()), "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **more}
+    own = {"PATH": path_with(*TORCH if torch else ()), "NO_COLOR": "1", **more}
     return {name: value for name, value in os.environ.items() if name != "COLUMNS"} | own
 
 

@@ -77,8 +77,8 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
             moved += numpy.einsum("ij,ij->i", apart, apart)
     norms = {layer: tuple(map(sqrt, found.tolist())) for layer, found in squares.items()}
     shares = {
-        layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(found.tolist(), norms[layer]))  # noqa: B905
-        for layer, found in moves.items()
+        layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(row.tolist(), norms[layer], strict=False))
+        for layer, row in moves.items()
     }
     return NormsOverTime(tuple(files), norms, shares, dict(unread))
 

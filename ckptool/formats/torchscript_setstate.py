@@ -28,8 +28,8 @@ def owners(text: str, look: bool) -> set[str]:
 
     look: whether what it does is looked at, or any does more.
     """
-    parts = re.split(r"(?m)^class ", text)
-    return {re.match(r"\w*", part)[0] for part in parts if NAME in part and not (look and _only_packs(f"class {part}"))}  # type: ignore[index]
+    classes = [part for part in re.split(r"(?m)^class ", text) if NAME in part]
+    return {re.split(r"\W", part)[0] for part in classes if not (look and _only_packs(f"class {part}"))}
 
 
 def _only_packs(text: str) -> bool:

@@ -145,7 +145,7 @@ class Steps(IterableDataset[Any]):
 def own_numbers(dataset: Any) -> None:
     """Gives a worker its own copy of numbers in shared memory, such as the epoch: another may be in another epoch."""
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_shared():  # type: ignore[no-untyped-call]
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.untyped_storage().is_shared():
             setattr(dataset, name, value.clone())
 
 

@@ -171,7 +171,8 @@ def yaml_node(path: str, most: int, look: str) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):  # with which a few lines stand for millions
                 what = "an alias (names that begin with * are in quotes)"
-                raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+                raise yaml.composer.ComposerError(None, None, what, mark)
             return super().compose_node(parent, index)
 
     text = read_small_text(path, "a file of rules", most)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptool.analysis.fold import DEEP, NAMES, grouped
 from tests.support.expanded_keys import expand
 from tests.support.looped import looped
-from tests.support.processes import quickest
+from tests.support.processes import is_quick
 
 
 def texts(*keys: str) -> list[str]:
@@ -124,11 +124,11 @@ def test_many_keys() -> None:
     odd = [f"x{n * n}.{n}.w" for n in range(20_000)]
     for keys, most in ((layers, 3), (odd, 20_000)):
         assert len(grouped(keys)) <= most
-        assert quickest(partial(grouped, keys)) < 1.5
+        assert is_quick(partial(grouped, keys), 1.5)
 
 
 @pytest.mark.parametrize("key", ["a." * 100_000, "9" * 100_000, "a9" * 50_000, "." * 100_000, "{" * 100_000])
 def test_one_long_key(key: str) -> None:
     assert [group.keys for group in grouped([key, key + "x", "b"]) if key in group.keys]
-    assert quickest(lambda: grouped([key, key + "x", "b"])) < 1
+    assert is_quick(lambda: grouped([key, key + "x", "b"]), 1)
     assert key.count(".") < DEEP or len(grouped([key, key + "x"])) == 2

@@ -21,7 +21,7 @@ from ckptool.formats import read
 from ckptool.pickles.plain.values import plain
 from tests.support.files import written
 from tests.support.npz_files import each_saver, numpy_file
-from tests.support.processes import quickest
+from tests.support.processes import is_quick
 
 
 def small(folder: Path, how: str = "stored") -> bytes:
@@ -149,7 +149,7 @@ def test_small_files_that_ask_for_much_are_refused_within_the_budget(kind: str, 
         else:
             assert len(read(file).tree) == 3_000
 
-    assert quickest(work) < 1.5
+    assert is_quick(work, 1.5)
 
 
 def test_a_storage_that_stands_for_much_is_not_loaded(tmp_path: Path) -> None:

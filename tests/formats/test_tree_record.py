@@ -255,7 +255,8 @@ def test_a_record_that_is_none(record: str, tmp_path: Path) -> None:
         read(with_record(tmp_path / "b.safetensors", header, record, data))
 
 
-def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("many", [400, pytest.param(1500, marks=pytest.mark.soak)])
+def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(many: int, tmp_path: Path) -> None:
     header, record, data = record_of(sample(tmp_path))
     chosen = random.Random(3)
     odd = [
@@ -278,7 +279,7 @@ def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(tmp_path: Pat
         [0],
     ]
     refused = 0
-    for _ in range(1500):
+    for _ in range(many):
         changed = json.loads(json.dumps(record))
         node: Any = changed
         while isinstance(node, (dict, list)) and node:
@@ -292,7 +293,7 @@ def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(tmp_path: Pat
             read(path)
         except CkptoolError:
             refused += 1
-    assert refused > 700
+    assert refused > many * 0.45
 
 
 def test_twins_are_carried_and_are_no_ties(tmp_path: Path) -> None:

@@ -27,22 +27,22 @@ def default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def quickest(work: Callable[[], object], times: int = 3) -> float:
-    """Seconds of processor time that `work` takes on a usual machine, the least of several runs, without the garbage of
-    the tests before it.
+def is_quick(work: Callable[[], object], seconds: float) -> bool:
+    """True if one of three runs of `work` takes less than so many seconds of processor time of a usual machine, without
+    the garbage of the tests before it.
 
     Others are at work on the same cores; what takes quadratic time is slow in every run.
     """
-    taken = []
     gc.disable()
     try:
-        for _ in range(times):
+        for _ in range(3):
             began = time.process_time()
             work()
-            taken.append(time.process_time() - began)
+            if time.process_time() - began < seconds * slowness():
+                return True
     finally:
         gc.enable()
-    return min(taken) / slowness()
+    return False
 
 
 @contextmanager

@@ -22,7 +22,6 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-torch.set_num_threads(1)
 """
 RUN = """
 world, others = int(sys.argv[3]), []
@@ -87,8 +86,6 @@ for rank in range({world}):
     if not ranks[-1]:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="{world}", LOCAL_WORLD_SIZE="{world}")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
-        import torch
-        torch.set_num_threads(1)
         exec({script!r})
         os._exit(0)
 os._exit(max(bool(os.waitpid(rank, 0)[1]) for rank in ranks))

@@ -205,7 +205,7 @@ def _step(command: str, file: str, other: str, out: str) -> list[Any]:
 def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> None:
     """One command as the program runs it, its answer as text and as JSON."""
     import ckptool
-    from ckptool.cli.output import Answer
+    from ckptool.cli.output import answer_of
     from ckptool.render.json import dumps
     from ckptool.render.style import PLAIN
 
@@ -230,9 +230,8 @@ def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> No
         report = ckptool.convert(file, out + suffix, all=option == "--all")
     else:
         report = ckptool.remap(file, out + ".cpu.pt", to="cpu")
-    answer = Answer(report, options)
-    stream.write(answer.text(PLAIN))
-    stream.write(dumps(answer.json()))
+    stream.write(answer_of(report, PLAIN, options, 0).content)
+    stream.write(dumps(answer_of(report, None, options, 0).content))
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

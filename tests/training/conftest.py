@@ -1,4 +1,4 @@
-"""Every test of the harness: one thread, since two spin on a loaded machine, and torch's switches given back."""
+"""Every test of the harness: torch's switches are given back."""
 
 from __future__ import annotations
 

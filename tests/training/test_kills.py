@@ -53,12 +53,17 @@ SEVERAL: dict[str, dict[str, Any]] = {
     },
 }
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
+# Every state is killed in every way by `make soak`.
+KILLS = [
+    [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())],
+    *([(at, way, ())] for at, way in ((16, "KILL in save"), (29, "KILL in prune"), (7, "KILL"), (17, "KILL"))),
+]
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_killed_three_times(name: str, tmp_path: Path, server: ForkServer) -> None:
+@pytest.mark.parametrize(("name", "kills"), list(zip(SEVERAL, KILLS, strict=True)))
+def test_killed(name: str, kills: list[tuple[int, str, Any]], tmp_path: Path, server: ForkServer) -> None:
     made = lab(tmp_path, server, seed=len(name), **SEVERAL[name])
-    ends_the_same(made, [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())])
+    ends_the_same(made, kills)
     if "fp16" in name:
         state = torch.load(made.last("killed"), weights_only=True)
         assert state["scaler_state_dict"]["scale"] < 65536  # it did overflow
@@ -182,12 +187,9 @@ def test_two_processes_are_killed(tmp_path: Path) -> None:
         "-q",
         "--set",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def started(name: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*words, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL, env=environment
-        )
+        return subprocess.Popen([*words, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL)
 
     assert started("reference").wait(300) == 0
     metrics = tmp_path / "killed" / "metrics.jsonl"

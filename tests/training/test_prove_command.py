@@ -27,7 +27,6 @@ import os, sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 out, fault = sys.argv[1:]
-torch.set_num_threads(1)
 
 class Net(nn.Module):
     def __init__(self):

@@ -213,7 +213,6 @@ def graphs(seeds: range) -> list[Graph]:
 
 @pytest.mark.long("every kind of object meets several verbs")
 def test_what_every_verb_rewrites_is_what_it_was(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     choose, results, kinds = random.Random(0), Counter[str](), set[str]()
     for graph in graphs(range(12)):
         kinds |= graph.kinds

@@ -188,9 +188,9 @@ def _train(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Serves training processes."""
+    needed = "cli cli.parser cli.verb verbs.train bridge.modules training.start formats.torch_zip"
     # What the first step of an optimizer imports is there too.
-    names = ("torch", "torch._dynamo", "ckptool.cli", "ckptool.cli.verb", "ckptool.bridge.modules")
-    for name in (*names, "ckptool.training.start"):
+    for name in ("torch", "torch._dynamo", *(f"ckptool.{name}" for name in needed.split())):
         import_module(name)
     serve(_train)
 
