@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import CkptoolError
-from ckptool.transforms.translate.layouts import layouts_of, read_layout, shipped, translation_to
+from ckptool.names.layout import layouts_of, read_layout, shipped, translation_to
 from tests.support.cli import Run
 from tests.support.layout_vectors import LAYOUT_CASES, State, counting, digests
 from tests.support.looped import looped

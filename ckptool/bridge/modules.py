@@ -30,7 +30,7 @@ from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, p
 from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.optimizer_state import Carried, carried
+from ckptool.transforms.warm_start import Carried, carried
 from ckptool.transforms.warm_start_plan import (
     Assignment,
     MatchOptions,

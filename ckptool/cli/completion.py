@@ -173,7 +173,7 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
     "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
     "SCHEME": lambda: list(_of("transforms.lora.schemes").SCHEMES),
-    "FILE.yaml|LAYOUT": lambda: list(_of("transforms.translate.layouts").shipped()),
+    "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }

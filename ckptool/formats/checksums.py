@@ -38,41 +38,37 @@ def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> li
     Raises `FileChanged`.
     """
     sums: list[Sum] = [0] * len(stretches)
-    alone = sum(data.length for data in stretches) < ALONE
-    for batch, found in _one_by_one(stretches) if alone else _by_threads(stretches):
-        for (index, _, length), value in zip(batch, found, strict=True):
-            sums[index] = _joined(sums[index], value, length)
+    for batch, found in _in_order(stretches):
+        for (index, _, length), after in zip(batch, found, strict=True):
+            before = sums[index]
+            if not isinstance(before, CkptoolError):
+                sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
         if progress is not None:
             progress(sum(length for _, _, length in batch))
     return sums
 
 
-_Done = Iterator[tuple[list[Piece], list[Sum]]]
+def _in_order(stretches: Sequence[Data]) -> Iterator[tuple[list[Piece], list[Sum]]]:
+    """Every batch with its sums, in order; only a few are under way at a time, by threads where it is worth it."""
 
+    def sums(batch: list[Piece]) -> list[Sum]:
+        return [_sum(stretches[index], at, length) for index, at, length in batch]
 
-def _one_by_one(stretches: Sequence[Data]) -> _Done:
-    for batch in _batches(stretches):
-        yield batch, _sums(stretches, batch)
-
-
-def _by_threads(stretches: Sequence[Data]) -> _Done:
+    if sum(data.length for data in stretches) < ALONE:
+        yield from ((batch, sums(batch)) for batch in _batches(stretches))
+        return
+    waiting = []
     with ThreadPoolExecutor(workers(), thread_name_prefix="crc") as pool:
         try:
-            yield from _in_order(pool, stretches)
+            for batch in _batches(stretches):
+                waiting.append((batch, pool.submit(sums, batch)))
+                if len(waiting) > 2 * workers():
+                    done, future = waiting.pop(0)
+                    yield done, future.result()
+            for done, future in waiting:
+                yield done, future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _in_order(pool: ThreadPoolExecutor, stretches: Sequence[Data]) -> _Done:
-    """Every batch with its sums, in order; only a few are under way at a time."""
-    waiting = []
-    for batch in _batches(stretches):
-        waiting.append((batch, pool.submit(_sums, stretches, batch)))
-        if len(waiting) > 2 * workers():
-            done, future = waiting.pop(0)
-            yield done, future.result()
-    for done, future in waiting:
-        yield done, future.result()
 
 
 def _batches(stretches: Sequence[Data]) -> Iterator[list[Piece]]:
@@ -92,10 +88,6 @@ def _batches(stretches: Sequence[Data]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _sums(stretches: Sequence[Data], batch: list[Piece]) -> list[Sum]:
-    return [_sum(stretches[index], at, length) for index, at, length in batch]
-
-
 def _sum(data: Data, at: int, length: int) -> Sum:
     value = 0
     try:
@@ -108,13 +100,6 @@ def _sum(data: Data, at: int, length: int) -> Sum:
     except ValueError:  # fewer bytes came than were expected
         return Corrupt(f"it ends before its {data.length:,} bytes", "What it is made from is damaged.")
     return value
-
-
-def _joined(before: Sum, after: Sum, length: int) -> Sum:
-    """The sum of two pieces, of which the second has `length` bytes."""
-    if isinstance(before, CkptoolError) or isinstance(after, CkptoolError):
-        return before if isinstance(before, CkptoolError) else after
-    return crc_combine(before, after, length)
 
 
 def checksummed(data: Data, total: Crc) -> Iterator[Segment]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
@@ -209,6 +209,7 @@ def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
         if walk.states:
             state = _earlier_state(source, walk, error or problem)
             return *_listed(state), UNDONE, state, ()
+        walk = _again(walk)
         _settle_names(walk)
         return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
     undone = any(note.code == "interrupted-edit" for note in archive.notes)
@@ -280,6 +281,17 @@ def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
     return ()
 
 
+def _again(walk: Walk) -> Walk:
+    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
+    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
+    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
+    if walk.sizes.root or len(pickles) != 1:
+        return walk
+    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
+    second.learn(pickles[0])
+    return second.run()
+
+
 def _settle_names(walk: Walk) -> None:
     """Believes names that the order does not prove if a directory says the same."""
     for piece in walk.pieces:
@@ -297,7 +309,13 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive = Archive(source, 0, 0, b"")
     whole = [piece for piece in pieces if not piece.why]
-    sums = checksums([_stored(archive, piece) for piece in whole], progress)
+    stored = [
+        record_of(archive, piece).data
+        if piece.method
+        else FileRange(source.file, source.start + piece.data_at, piece.stored)
+        for piece in whole
+    ]
+    sums = checksums(stored, progress)
     for piece, total in zip(whole, sums, strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
@@ -308,12 +326,6 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
         else:
             piece.crc = total
     return checked
-
-
-def _stored(archive: Archive, piece: Remnant) -> Data:
-    if piece.method:
-        return record_of(archive, piece).data
-    return FileRange(archive.source.file, archive.source.start + piece.data_at, piece.stored)
 
 
 def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:

@@ -112,7 +112,9 @@ def _read_array(data: Data, name: str, budget: PickleBudget, crc: int | None) ->
     own = crc_of_rest(crc, zlib.crc32(header.raw), size) if crc is not None else None
     entry = over_bytes(header.type, header.shape, header.fortran, content, own)
     if entry is None:
-        return _array_node(_type_node(header.kind), header, LazyBytes(content, crc=own)), ()
+        node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it
+        node.state = (1, header.shape, _type_node(header.kind), header.fortran, LazyBytes(content, crc=own))
+        return node, ()
     return entry, ()
 
 
@@ -200,13 +202,6 @@ def _type_node(kind: numpy.dtype[Any]) -> Object:
 # Arrays that are no tensors ------------------------------------------------------------------------------------------
 
 _RECONSTRUCT, _NDARRAY = Global("numpy.core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
-
-
-def _array_node(kind: Object, header: ArrayHeader, data: Any) -> Object:
-    """The array as numpy would pickle it."""
-    node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))
-    node.state = (1, header.shape, kind, header.fortran, data)
-    return node
 
 
 def _pickled(data: Data, header: ArrayHeader, name: str) -> Decoded:

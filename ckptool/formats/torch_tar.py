@@ -248,18 +248,13 @@ class _Tables:
             )
         sizes, at = self._numbers(data, at, 2 * dimensions + 1, number)
         if storage is None:
-            self.tensors[key] = self._without_storage(kind, number)
+            made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None  # empty, of its type
+            if not isinstance(made, TensorEntry):
+                raise Corrupt(f"tensor {number:,} has no storage and is {shown(kind)}", _DAMAGED)
+            self.tensors[key] = made
         else:
             self.tensors[key] = self._entry(storage, sizes[:dimensions], sizes[dimensions:-1], sizes[-1], number)
         return at
-
-    @staticmethod
-    def _without_storage(kind: Any, number: int) -> TensorEntry:
-        """An empty tensor, of the type that it is said to be."""
-        made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None
-        if not isinstance(made, TensorEntry):
-            raise Corrupt(f"tensor {number:,} has no storage and is {shown(kind)}", _DAMAGED)
-        return made
 
     def _numbers(self, data: Data, at: int, count: int, number: int) -> tuple[tuple[int, ...], int]:
         if at + 8 * count > data.length:

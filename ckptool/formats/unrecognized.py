@@ -81,7 +81,6 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         _text_file(head, source)
         or _by_magic(head, source)
         or _other_model(head, source)
-        or _newer_pickle(head, source)
         or _nothing_known(head, source)
     )
 
@@ -252,13 +251,9 @@ def _weights_beside(path: str) -> list[str]:
     )
 
 
-def _newer_pickle(head: bytes, source: Source) -> CkptoolError | None:
+def _nothing_known(head: bytes, source: Source) -> CkptoolError:
     if len(head) > 2 and head[0] == 0x80 and head[1] > 5 and source.read(source.size - 1, 1) == b".":
         return Unsupported(f"{source} is a pickle of the unknown protocol {head[1]}", "Protocols 0 to 5 exist.")
-    return None
-
-
-def _nothing_known(head: bytes, source: Source) -> CkptoolError:
     if not head.strip(b"\0"):
         start = source.read(0, min(MAX_ZEROS, source.size))
         zeros = len(start) - len(start.lstrip(b"\0"))

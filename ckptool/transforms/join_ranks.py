@@ -41,8 +41,8 @@ from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
-from ckptool.transforms.arithmetic import Lookup
-from ckptool.transforms.join_rules import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
+from ckptool.names.arithmetic import Lookup
+from ckptool.names.joining import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"

@@ -24,8 +24,9 @@ from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration
-from ckptool.transforms.arithmetic import Arithmetic
-from ckptool.transforms.translate.operations import Operation, parse_operation
+from ckptool.names.arithmetic import Arithmetic
+from ckptool.names.chain import Operation, parse_operation
+from ckptool.transforms.translate.operations import applied
 
 UNKNOWN = "?"  # an operation that is not known here
 
@@ -65,7 +66,7 @@ class MemoryTree:
             for op in reversed(group.operations):
                 undo = replace(op.inverse() or op, parts=len(group.old))
                 each = [[tensor] for tensor in tensors] if undo.name == "unstack" else [tensors]
-                tensors = [part for some in each for part in undo(some, _number)]
+                tensors = [part for some in each for part in applied(undo, some, _number)]
             old = [name for names in group.old for name in names]
             made |= {name: resolved(tensor) for name, tensor in zip(old, tensors, strict=True)}
         known: set[Any] = {*self.names.values(), *(name for group in self.groups for name in group.new)}
@@ -133,7 +134,8 @@ def _applied(group: _Group, file: Mapping[Any, Any], name: str) -> list[TensorEn
     parts = [[file[key] for key in keys] for keys in group.old if keys]
     try:
         for op in group.operations:
-            parts = [op(each, _number) for each in (parts if op.name == "stack" else [[e for p in parts for e in p]])]
+            together = parts if op.name == "stack" else [[each for part in parts for each in part]]
+            parts = [applied(op, each, _number) for each in together]
     except UsageError as error:
         what = f"{name}: {group.new[0]} cannot be made of {listed(group.old[0], 2)}"
         raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None

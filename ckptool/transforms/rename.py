@@ -26,7 +26,7 @@ from ckptool.checkpoint.state_dicts import (
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, arg, command
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
-from ckptool.transforms.rules import WHOLE_KEY, Rule, refuse_idle
+from ckptool.names.rules import WHOLE_KEY, Rule, first_match, refuse_idle
 
 Rename = Callable[[str], str]
 
@@ -251,21 +251,9 @@ def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> di
 
 def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence[Rule]) -> Renamed:
     """Renames keys by the first rule that matches each. Raises `NoMatch` for a rule that matches no key."""
-    used: set[int] = set()
-
-    def rename(key: str) -> str:
-        for number, rule in enumerate(rules):
-            new = rule(key)
-            if new is not None:
-                used.add(number)
-                return new
-        return key
-
-    for root in roots:
-        for key in root.names():
-            rename(key)
-    unused = [rule for number, rule in enumerate(rules) if number not in used]
-    hidden = any(rule(key) is not None for rule in unused for root in roots for key in root.names())
-    why = "Earlier rules took every key that it would match." if hidden else WHOLE_KEY
-    refuse_idle(unused, "no key", why)
-    return apply(checkpoint, roots, rename)
+    names = {key: first_match(rules, key) for root in roots for key in root.names()}
+    used = {rule.origin for rule, _ in names.values() if rule is not None}
+    idle = [rule for rule in rules if rule.origin not in used]
+    hidden = any(rule(key) is not None for rule in idle for key in names)
+    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY)
+    return apply(checkpoint, roots, lambda key: names[key][1] if key in names else first_match(rules, key)[1])

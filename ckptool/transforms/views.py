@@ -10,7 +10,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_stri
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import UsageError
 from ckptool.formats.pieces import Piece, assembled
-from ckptool.transforms.arithmetic import MAX_NUMBER
+from ckptool.names.arithmetic import MAX_NUMBER
 
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
 

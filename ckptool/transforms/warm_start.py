@@ -1,18 +1,24 @@
-"""The state dict that a warm start writes: the target's keys in its order, each tensor of its type, on the CPU."""
+"""The state dict that a warm start writes: the target's keys in its order, each tensor of its type, on the CPU; and
+an optimizer's state for it, in which slots go where their parameters go."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.targets import Expected, Target
-from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Storage, Tensor, TensorEntry
+from ckptool.analysis.warm_start import LeftOut, OptimizerReport
+from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import Slot, arg
-from ckptool.errors import Conflict, listed
+from ckptool.checkpoint.optimizer_keys import with_numbers
+from ckptool.checkpoint.state_dicts import StateDict, optimizers
+from ckptool.checkpoint.tree import address, map_storages
+from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
+from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
+from ckptool.transforms.optimizers import check_groups, first_names, in_model_order, parameters_of, slot_names
 from ckptool.transforms.warm_start_plan import Assignment
 
 
@@ -148,3 +154,115 @@ def _own(value: TensorEntry) -> TensorEntry:
 
 def _on_cpu(storage: Storage) -> Storage:
     return storage if storage.location == "cpu" else replace(storage, location="cpu")
+
+
+# The optimizer -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """State by the names of the target, the groups of the names, and the report with the names without state."""
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]  # as saved, without `params` and `param_names`
+    group_of: dict[str, int]
+    report: OptimizerReport
+
+
+def carried(
+    checkpoint: Checkpoint, root: StateDict, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
+) -> Carried:
+    """The optimizer state of a checkpoint by the parameter names of a target.
+
+    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
+    several, `Conflict` where it cannot be known which slot belongs to which parameter.
+    """
+    place, optimizer = _only_one(checkpoint)
+    first = first_names(root)
+    told = target.tensors if target.kinds_known else {}
+    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
+    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root.node))
+    goes_to = _destinations(first, target, chosen, parameters)
+    state: dict[str, Any] = {}
+    group_of: dict[str, int] = {}
+    left: list[LeftOut] = []
+    for number, group in enumerate(optimizer["param_groups"]):
+        for slot in group["params"]:
+            name = names.get(slot)
+            goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
+            if goal:
+                group_of[goal] = number
+                if not why and slot in optimizer["state"]:
+                    state[goal] = optimizer["state"][slot]
+            if why:
+                left.append(LeftOut(name or str(slot), why))
+    fresh = tuple(name for name in parameters if name not in state)
+    report = OptimizerReport(place, known_by, tuple(name for name in parameters if name in state), fresh, tuple(left))
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer["param_groups"]
+    ]
+    return Carried(state, groups, group_of, report)
+
+
+def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
+    """The argument of `Optimizer.load_state_dict` for an optimizer with the target's parameters, group by group.
+
+    Raises `Conflict` where a parameter without state belongs to one of several groups, and nothing says to which.
+    """
+    members: list[list[str]] = [[] for _ in found.groups]
+    unknown = []
+    for name in parameters:
+        number = found.group_of.get(name, 0 if len(found.groups) == 1 else -1)
+        if number < 0:
+            unknown.append(name)
+        else:
+            members[number].append(name)
+    if unknown:
+        raise Conflict(
+            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
+            f"which of them {listed(unknown)} belong to",
+            "The learning rate and weight decay would be a guess. Nothing was written.",
+            "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
+        )
+    order = {name: number for number, name in enumerate(name for group in members for name in group)}
+    groups = [
+        {**group, "params": [order[name] for name in names], "param_names": list(names)}
+        for group, names in zip(found.groups, members, strict=True)
+    ]
+    return {"state": {order[name]: found.state[name] for name in order if name in found.state}, "param_groups": groups}
+
+
+def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    found = list(optimizers(checkpoint.tree))
+    where = checkpoint.source or "the checkpoint"
+    if not found:
+        raise NoMatch(
+            f"{where} has no optimizer state",
+            "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
+            f"Go without it: omit {arg(optimizer=True)}",
+        )
+    if len(found) > 1:
+        raise UsageError(
+            f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}",
+            "Which one belongs to these weights is not known.",
+            f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
+        )
+    path, optimizer = found[0]
+    check_groups(address(path), optimizer)
+    return address(path), with_numbers(optimizer)
+
+
+def _destinations(
+    first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Name in the checkpoint -> name in the target, and why its state does not go along where it does not."""
+    taken = set(parameters)
+    found = {}
+    for name, choice in chosen.items():
+        goal = name if name in taken else target.tensors[name].tied_to
+        if goal in taken:
+            why = "" if choice.part is None else "only a part of its parameter is loaded"
+            why = "its parameter is resized" if choice.resized else why
+            found[first[choice.source]] = (goal, why)
+    return found

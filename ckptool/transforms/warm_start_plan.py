@@ -43,9 +43,9 @@ from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers,
 from ckptool.checkpoint.strided import row_major
 from ckptool.commands import FILE, arg, command, several
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle, renaming
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
-from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, parse_rule, read_rules, refuse_idle
 
 ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
@@ -81,9 +81,7 @@ def match_options(
     **more: Any,
 ) -> MatchOptions:
     """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid one."""
-    rules = [parse_rule(rule) for rule in several(rename, " => ")] + (
-        [] if rules_file is None else read_rules(rules_file)
-    )
+    rules = renaming(several(rename, " => "), rules_file)
     checked_share(more.get("min_loaded"))
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize, "=")]
@@ -198,17 +196,16 @@ def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
 
 def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
     """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
-    used: set[int] = set()
+    used: set[tuple[str, str]] = set()
     names, unwrapped = {}, []
     for key in tensors:
         forms = dict.fromkeys((key, without_wrappers(key)))
-        tried = ((number, name, rule(name)) for number, rule in enumerate(rules) for name in forms)
-        number, name, new = next((found for found in tried if found[2] is not None), (-1, key, key))
-        used.add(number)
+        tried = ((rule, name, rule(name)) for rule in rules for name in forms)
+        rule, name, new = next((found for found in tried if found[2] is not None), (None, key, key))
+        used |= {rule.origin} if rule is not None else set()
         names[key] = str(new)
         unwrapped += [key] if name != key else []
-    idle = (rule for number, rule in enumerate(rules) if number not in used)
-    refuse_idle(idle, TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
+    refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())
     if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
         raise Conflict(

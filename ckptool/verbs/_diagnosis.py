@@ -24,7 +24,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     refused = _values(checkpoint, found)
     if target is None:
         return of_checkpoint(checkpoint, found, opened.path, refused)
-    from ckptool.transforms.translate.layouts import translation_to  # all layouts, which no other diagnosis needs
+    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
 
     return of_checkpoint(checkpoint, found, opened.path, refused, target, translation_to)
 

@@ -149,7 +149,7 @@ def convert(
             what = f"{arg('optimizer_as')} is about the optimizer, and {container.name} takes only weights"
             fix = f"For example: {arg(out='checkpoint.pt')}; or {arg(all=True)}"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
-        from ckptool.transforms.optimizer_names import with_optimizers
+        from ckptool.transforms.optimizers import with_optimizers
         from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)

@@ -9,8 +9,8 @@ from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import FILE, OUT, argument, command, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
+from ckptool.names.rules import renaming
 from ckptool.transforms.rename import by_rules
-from ckptool.transforms.rules import parse_rule, read_rules
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
@@ -49,8 +49,7 @@ def rename(
     rules: texts, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot work
     (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
-    parsed = [parse_rule(rule) for rule in several(rules, " => ")]
-    parsed += read_rules(rules_file) if rules_file is not None else []
+    parsed = renaming(several(rules, " => "), rules_file)
     if not parsed:
         what = "rename was given no rule"
         why = "A rule is OLD => NEW."

@@ -17,15 +17,15 @@ from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded.writing import divided
+from ckptool.names.arithmetic import Lookup
+from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
+from ckptool.names.rules import Translation, parse_rules, parse_setting
+from ckptool.names.scope import Scope
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.arithmetic import Lookup
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
-from ckptool.transforms.translate.layouts import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
-from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Translation, parse_setting, parse_translation_rule
 from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
 from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
 
@@ -105,7 +105,7 @@ def translate(
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
         rules_file = texts.pop()  # as the option of the command is called
-    own = [rule for text in texts for rule in parse_translation_rule(text)]
+    own = [rule for text in texts for rule in parse_rules(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
     translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)

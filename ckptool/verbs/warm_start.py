@@ -87,14 +87,15 @@ def warm_start(
     skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
+    from ckptool.names.rules import all_rules
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
-    from ckptool.transforms.optimizer_state import as_state_dict, carried
-    from ckptool.transforms.translate import translated_items, translation_in
-    from ckptool.transforms.warm_start import filled
+    from ckptool.transforms.translate import translated_items
+    from ckptool.transforms.warm_start import as_state_dict, carried, filled
     from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
     from ckptool.verbs._target import find_target
 
-    changing = translation_in(several(rename, " => "), rules_file)
+    rules = all_rules(several(rename, " => "), rules_file)
+    changing = None if rules.only_renames else rules
     wanted = match_options(
         () if changing else rename,
         None if changing else rules_file,
@@ -155,7 +156,7 @@ def warm_start(
 
 def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
     """The report with the command that makes the weights those of the model's layout, where they are of another."""
-    from ckptool.transforms.translate.layouts import translation_to
+    from ckptool.names.layout import translation_to
 
     weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
     translation = translation_to(weights, target.tensors)

@@ -14,7 +14,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
-from ckptool.transforms.translate.layouts import read_layout, shipped
+from ckptool.names.layout import read_layout, shipped
 from tests.engines.layout_cases import randomised
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]

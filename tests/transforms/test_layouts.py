@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, UsageError
-from ckptool.transforms.key_names import KeyPattern, parse_name
-from ckptool.transforms.translate.layouts import read_layout, shipped
+from ckptool.names.layout import read_layout, shipped
+from ckptool.names.pattern import parse_name
 from tests.support.files import load, saved
 from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
@@ -216,7 +216,7 @@ def test_files_are_called_as_the_library_calls_them(tmp_path: Path) -> None:
 
 
 def test_arithmetic_of_too_many_blocks_is_refused() -> None:
-    pattern = KeyPattern(parse_name("input_blocks.{b * layers + l}.0"), frozenset({"b", "l"}))
+    pattern = replace(parse_name("input_blocks.{b * layers + l}.0"), digits=frozenset({"b", "l"}))
     ranges = {"b": 5, "l": 20}
     found = pattern.match("input_blocks.47.0", {"layers": 20}.get, ranges)
     assert found == {"v_b": "2", "v_l": "7"}

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.analysis.warm_start import Suggestion
-from ckptool.transforms.rules import Rule, parse_rule, read_rules
+from ckptool.names.rules import Rule, read_rules, renaming
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.keys import contradict, spellings, words
-from ckptool.transforms.translate.translation import read_translation
 from tests.support.looped import looped
 from tests.support.naming_schemes import (
     CHUNKS,
@@ -45,7 +44,7 @@ def renamed(key: str, rules: Sequence[Rule]) -> str:
 
 def parsed(*suggestions: Suggestion) -> list[Rule]:
     rules = [rule for suggestion in suggestions for rule in suggestion.rules]
-    return [parse_rule(rule) for rule in rules if not re.search(r"(?<!\\)\s:\s", rule.partition(" => ")[2])]
+    return [*renaming(rule for rule in rules if not re.search(r"(?<!\\)\s:\s", rule.partition(" => ")[2]))]
 
 
 def certain(suggestions: Sequence[Suggestion]) -> list[Suggestion]:
@@ -394,7 +393,8 @@ def test_the_rules_file_is_read_back(source: Shapes, target: Shapes, tmp_path: P
     assert certain(suggestions)
     path = tmp_path / "rules.yaml"
     path.write_bytes(rules_file(suggestions).encode())
-    assert [rule.text for rule in read_rules(str(path))] == [rule for one in certain(suggestions) for rule in one.rules]
+    rules = [rule for one in certain(suggestions) for rule in one.rules]
+    assert [rule.text for rule in read_rules(str(path)).rules] == rules
 
 
 def test_ambiguous_rules_are_comments_before_the_others(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_ambiguous_rules_are_comments_before_the_others(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text(re.sub(r"(?m)^# (- ')", r"\1", text), encoding="utf-8")
     expected = sorted(rule for one in suggestions for rule in one.rules)
-    assert sorted({rule.text for rule in read_translation(str(path)).rules}) == expected
+    assert sorted({rule.text for rule in read_rules(str(path)).rules}) == expected
     assert text.rindex("AMBIGUOUS") < text.index(suggestions[0].rules[0])
 
 

@@ -123,6 +123,7 @@ class Walk:
         self.sizes = Sizes()
         self.last: str | None = None  # the storage met last
         self.doubted: Remnant | None = None
+        self.astray = False  # out of the order of storages, and no pickle is known
         self.tries = 0  # to read an archive inside the file
         self.chunk_at, self.chunk = 0, b""
 
@@ -230,8 +231,13 @@ class Walk:
     def _meet(self, piece: Remnant) -> None:
         """Enters a record, and decides by the order whether its name can be right."""
         self.pieces.append(piece)
-        if not piece.why and is_pickle(piece.name) and (not self.sizes.root or self.tries):
-            self.learn(piece)  # an in-place edit puts a new one behind the directory
+        if not piece.why and is_pickle(piece.name):
+            # An in-place edit puts a new one behind the directory; any other is of a zip in one of the records.
+            names = (before.name for before in self.pieces[:-1])
+            if self.tries if self.sizes.root else not any(is_pickle(name) or "/data/" in name for name in names):
+                self.learn(piece)
+            else:
+                self.astray = True
         inner = piece.name.removeprefix(self.sizes.root) if self.sizes.root else piece.name.partition("/")[2]
         if piece.name in self.sizes.of:
             self._take_in_order(piece)
@@ -241,8 +247,12 @@ class Walk:
                 self._take_in_order(piece)  # a storage of which the name is damaged
         else:
             number = inner.removeprefix("data/")
-            piece.named = number == inner or number == str(int(self.last or -1) + 1)  # as torch numbers storages
-            self.last = number if number != inner and piece.named else self.last
+            if number != inner and not self.astray:
+                self.astray = number != str(int(self.last or -1) + 1)  # as torch numbers storages
+                if self.astray and self.last is not None:
+                    self.pieces[-2].named = False  # as in _take_in_order
+                self.last = number if not self.astray else self.last
+            piece.named = not self.astray
 
     def _take_in_order(self, piece: Remnant) -> None:
         """Believes the name that comes next. Where another comes, the record before is in doubt as well.

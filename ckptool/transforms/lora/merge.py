@@ -255,7 +255,7 @@ class _Merge:
             pattern = re.compile(targets)
         except (re.error, OverflowError, RecursionError):
             return False
-        return match_within_limit(pattern.fullmatch, module, pattern) is not None
+        return match_within_limit(pattern, module)
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where only one side of tied tensors is changed, or each in another way; `Unsupported` for a

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.analysis.warm_start import Suggestion
 from ckptool.errors import UsageError, counted, form, printable
-from ckptool.transforms.rules import parse_rule
+from ckptool.names.rules import parse_rules
 from ckptool.transforms.suggest.groups import Holes
 from ckptool.transforms.suggest.keys import Shape
 from ckptool.transforms.suggest.pairs import Moves, Pair, Search, Side, WorkBudget, accept_same_spelling
@@ -317,15 +317,16 @@ class Drafting:
         return (self.keys[at] for at in places)
 
     def _renaming(self, text: str) -> Renaming | None:
-        """A rule as a function, with no limit to its time, as its pattern is quick; None for an invalid text."""
+        """A rule as a function; None for an invalid text."""
         if (plain := _plain(text)) is not None:
             return plain
         self.budget.left -= COMPILING
         try:
-            rule = parse_rule(text)
+            (rule,) = parse_rules(text)
         except UsageError:  # a name with what no rule can say
             return None
-        return lambda key: rule.expand(match) if (match := rule.pattern.fullmatch(key)) else None
+        pattern, new = rule.old[0].pattern, rule.new[0]
+        return lambda key: new.fill(match.groupdict()) if (match := pattern.fullmatch(key)) else None
 
 
 def _ordered(drafts: list[Draft]) -> list[Draft]:

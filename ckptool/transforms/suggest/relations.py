@@ -16,11 +16,11 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
-from ckptool.transforms.arithmetic import Arithmetic
+from ckptool.names.arithmetic import Arithmetic
+from ckptool.names.chain import parse_operation
 from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
 from ckptool.transforms.translate.apply import Overs, after_chain
-from ckptool.transforms.translate.operations import parse_operation
 
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order

@@ -5,27 +5,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.optimizer_keys import nested
 from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.errors import CkptoolError
+from ckptool.names.rules import Translation
+from ckptool.names.scope import Scope
 from ckptool.transforms.rename import module_names
-from ckptool.transforms.rules import MAX_RULES
 from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, refuse_unused
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
-from ckptool.transforms.translate.operations import KINDS
-from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Translation, parse_translation_rule, read_translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +88,6 @@ def translate_roots(
         lost = dict.fromkeys([error.what])
     addresses = [root.address for root in roots]
     return TranslatedCheckpoint(changed, tuple(zip(addresses, done, strict=True)), len(found), tuple(lost))
-
-
-def translation_in(texts: Sequence[str], path: str | None) -> Translation | None:
-    """The rules in texts, then those of a file, where one of them changes tensors; None where all of them rename."""
-    content = "" if path is None else read_small_text(path, "a file of rules", MAX_RULES)
-    if not any(_CHANGES.search(text) for text in (*texts, content)):
-        return None
-    own = tuple(rule for text in texts for rule in parse_translation_rule(text))
-    found = Translation(()) if path is None else read_translation(path)
-    return replace(found, rules=(*own, *found.rules))
-
-
-_CHANGES = re.compile(rf"^(?!\s*#).*\s:\s+({'|'.join(KINDS)})\b|^drop:", re.MULTILINE)
 
 
 def translated_items(checkpoint: Checkpoint, translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:

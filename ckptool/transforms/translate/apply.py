@@ -13,11 +13,11 @@ from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.strided import resolved
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.transforms.key_names import Groups
-from ckptool.transforms.rules import TAKEN_BEFORE, WHOLE_KEY, refuse_idle
-from ckptool.transforms.translate.operations import Number, Operation, Tensors, losses, refuse_growth
-from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Translation, TranslationRule
+from ckptool.names.chain import Operation
+from ckptool.names.pattern import Groups
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
+from ckptool.names.scope import Number, Scope
+from ckptool.transforms.translate.operations import Tensors, applied, losses, refuse_growth
 from ckptool.transforms.views import zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
@@ -35,7 +35,7 @@ class Step:
     tensors, in the order of `keys`.  lost: what `--reverse` would not give back.
     """
 
-    rule: TranslationRule
+    rule: Rule
     groups: Groups
     inputs: dict[Overs, list[str]]
     outputs: list[str] = field(default_factory=list)
@@ -86,7 +86,8 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     plan = RootPlan([], [], tied, [*tied], _unfilled(translation, node), set())
     found: dict[Any, Step] = {}
     left_out = {*plan.unfilled, *plan.dropped}
-    candidates = _candidates(translation)
+    rules = translation.rules
+    candidates = [(*name.ends, rule, number) for rule in rules for number, name in enumerate(rule.old)]
     for key in (key for key in node if type(key) is str and key not in left_out):
         if any(each.matches(key) for each in translation.drop):
             plan.dropped.append(key)
@@ -97,17 +98,8 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     return plan
 
 
-Candidate = tuple[str, str, TranslationRule, int]
+Candidate = tuple[str, str, Rule, int]
 """The begin and end of keys that one name of a rule matches, the rule, and the number of the name."""
-
-
-def _candidates(translation: Translation) -> list[Candidate]:
-    """The names that keys are compared with, in order: a hundred thousand of them with a hundred rules."""
-    found: list[Candidate] = []
-    for rule in translation.rules:
-        found += [("", "", rule, -1)] if rule.expression else []
-        found += [(*pattern.ends, rule, number) for number, pattern in enumerate(rule.patterns)]
-    return found
 
 
 def _place(
@@ -123,27 +115,19 @@ def _place(
     for begin, end, rule, number in candidates:
         if not (key.startswith(begin) and key.endswith(end)):
             continue
-        if rule.expression is not None:
-            new = rule.expression(key)
-            if new is None:
+        try:
+            groups = rule.old[number].match(key, scope.lookup, ranges)
+            if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in node):
                 continue
-            plan.steps.append(Step(rule, {}, {(): [key]}, [new]))
-        else:
-            try:
-                groups = rule.patterns[number].match(key, scope.lookup, ranges)
-                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in node):
-                    continue
-            except UsageError as error:
-                raise rule.within(error) from None
-            _add(key, rule, number, groups, found, plan)
+        except UsageError as error:
+            raise rule.within(error) from None
+        _add(key, rule, number, groups, found, plan)
         plan.used.add(rule.origin)
         return True
     return False
 
 
-def _add(
-    key: str, rule: TranslationRule, number: int, groups: dict[str, str], found: dict[Any, Step], plan: RootPlan
-) -> None:
+def _add(key: str, rule: Rule, number: int, groups: Groups, found: dict[Any, Step], plan: RootPlan) -> None:
     """Puts a key into the step for these variables, as that name of the rule."""
     overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
     shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
@@ -276,8 +260,7 @@ def results_of(
 
 
 def _new_names(step: Step, groups: Groups, scope: Scope) -> list[str]:
-    """The names on the new side; that of an expression was found with its key."""
-    return step.outputs[:1] if step.rule.expression else [name.fill(groups, scope.lookup) for name in step.rule.new]
+    return [name.fill(groups, scope.lookup) for name in step.rule.new]
 
 
 def after_chain(
@@ -293,10 +276,10 @@ def after_chain(
             for overs, tensors in state.items():
                 gathered.setdefault(tuple(pair for pair in overs if pair[0] != op.over), []).append(tensors)
             for overs, lists in gathered.items():
-                after[overs] = [op([tensors[place] for tensors in lists], number)[0] for place in range(len(lists[0]))]
+                after[overs] = [applied(op, [*column], number)[0] for column in zip(*lists, strict=True)]
         elif op.over:
             for overs, tensors in state.items():
-                columns = [op([tensor], number) for tensor in tensors]
+                columns = [applied(op, [tensor], number) for tensor in tensors]
                 if len({len(column) for column in columns}) > 1:
                     raise UsageError(
                         f"{op}: the tensors are of {listed([str(len(c)) for c in columns])} in that dimension"
@@ -305,7 +288,7 @@ def after_chain(
                     after[(*overs, (op.over, index))] = list(row)
         else:
             for overs, tensors in state.items():
-                after[overs] = op(tensors, number)
+                after[overs] = applied(op, tensors, number)
                 lost = lost or losses(op, tensors, after[overs])
         state = after
     return state, lost
@@ -351,7 +334,7 @@ def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, 
     """Adds the tensors of zeros that the new side has in addition; their names."""
     for fill in translation.fill:
         for key, value in node.items():
-            groups = fill.like.match(key, scope.lookup, {}) if type(key) is str else None
+            groups = fill.like.match(key, scope.lookup) if type(key) is str else None
             if groups is None or not isinstance(value, TensorEntry):
                 continue
             try:
@@ -372,6 +355,6 @@ def _unfilled(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
         key
         for fill in translation.unfill
         for key, value in node.items()
-        if type(key) is str and isinstance(value, TensorEntry) and fill.name.pattern(()).fullmatch(key)
+        if type(key) is str and isinstance(value, TensorEntry) and fill.name.pattern.fullmatch(key)
     ]
     return names if all(not any(node[key].bytes()) for key in names) else []

@@ -12,14 +12,14 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
+from ckptool.names.rules import Rule, Translation
+from ckptool.names.scope import Scope
 from ckptool.transforms.translate.apply import KEEP, REFUSE, Step, TranslatedRoot, carry_out, plan_steps
-from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import Translation, TranslationRule
 
 Values = tuple[str, ...]
 
 
-def refuse_gaps(steps: Sequence[Step], rules: Sequence[TranslationRule]) -> None:
+def refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
     """Raises `NoMatch` for keys that are missing, where all rules have to match alike.
 
     Names of a group of rules with the same numbered variables have the same numbers: what `blocks.{n}.norm.bias` has

@@ -14,10 +14,9 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported
-from ckptool.transforms.optimizer_names import slot_names_in
-from ckptool.transforms.optimizer_state import check_groups
+from ckptool.names.scope import Scope
+from ckptool.transforms.optimizers import check_groups, slot_names_in
 from ckptool.transforms.translate.apply import Step, TranslatedRoot, results_of
-from ckptool.transforms.translate.scope import Scope
 
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
 

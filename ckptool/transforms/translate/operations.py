@@ -1,14 +1,13 @@
 """The operations of rules: what becomes of tensors between their old names and their new ones.
 
 An operation takes a list of tensors, in the order of the names, and gives one. Everything stays lazy: views of the
-storages where strides can say it, else bytes made while they are read. `KINDS` has them all; most have an inverse.
+storages where strides can say it, else bytes made while they are read.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -18,143 +17,20 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
-from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.names.chain import END, Operation
+from ckptool.names.scope import Number
 from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.casting import conversion, converted
 from ckptool.transforms.resize import parse_resize, resized
 from ckptool.transforms.views import UNFIT, joined, padded, reshaped, woven
 
-Number = Callable[[Arithmetic], int]
-"""The value of an expression, with the variables of one match and of the rules."""
 Tensors = list[TensorEntry]
 Apply = Callable[["Operation", Any, Number], Any]
 """The function of an operation: from each tensor to one, or from the list of all to another."""
 
 MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge a tensor, to more bytes than this
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
-
-    over: the variable whose numbers it stacks or unstacks.  parts: of how many names, where that counts.
-    of: the size that the dimension has before it, with which it can be undone.
-    """
-
-    name: str
-    numbers: tuple[Arithmetic, ...] = ()
-    lists: tuple[tuple[Arithmetic, ...], ...] = ()
-    over: str = ""
-    words: str = ""
-    parts: int = 0
-    of: Arithmetic | None = None
-
-    @property
-    def kind(self) -> OperationKind:
-        return KINDS[self.name]
-
-    @property
-    def arithmetic(self) -> tuple[Arithmetic, ...]:
-        """All of its numbers."""
-        return *self.numbers, *(each for given in self.lists for each in given), *([self.of] if self.of else [])
-
-    def __call__(self, tensors: Tensors, number: Number) -> Tensors:
-        """The tensors after it. Raises `UsageError` where they do not fit."""
-        if self.kind.each:
-            return [self.kind.apply(self, tensor, number) for tensor in tensors]
-        after: Tensors = self.kind.apply(self, tensors, number)
-        return after
-
-    def inverse(self) -> Operation | None:
-        """The operation that undoes it; None where none does."""
-        found = self.kind.inverse
-        return replace(self, name=found, parts=0) if isinstance(found, str) else found(self) if found else None
-
-    def __str__(self) -> str:
-        lists = [f"[{', '.join(value.text for value in values)}]" for values in self.lists]
-        lists = [" from ".join(lists)] if self.name == "reshape" else lists
-        if self.name == "slice":
-            lists = [":".join(value.text for value in self.lists[0])]
-        over = [f"over {self.over}"] if self.over else [f"of {self.of.text}"] if self.of else []
-        return " ".join(
-            [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class OperationKind:
-    """A kind of operation. numbers, lists: how many it takes, at least and at most.  inverse: its name, or a function.
-
-    each: it acts on each tensor by itself.  over: it may be `over` a variable.  of: it may be `of` a size.
-    """
-
-    usage: str
-    apply: Apply
-    numbers: tuple[int, int] = (1, 1)
-    lists: tuple[int, int] = (0, 0)
-    inverse: str | Callable[[Operation], Operation | None] | None = None
-    each: bool = True
-    over: bool = False
-    free: bool = False  # other words
-    of: bool = False
-
-
-def parse_operation(text: str) -> Operation:
-    """The operation in a text: `split 0 [h, kv, kv]`. Raises `UsageError`."""
-    name, *words = _words(text) or [""]
-    if name not in KINDS:
-        what = f"unknown operation {name!r}" if name else "no operation after the colon"
-        raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
-    kind = KINDS[name]
-    over, of, rest = "", None, list[str]()
-    if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
-        over, words = words[-1], words[:-2]
-    if kind.of and words[-2:-1] == ["of"]:
-        of, words = parse_arithmetic(words[-1]), words[:-2]
-    if kind.free:
-        first = 0 if not kind.lists[1] else sum(word.startswith("[") for word in words[:1])
-        words, rest = words[:first], words[first:]
-    lists = tuple(_list(word) for word in words if word.startswith("[") or (name == "slice" and ":" in word))
-    numbers = [word for word in words if not word.startswith("[") and ":" not in word and word != "from"]
-    fits = kind.numbers[0] <= len(numbers) <= kind.numbers[1] and kind.lists[0] <= len(lists) <= kind.lists[1]
-    joints = words.count("from") == max(0, len(lists) - 1) and not (kind.lists[1] < 2 and "from" in words)
-    if (
-        not fits
-        or not joints
-        or len(lists) + len(numbers) + words.count("from") != len(words)
-        or kind.free != bool(rest)
-    ):
-        raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
-    parsed = Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
-    if check := {"cast": parse_dtype, "resize": parse_resize}.get(name):
-        check(parsed.words)
-    return parsed
-
-
-def _words(text: str) -> list[str]:
-    """The words of a text, those in brackets as one."""
-    depth, found, word = 0, list[str](), ""
-    for letter in text:
-        depth += (letter in "[(") - (letter in "])")
-        if letter.isspace() and depth <= 0:
-            found, word = found + [word] * bool(word), ""
-        else:
-            word += letter
-    return found + [word] * bool(word)
-
-
-_END = Arithmetic("", frozenset(), None)  # of a slice: to the end of the dimension
-
-
-def _list(text: str) -> tuple[Arithmetic, ...]:
-    """The expressions of `[a, b]`, or the begin and end of `a:b`."""
-    if not text.startswith("["):
-        begin, _, end = text.partition(":")
-        return parse_arithmetic(begin or "0"), parse_arithmetic(end) if end else _END
-    if not text.endswith("]") or not text[1:-1].strip():
-        raise UsageError(f"{text!r} is not a list", "For example: [heads, kv_heads]")
-    return tuple(parse_arithmetic(part) for part in text[1:-1].split(","))
 
 
 def _axis(tensor: TensorEntry, axis: Arithmetic, number: Number, more: int = 0) -> int:
@@ -198,13 +74,6 @@ def _permute(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     if sorted(order) != list(range(len(tensor.shape))):
         raise UsageError(f"{order} is not an order of the dimensions of {list(tensor.shape)}", UNFIT)
     return tensor.permute(order)
-
-
-def _unpermute(op: Operation) -> Operation | None:
-    order = [int(axis.text) for axis in op.numbers if axis.text.isdigit()]
-    if sorted(order) != list(range(len(op.numbers))):
-        return None
-    return replace(op, numbers=tuple(parse_arithmetic(str(order.index(axis))) for axis in range(len(order))))
 
 
 def _reshape(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
@@ -321,7 +190,7 @@ def _unstack(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 def _slice(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
     axis = _axis(tensor, op.numbers[0], number)
     size, (begin, end) = _size_before(op, tensor, axis, number), op.lists[0]
-    start, stop = number(begin), size if end is _END else number(end)
+    start, stop = number(begin), size if end is END else number(end)
     start, stop = (start + size * (start < 0), stop + size * (stop < 0))
     if not 0 <= start <= stop <= size:
         raise UsageError(f"{start:,}:{stop:,} is outside of a dimension of {size:,}", UNFIT)
@@ -334,19 +203,6 @@ def _size_before(op: Operation, tensor: TensorEntry, axis: int, number: Number) 
     if op.of is not None and number(op.of) != size:
         raise UsageError(f"{list(tensor.shape)} is not of the size that `{op}` names, {number(op.of):,}", UNFIT)
     return size
-
-
-def _unslice(op: Operation) -> Operation | None:
-    begin, end = op.lists[0]
-    if op.of is None or begin.text != "0" or end is _END:
-        return None
-    return replace(op, name="pad", numbers=(*op.numbers, op.of), lists=(), of=end)
-
-
-def _unpad(op: Operation) -> Operation | None:
-    if op.of is None:
-        return None
-    return replace(op, name="slice", numbers=op.numbers[:1], lists=((parse_arithmetic("0"), op.of),), of=op.numbers[1])
 
 
 def _pad(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
@@ -423,40 +279,39 @@ def _resize(op: Operation, tensor: TensorEntry, number: Number) -> TensorEntry:
         raise type(error)(error.what, error.why) from None  # its advice is for warm-start
 
 
-def _subtract(op: Operation) -> Operation:
-    return replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
-
-
-KINDS: dict[str, OperationKind] = {
-    "transpose": OperationKind("transpose [AXIS AXIS]", _transpose, (0, 2), inverse="transpose"),
-    "permute": OperationKind("permute AXIS AXIS …", _permute, (1, 32), inverse=_unpermute),
-    "reshape": OperationKind(
-        "reshape [SIZE, …] [from [SIZE, …]]",
-        _reshape,
-        (0, 0),
-        (1, 2),
-        lambda op: replace(op, lists=op.lists[::-1]) if len(op.lists) == 2 else None,
-    ),
-    "unflatten": OperationKind("unflatten AXIS [SIZE, …]", _unflatten, lists=(1, 1), inverse="flatten"),
-    "flatten": OperationKind("flatten AXIS [SIZE, …]", _flatten, lists=(1, 1), inverse="unflatten"),
-    "unsqueeze": OperationKind("unsqueeze AXIS", _unsqueeze, inverse="squeeze"),
-    "squeeze": OperationKind("squeeze AXIS", _squeeze, inverse="unsqueeze"),
-    "interleave": OperationKind("interleave AXIS PARTS", partial(_weave, apart=False), (2, 2), inverse="deinterleave"),
-    "deinterleave": OperationKind("deinterleave AXIS PARTS", partial(_weave, apart=True), (2, 2), inverse="interleave"),
-    "rope": OperationKind("rope HEADS [SIZE]", partial(_rope, apart=True), (1, 2), inverse="unrope"),
-    "unrope": OperationKind("unrope HEADS [SIZE]", partial(_rope, apart=False), (1, 2), inverse="rope"),
-    "split": OperationKind("split AXIS [[SIZE, …]]", _split, lists=(0, 1), inverse="cat", each=False),
-    "cat": OperationKind("cat AXIS [[SIZE, …]]", _cat, lists=(0, 1), inverse="split", each=False),
-    "stack": OperationKind("stack AXIS [over VARIABLE]", _stack, inverse="unstack", each=False, over=True),
-    "unstack": OperationKind("unstack AXIS [over VARIABLE]", _unstack, inverse="stack", each=False, over=True),
-    "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", _slice, lists=(1, 1), inverse=_unslice, of=True),
-    "pad": OperationKind("pad AXIS SIZE [of SIZE]", _pad, (2, 2), inverse=_unpad, of=True),
-    "repeat": OperationKind("repeat AXIS TIMES", _repeat, (2, 2), inverse="unrepeat"),
-    "unrepeat": OperationKind("unrepeat AXIS TIMES", _unrepeat, (2, 2), inverse="repeat"),
-    "add": OperationKind("add NUMBER", _add, inverse=_subtract),
-    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", _resize, (0, 0), (1, 1), free=True),
-    "cast": OperationKind("cast DTYPE", _cast, (0, 0), free=True),
+FUNCTIONS: dict[str, Apply] = {
+    "transpose": _transpose,
+    "permute": _permute,
+    "reshape": _reshape,
+    "unflatten": _unflatten,
+    "flatten": _flatten,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "interleave": partial(_weave, apart=False),
+    "deinterleave": partial(_weave, apart=True),
+    "rope": partial(_rope, apart=True),
+    "unrope": partial(_rope, apart=False),
+    "split": _split,
+    "cat": _cat,
+    "stack": _stack,
+    "unstack": _unstack,
+    "slice": _slice,
+    "pad": _pad,
+    "repeat": _repeat,
+    "unrepeat": _unrepeat,
+    "add": _add,
+    "resize": _resize,
+    "cast": _cast,
 }
+
+
+def applied(op: Operation, tensors: Tensors, number: Number) -> Tensors:
+    """The tensors after an operation. Raises `UsageError` where they do not fit."""
+    function = FUNCTIONS[op.name]
+    if op.kind.each:
+        return [function(op, tensor, number) for tensor in tensors]
+    after: Tensors = function(op, tensors, number)
+    return after
 
 
 def losses(op: Operation, before: Tensors, after: Tensors) -> str:

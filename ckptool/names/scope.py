@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
 
-from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.commands import arg
 from ckptool.errors import UsageError, listed
-from ckptool.transforms.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
-from ckptool.transforms.key_names import Groups, parse_name
-from ckptool.transforms.translate.operations import Number
+from ckptool.names.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
+from ckptool.names.pattern import Groups, parse_name
+
+Number = Callable[[Arithmetic], int]
+"""The value of an expression, with the variables of one match and of the rules."""
 
 MAX_DEPTH = 64  # of variables that are computed of each other
 
@@ -71,9 +72,9 @@ class Scope:
     def _count(self, name: Any = "", *more: Any) -> int | None:
         """How many values the first variable of a name has among the keys; None where no key matches."""
         parsed = parse_name(str(name))
-        group, pattern = next(iter(parsed.variables), None), parsed.pattern(())
-        matches = (match_within_limit(pattern.fullmatch, key, pattern) for key in self.node if type(key) is str)
-        found = {match[group] if group else match[0] for match in matches if match is not None}
+        group = next(iter(parsed.variables), None)
+        matches = ((key, parsed.pattern.fullmatch(key)) for key in self.node if type(key) is str)
+        found = {match[group] if group else key for key, match in matches if match is not None}
         return None if more else len(found) or None
 
     def _root(self, number: Any = None, *more: Any) -> int | None:

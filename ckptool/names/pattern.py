@@ -1,24 +1,25 @@
 """Names in rules: text with variables, as the pattern of a side that is matched and as the template of the other.
 
 `*` stands for anything, dots included; `{name}` for something without a dot; `{n+1}` is arithmetic, of digits;
-`{q,k,v}` is several names, one for each. `\\*`, `\\{`, `\\,` and `\\:` are those characters.
+`{q,k,v}` is several names, one for each. `\\*`, `\\{`, `\\,` and `\\:` are those characters. `re:` begins a regular
+expression.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
 
-from ckptool.checkpoint.patterns import SHORT, match_within_limit
 from ckptool.errors import UsageError, counted
-from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
+from ckptool.names.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
 MAX_WAYS = 128  # that are tried where arithmetic on the left side has several unknown numbers
 MAX_NAMES = 4096  # that one side may stand for
+LONG, MANY_OPEN = 1_000, 8  # characters of a key, and variables, that could be matched in too many ways
 _TOKEN = re.compile(r"\*|\{([^{}]*)\}|\\(.)|(\{)", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
@@ -36,11 +37,16 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class KeyName:
-    """One name of a rule. `numbers`: the variables of the rule that are digits, since arithmetic is done with them."""
+class Name:
+    """One name of a rule. digits: the variables of the rule that are numbers, since arithmetic is done with them.
+
+    expression: the regular expression of a rule with `re:`, of the side that is filled in, too.
+    """
 
     text: str
-    pieces: tuple[str | Variable | Arithmetic, ...]
+    pieces: tuple[str | Variable | Arithmetic, ...] = ()
+    digits: frozenset[str] = frozenset()
+    expression: re.Pattern[str] | None = None
 
     @cached_property
     def variables(self) -> dict[str, str]:
@@ -48,11 +54,20 @@ class KeyName:
         return {piece.group: piece.text for piece in self.pieces if isinstance(piece, Variable)}
 
     @cached_property
-    def expressions(self) -> list[Arithmetic]:
+    def sums(self) -> list[Arithmetic]:
         return [piece for piece in self.pieces if isinstance(piece, Arithmetic)]
 
-    def pattern(self, numbers: Collection[str]) -> re.Pattern[str]:
+    @cached_property
+    def ends(self) -> tuple[str, str]:
+        """The texts with which every key of this name begins and ends."""
+        literals = [piece if isinstance(piece, str) else "" for piece in self.pieces] or [""]
+        return literals[0], literals[-1]
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
         """The regular expression for whole keys; arithmetic is digits, in groups `e0`, `e1`, …"""
+        if self.expression is not None:
+            return self.expression
         text, seen, count = "", set[str](), 0
         for piece in self.pieces:
             if isinstance(piece, str):
@@ -64,12 +79,48 @@ class KeyName:
                 text += f"(?P={piece.group})"
             else:
                 seen.add(piece.group)
-                content = ".*" if not piece.name else "[0-9]+" if piece.name in numbers else "[^.]+"
+                content = ".*" if not piece.name else "[0-9]+" if piece.name in self.digits else "[^.]+"
                 text += f"(?P<{piece.group}>{content})"
         return re.compile(text, re.DOTALL)
 
+    @cached_property
+    def open_ended(self) -> int:
+        """How many variables may end in several places: each `*`, and those that no dot follows."""
+        followed = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
+        ends = [isinstance(after, str) and after.startswith(".") for each, after in followed if type(each) is not str]
+        return len(ends) - sum(ends) + sum(isinstance(each, Variable) and not each.name for each in self.pieces)
+
+    def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
+        """The texts of the variables in a key; None where it has another name.
+
+        ranges: how many values a variable has, where arithmetic has several. Raises `UsageError` where it has two
+        solutions, for a key that is too long, and what evaluating it raises.
+        """
+        if len(key) > LONG and self.open_ended > 2:
+            what = (
+                f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
+            )
+            raise UsageError(what, "They could match it in too many ways: write fewer of *.")
+        match = self.pattern.fullmatch(key)
+        if match is None:
+            return None
+        if self.expression is not None:
+            return {"": key}
+        if not self.sums:
+            return match.groupdict()
+        groups = {group: match[group] for group in self.variables}
+        results = [int(match[f"e{number}"]) for number in range(len(self.sums))]
+        ways = list(_solutions(self.sums, results, groups, lookup, ranges))
+        if len(ways) > 1:
+            what = f"{key} is {self.text} in {counted(len(ways), 'way')}"
+            raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
+        return ways[0] if ways else None
+
     def fill(self, groups: Groups, lookup: Lookup = lambda name: None) -> str:
         """The key with these in the places of the variables. Raises `UsageError` for a number below zero."""
+        if self.expression is not None:
+            match = self.expression.fullmatch(groups[""])
+            return match.expand(self.text) if match else groups[""]
         return "".join([piece if isinstance(piece, str) else _filled(piece, groups, lookup) for piece in self.pieces])
 
 
@@ -89,6 +140,8 @@ def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str
 
 def split_names(side: str) -> list[str]:
     """The names of a side: those between commas, each `{a,b}` in one of its ways."""
+    if "," not in side:
+        return [side.strip()]
     depth, parts = 0, [""]
     for token in re.findall(r"\\.|.", side, re.DOTALL):
         depth += (token == "{") - (token == "}")
@@ -113,7 +166,7 @@ def _ways(text: str) -> Iterator[str]:
         yield "".join([fixed[0], *(word.strip() + after for word, after in zip(words, fixed[1:], strict=True))])
 
 
-def parse_name(text: str) -> KeyName:
+def parse_name(text: str) -> Name:
     """The name in a text without choices. Raises `UsageError` for a brace that is neither variable nor expression."""
     pieces: list[str | Variable | Arithmetic] = []
     at = stars = 0
@@ -132,7 +185,10 @@ def parse_name(text: str) -> KeyName:
             pieces.append(Variable(match[0], inner, f"v_{inner}"))
         else:
             pieces.append(_arithmetic(inner))
-    return KeyName(text, tuple(piece for piece in (*pieces, text[at:]) if piece != ""))
+    name = Name(text, tuple(piece for piece in (*pieces, text[at:]) if piece != ""))
+    if len(pieces) > MANY_OPEN and name.open_ended > MANY_OPEN:
+        raise UsageError(f"{text!r} has {stars:,} *", "They could match a key in too many ways.")
+    return name
 
 
 def _arithmetic(inner: str) -> Arithmetic:
@@ -143,58 +199,21 @@ def _arithmetic(inner: str) -> Arithmetic:
         raise UsageError(what) from None
 
 
-# Matching ------------------------------------------------------------------------------------------------------------
+def parse_expressions(old: str, new: str) -> tuple[Name, Name]:
+    """A regular expression without its `re:`, and its template. Raises `UsageError` where they do not fit."""
+    if found := re.search(r"(?<!\\)\{\w+\s*([+-]\s*\w+\s*)?\}", new):  # which would become text
+        raise UsageError(f"{found[0]} is for rules without re:; what a regular expression matched is \\1 or \\g<name>")
+    try:
+        expression = re.compile(old)
+        probe = re.compile(f"{old}\n|", expression.flags).fullmatch("")  # the line break ends a comment of (?x)
+        if probe is not None:
+            probe.expand(new)
+    except (re.error, IndexError) as error:
+        raise UsageError(str(error)) from None
+    return Name(f"re:{old}", expression=expression), Name(new, expression=expression)
 
 
-@dataclass(frozen=True)
-class KeyPattern:
-    """A name that keys are matched with. ranges: how many values a variable has, where arithmetic has several."""
-
-    name: KeyName
-    numbers: frozenset[str]
-
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return self.name.pattern(self.numbers)
-
-    @cached_property
-    def ends(self) -> tuple[str, str]:
-        """The texts with which every key of this name begins and ends."""
-        texts = [_literal(piece) for piece in self.name.pieces] or [""]
-        return texts[0], texts[-1]
-
-    @cached_property
-    def is_quick(self) -> bool:
-        """True where a key can be matched in few ways: but for two, variables end at a dot and have none."""
-        pieces = self.name.pieces
-        followed = zip(pieces, (*map(_literal, pieces[1:]), "."), strict=True)
-        open_ended = [piece for piece, after in followed if not _literal(piece) and not after.startswith(".")]
-        return len(open_ended) + sum(isinstance(each, Variable) and not each.name for each in pieces) <= 2
-
-    def match(self, key: str, lookup: Lookup, ranges: Mapping[str, int]) -> dict[str, str] | None:
-        """The texts of the variables in a key; None where it has another name.
-
-        Raises `UsageError` where arithmetic has two solutions, and what evaluating it raises.
-        """
-        if self.is_quick and len(key) <= SHORT:
-            match = self.compiled.fullmatch(key)
-        else:
-            match = match_within_limit(self.compiled.fullmatch, key, self.compiled)
-        if match is None:
-            return None
-        groups = {group: text for group, text in match.groupdict().items() if group in self.name.variables}
-        if not self.name.expressions:
-            return groups
-        results = [int(match[f"e{number}"]) for number in range(len(self.name.expressions))]
-        ways = list(_solutions(self.name.expressions, results, groups, lookup, ranges))
-        if len(ways) > 1:
-            what = f"{key} is {self.name.text} in {counted(len(ways), 'way')}"
-            raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
-        return ways[0] if ways else None
-
-
-def _literal(piece: str | Variable | Arithmetic) -> str:
-    return piece if isinstance(piece, str) else ""
+# Arithmetic on the left side ------------------------------------------------------------------------------------------
 
 
 def _solutions(

@@ -22,8 +22,8 @@ from typing import Any
 from ckptool.checkpoint.patterns import Matcher, matcher
 from ckptool.commands import FILE, FOLDER, OUT, command
 from ckptool.errors import UsageError, listed
-from ckptool.transforms.arithmetic import Arithmetic, Lookup, parse_arithmetic
-from ckptool.transforms.rules import MAX_RULES, yaml_node
+from ckptool.names.arithmetic import Arithmetic, Lookup, parse_arithmetic
+from ckptool.names.rule_files import rules_tree
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
 # The numbers that a way of joining needs.
@@ -89,7 +89,7 @@ class JoinRules:
 
 def read_join_rules(path: str) -> JoinRules:
     """The rules of a YAML file. Raises `UsageError` that points at the line, `FileProblem` for an unreadable file."""
-    found = _pairs(yaml_node(path, MAX_RULES, JOIN_LOOK), f"{path}, line 1")
+    found = _pairs(rules_tree(path, JOIN_LOOK), f"{path}, line 1")
     if "rules" in [key for key, _, _ in found]:
         what = f"{path} has rules that change tensors, and convert only joins ranks"
         raise UsageError(

@@ -1,39 +1,41 @@
 """An optimizer's state by the names of its parameters, by their numbers, or by flattened keys.
 
-`Optimizer.state_dict()` numbers its slots; engines that divide them write names (`state[name]`), and torchtitan
-flattens those again. Numbers count the parameters of all groups in order, as torch does. Which name a number stands for
-is decided in `optimizer_state.slot_names` alone.
+`Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters, through all
+groups (torch/optim/optimizer.py); engines that divide them write names (`state[name]`), and torchtitan flattens those
+again. Which name a number means is known from `param_names`, which newer versions write; or where the weights beside it
+are in the order of the model, and have as many parameters, with the shapes of the slots one by one: of several groups,
+one alone continues with each parameter. Else it cannot be known, and is refused: a momentum on the wrong weight trains,
+and nobody sees it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from ckptool.analysis.targets import BUFFER, PARAMETER, Target
-from ckptool.checkpoint import Checkpoint
+from ckptool.analysis.targets import BUFFER, PARAMETER, Target, kind_by_name
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
-from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers
+from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import MODEL, OUT, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
-from ckptool.transforms.optimizer_state import (
-    BY_NAMES,
-    check_groups,
-    in_model_order,
-    parameters_of,
-    said_names,
-    slot_names,
-)
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
 OPTION = arg("optimizer_as")
 ADVICE = f"name the model, or a spec of it, for the order of its parameters: {arg(against='model.py:build')}"
+BY_NAMES, BY_ORDER = "names", "order"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+# Forms ---------------------------------------------------------------------------------------------------------------
 
 
 def with_optimizers(
@@ -124,6 +126,9 @@ def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[
     return numbered
 
 
+# Which slot is whose -------------------------------------------------------------------------------------------------
+
+
 def slot_names_in(
     optimizer: dict[str, Any],
     place: str,
@@ -170,8 +175,118 @@ def slot_names_in(
     )
 
 
+def slot_names(
+    optimizer: Mapping[str, Any],
+    parameters: Shapes,
+    place: str,
+    advice: str = f"go on without {arg(optimizer=True)}",
+    *,
+    ordered: bool = True,
+) -> tuple[dict[Any, str], str]:
+    """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
+
+    advice: what to do then.  ordered: the parameters are in the order of the model.
+    """
+    groups = optimizer["param_groups"]
+    slots = [slot for group in groups for slot in group["params"]]
+    if len(set(slots)) != len(slots):
+        raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
+    said = said_names(groups, slots)
+    if said is not None:
+        bare = {without_wrappers(name): name for name in parameters}
+        found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
+        return {slot: name for slot, name in found.items() if name is not None}, BY_NAMES
+    in_order = _in_order(optimizer, parameters) if ordered else None
+    if in_order is not None:
+        return in_order, BY_ORDER
+    count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(parameters), 'parameter')}"
+    raise Conflict(
+        f"it cannot be known which slots of {place or 'the optimizer'} belong to which parameters ({count})",
+        "They are numbered, not named, and neither their count nor their shapes identify them. "
+        + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
+        + "Nothing was changed.",
+        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or " + advice,
+    )
+
+
+def _in_order(optimizer: Mapping[str, Any], parameters: Shapes) -> dict[Any, str] | None:
+    """Slots by the order of the parameters; None where a count or a shape differs, or two groups might continue."""
+    left = [list(reversed(group["params"])) for group in optimizer["param_groups"]]
+    if sum(map(len, left)) != len(parameters):
+        return None
+    found: dict[Any, str] = {}
+    for name, shape in parameters.items():
+        fits = [slots for slots in left if slots and _agrees(optimizer["state"].get(slots[-1]), shape)]
+        if len(fits) != 1:
+            return None
+        found[fits[0].pop()] = name
+    return found
+
+
+def _agrees(slot: Any, shape: tuple[int, ...]) -> bool:
+    """True where a tensor of a slot has the shape, or it has none; the step, a number, says nothing."""
+    values = slot.items() if isinstance(slot, dict) else ()
+    shapes = [value.shape for key, value in values if isinstance(value, TensorEntry) and key != "step"]
+    return not shapes or shape in shapes
+
+
+def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
+    """The name of each slot, as the groups give them; None where they do not."""
+    if all(type(slot) is str for slot in slots):
+        return {slot: slot for slot in slots}
+    names: list[Any] = []
+    for group in groups:
+        own = group.get("param_names")
+        if not isinstance(own, (list, tuple)) or len(own) != len(group["params"]):
+            return None
+        names += own
+    if not all(type(name) is str for name in names) or len(set(names)) != len(names):
+        return None
+    return dict(zip(slots, names, strict=True))
+
+
+def in_model_order(tensors: Mapping[Any, Any]) -> bool:
+    """False for weights that are sorted by size of element and name, as safetensors sorts them: that is no model's
+    order, as a weight stands before its bias there."""
+    dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
+    names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
+    return len(names) < 3 or names != sorted(names)
+
+
 def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
     """The names that DeepSpeed lists beside the weights as those of buffers, which no optimizer has, and their kind."""
     holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
     names = holder.get("buffer_names") if isinstance(holder, dict) else None
     return dict.fromkeys((name for name in names if type(name) is str), BUFFER) if isinstance(names, list) else {}
+
+
+# Parameters ----------------------------------------------------------------------------------------------------------
+
+
+def check_groups(place: str, optimizer: Mapping[str, Any]) -> None:
+    """Raises `Conflict` for groups that are not of parameters, by number or name."""
+    for group in optimizer["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise Conflict(f"{place} has a group without parameters", "No optimizer writes that.")
+        if not all(type(slot) in (int, str) for slot in group["params"]):
+            raise Conflict(f"{place} has a slot that is neither a number nor a name")
+
+
+def first_names(root: StateDict) -> dict[str, str]:
+    """Each key of the weights with the first key of the same tensor."""
+    first: dict[Any, str] = {}
+    tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
+    return {key: first.setdefault(value.view, key) for key, value in tensors.items() if type(key) is str}
+
+
+def parameters_of(root: StateDict, kinds: Mapping[str, str] = MappingProxyType({})) -> Shapes:
+    """The parameters among the weights of a checkpoint, each tensor once, with their shapes.
+
+    kinds: of keys of which it is known whether they are parameters; of the others it is told by name.
+    """
+    own = [key for key, name in first_names(root).items() if key == name]
+    return {
+        key: root.node[key].shape or ()
+        for key in own
+        if kinds.get(key, kind_by_name(key, root.node[key].dtype)) == PARAMETER
+    }

@@ -1,4 +1,4 @@
-"""The layouts that ship: one YAML file each in `transforms/layouts/`, a file of rules with a header.
+"""The layouts that ship: one YAML file each in `names/layouts/`, a file of rules with a header.
 
 layout: names of the two sides, `old` and `new`, and the keys that identify a set of weights of each:
 
@@ -31,11 +31,11 @@ from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, bold, dim
-from ckptool.transforms.arithmetic import Unbound, parse_arithmetic
-from ckptool.transforms.key_names import KeyName, parse_name
-from ckptool.transforms.rules import MAX_RULES, scalar_text, yaml_node
-from ckptool.transforms.translate.scope import Scope
-from ckptool.transforms.translate.translation import FUNCTIONS, LOOK, Translation, dropped, items, translation_of
+from ckptool.names.arithmetic import Unbound, parse_arithmetic
+from ckptool.names.pattern import Name, parse_name
+from ckptool.names.rule_files import rules_tree, scalar_text
+from ckptool.names.rules import FUNCTIONS, LOOK, Translation, dropped, items, translation_of
+from ckptool.names.scope import Scope
 
 FOLDER = "layouts"
 _HEADER = ("title", "source", "old", "new", "notes", "models", "same_config")
@@ -138,7 +138,7 @@ def _holds(text: str, node: Mapping[Any, Any], config: Mapping[str, Any] | None 
             return False
         return (left == right) == (equation[2] == "=")
     name, rank = match.groups() if (match := _RANKED.fullmatch(text)) else (text, None)
-    pattern = parse_name(name).pattern(())
+    pattern = parse_name(name).pattern
     keys = [name] if name in node else [key for key in node if type(key) is str and pattern.fullmatch(key)]
     wanted = int(rank) if rank else None
     return any(wanted is None or len(getattr(node[key], "shape", None) or ()) == wanted for key in keys)
@@ -222,8 +222,8 @@ class LayoutRules:
 def without_base(rules: Translation, base: str) -> Translation:
     """Rules whose old names begin with this prefix or, where they have another one, are as they were, without it."""
 
-    def bare(name: KeyName) -> KeyName:
-        return parse_name(name.text.removeprefix(base))
+    def bare(name: Name) -> Name:
+        return replace(parse_name(name.text.removeprefix(base)), digits=name.digits)
 
     return replace(
         rules,
@@ -236,7 +236,7 @@ def without_base(rules: Translation, base: str) -> Translation:
 
 def read_layout(path: str) -> LayoutRules:
     """The rules of a YAML file, with or without a header. Raises `UsageError` that points at the line."""
-    node = yaml_node(path, MAX_RULES, LOOK)
+    node = rules_tree(path, LOOK)
     name = os.path.splitext(os.path.basename(path))[0]
     header = {}
     if getattr(node, "id", "") == "mapping":
@@ -302,7 +302,7 @@ class LayoutList(Report):
 @cache
 def shipped() -> dict[str, str]:
     """The layouts that ship: name -> path of the file."""
-    folder = str(resources.files("ckptool.transforms").joinpath(FOLDER))
+    folder = str(resources.files("ckptool.names").joinpath(FOLDER))
     names = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
     return {name: os.path.join(folder, f"{name}.yaml") for name in names}
 

@@ -17,29 +17,32 @@ names, chooses among several rules on the way back: the first whose KEY is prese
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ckptool.checkpoint.patterns import Matcher, matcher
-from ckptool.commands import arg
-from ckptool.errors import CkptoolError, UsageError, counted, listed, printable
-from ckptool.transforms.arithmetic import Arithmetic, parse_arithmetic
-from ckptool.transforms.join_rules import JOIN_SECTIONS, JoinRules, join_sections
-from ckptool.transforms.key_names import KeyName, KeyPattern, parse_name, split_names
-from ckptool.transforms.rules import MAX_RULES, Rule, invalid, parse_rule, scalar_text, sides, yaml_node
-from ckptool.transforms.translate.operations import Operation, parse_operation
+from ckptool.commands import FILE, OUT, Slot, arg, command
+from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed
+from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.names.chain import Operation, parse_operation
+from ckptool.names.joining import JOIN_SECTIONS, JoinRules, join_sections
+from ckptool.names.pattern import Name, parse_expressions, parse_name, split_names
+from ckptool.names.rule_files import line_of, rules_tree, scalar_text
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
 FUNCTIONS = ("size", "count", "root")
+TAKEN_BEFORE = "no key, or only keys that an earlier rule takes"
+WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
+_ARROW = re.compile(r"\s*=>\s*")
 _BESIDE = re.compile(r"\s+beside\s+")
 _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 
 @dataclass(frozen=True)
-class TranslationRule:
-    """A rule. `expression`: one with re:, which has a single name on each side.  `reverses`: it was turned round.
+class Rule:
+    """A rule. `text`: as given; `place`: where it was read (`rules.yaml, line 3`).  `reverses`: it was turned round.
 
     group: the number of the optional rules with which it matches, or none of them does; 0 where it has to match.
     beside: a key that has to be there as well, on the old side and on the new one.
@@ -47,29 +50,40 @@ class TranslationRule:
 
     text: str
     place: str
-    old: tuple[KeyName, ...]
-    new: tuple[KeyName, ...]
+    old: tuple[Name, ...]
+    new: tuple[Name, ...]
     chain: tuple[Operation, ...] = ()
-    expression: Rule | None = None
     reverses: bool = False
     group: int = 0
-    beside: tuple[KeyName | None, KeyName | None] = (None, None)
+    beside: tuple[Name | None, Name | None] = (None, None)
+
+    def __call__(self, key: str) -> str | None:
+        """The new key by a rule that only renames; None where it does not match.
+
+        Raises `UsageError` where a number would be negative.
+        """
+        begin, end = self.old[0].ends
+        groups = self.old[0].match(key) if key.startswith(begin) and key.endswith(end) else None
+        if groups is None:
+            return None
+        try:
+            return self.new[0].fill(groups)
+        except UsageError as error:
+            raise error.within(key) from None
+
+    @property
+    def only_renames(self) -> bool:
+        return len(self.old) == len(self.new) == 1 and not self.chain and not self.beside[1]
 
     @cached_property
     def over(self) -> frozenset[str]:
         """The variables of the old names whose numbers become one tensor."""
         return frozenset(op.over for op in self.chain if op.over and op.name == "stack")
 
-    @cached_property
-    def patterns(self) -> tuple[KeyPattern, ...]:
-        digits = {op.over for op in self.chain if op.over}
-        digits |= {name for each in (*self.old, *self.new) for piece in each.expressions for name in piece.names}
-        return tuple(KeyPattern(name, frozenset(digits)) for name in self.old)
-
-    def reversed(self) -> TranslationRule:
+    def reversed(self) -> Rule:
         """The rule that undoes it. Raises `UsageError` where none does."""
         inverse = [op.inverse() for op in reversed(self.chain)]
-        if self.expression is not None or None in inverse:
+        if any(name.expression for name in self.old) or None in inverse:
             lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
             raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
         chain = tuple(op for op in inverse if op is not None)
@@ -115,8 +129,8 @@ class ZeroFill:
 
     text: str
     place: str
-    name: KeyName
-    like: KeyPattern
+    name: Name
+    like: Name
     shape: tuple[Arithmetic, ...]
 
 
@@ -138,7 +152,7 @@ class Translation:
     complete: what the rules have names for has to be there, for each block alike.
     """
 
-    rules: tuple[TranslationRule, ...]
+    rules: tuple[Rule, ...]
     variables: dict[str, Arithmetic] = field(default_factory=dict)
     ranges: dict[str, Arithmetic] = field(default_factory=dict)
     drop: tuple[DropPattern, ...] = ()
@@ -151,6 +165,10 @@ class Translation:
     ties: tuple[tuple[str, str], ...] = ()
     complete: bool = False
 
+    @property
+    def only_renames(self) -> bool:
+        return all(rule.only_renames for rule in self.rules) and replace(self, rules=()) == Translation(())
+
     def reversed(self) -> Translation:
         """The translation back. Raises `UsageError` for a rule that cannot be undone."""
         back = replace(
@@ -162,46 +180,46 @@ class Translation:
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-def parse_translation_rule(text: str, place: str = "") -> list[TranslationRule]:
+def parse_rules(text: str, place: str = "") -> list[Rule]:
     """The rules that a text stands for: as many as names, where each name has its own on the other side.
 
     Raises `UsageError` for one that cannot work, with its place.
     """
     before, *chain = _CHAIN.split(text.strip(), maxsplit=1)
     before, *beside = _BESIDE.split(before, maxsplit=1)
-    old, new = sides(before, place)
+    sides = _ARROW.split(before)
+    if len(sides) != 2 or not all(sides):
+        cut = not place and text.rstrip().endswith("=")
+        raise UsageError(
+            f"{f'{place}: ' if place else ''}{text!r} is not a rule",
+            "A rule is OLD => NEW, both for the whole key."
+            + " In a shell it needs quotes: without them > sends the output into a file." * cut,
+            "For example: 'blocks.{n}.* => layers.{n}.*'",
+        )
     try:
         operations = tuple(parse_operation(each) for each in (chain[0].split("|") if chain else ()))
-        if old.startswith("re:"):
-            rule = parse_rule(before, place)
-            return [checked(TranslationRule(text, place, (), (parse_name(new),), operations, rule))]
-        names = [[parse_name(name) for name in split_names(side)] for side in (old, new)]
-        more = (None, parse_name(beside[0]) if beside else None)
-        if len(names[0]) == len(names[1]) > 1 and all(op.kind.each for op in operations):
-            pairs = zip(*names, strict=True)
-            rules = [TranslationRule(text, place, (one,), (other,), operations, beside=more) for one, other in pairs]
+        if sides[0].startswith("re:"):
+            old, new = ([name] for name in parse_expressions(sides[0][3:], sides[1]))
         else:
-            rules = [TranslationRule(text, place, tuple(names[0]), tuple(names[1]), operations, beside=more)]
-        return [checked(rule) for rule in rules]
+            old, new = ([parse_name(name) for name in split_names(side)] for side in sides)
+        other = (None, parse_name(beside[0]) if beside else None)
     except UsageError as error:
-        raise (
-            error
-            if error.what.startswith(f"{place}: the rule" if place else "the rule ")
-            else invalid(text, place, error)
-        ) from None
+        what = f"{f'{place}: ' if place else ''}the rule {text!r} is invalid: {error.what}"
+        raise UsageError(what, error.why or "Every variable on the right must be bound.", error.fix) from None
+    rule = Rule(text, place, tuple(old), tuple(new), operations, beside=other)
+    each = len(old) == len(new) > 1 and all(op.kind.each for op in operations)
+    pairs = zip(old, new, strict=True) if each else ()
+    return [checked(replace(rule, old=(one,), new=(two,))) for one, two in pairs] or [checked(rule)]
 
 
-def checked(rule: TranslationRule) -> TranslationRule:
-    """The rule, with the number of parts of each `split`. Raises `UsageError` where names and operations do not fit."""
-    if rule.expression is not None:
-        if not all(op.kind.each for op in rule.chain):
-            raise rule.error("re: is for rules with one name on each side")
-        return rule
+def checked(rule: Rule) -> Rule:
+    """The rule, with the number of parts of each `split`, and the variables that are numbers. Raises `UsageError` where
+    names and operations do not fit."""
     variables = [frozenset(name.variables) for name in rule.old]
     if any(each != variables[0] for each in variables):
         raise rule.error("the names on its left side have different variables", "They are taken together for each.")
     bound, count, chain = {group[2:] for group in variables[0] if group.startswith("v_")}, len(rule.old), []
-    bound |= {name for each in rule.old for piece in each.expressions for name in piece.names}
+    bound |= {name for each in rule.old for sum_ in each.sums for name in sum_.names}
     for place, op in enumerate(rule.chain):
         last = not any(after.name in ("split", "unstack") and not after.over for after in rule.chain[place + 1 :])
         count, op = _counted(rule, op, count, bound, len(rule.new) if last else 0)
@@ -212,13 +230,16 @@ def checked(rule: TranslationRule) -> TranslationRule:
         raise rule.error(what, "Each tensor has one name, in the same order.")
     stars = {group for name in rule.new for group in name.variables if group.startswith("star")}
     if stars - variables[0]:
-        raise rule.error("the right side has more * than the left")
+        few = sum(group.startswith("star") for group in variables[0])
+        raise rule.error(f"the right side has more * than the left ({few})", "Every one on the right must be bound.")
     if not rule.over <= {group[2:] for group in variables[0]}:
         raise rule.error("`stack … over` a variable that is not on the left side")
-    return replace(rule, chain=tuple(chain))
+    digits = frozenset(name for each in (*rule.old, *rule.new) for sum_ in each.sums for name in sum_.names)
+    digits |= {op.over for op in chain if op.over}
+    return replace(rule, chain=tuple(chain), old=tuple(replace(name, digits=digits) for name in rule.old))
 
 
-def _counted(rule: TranslationRule, op: Operation, count: int, bound: set[str], names: int) -> tuple[int, Operation]:
+def _counted(rule: Rule, op: Operation, count: int, bound: set[str], names: int) -> tuple[int, Operation]:
     """The number of tensors after an operation, and the operation with the number of its parts; `bound` is kept up."""
     if op.kind.each:
         return count, op
@@ -240,28 +261,77 @@ def _counted(rule: TranslationRule, op: Operation, count: int, bound: set[str], 
     return parts, replace(op, parts=parts)
 
 
+def all_rules(texts: Iterable[str], path: str | None = None) -> Translation:
+    """The rules in texts, then those of a file with what goes with them."""
+    translation = Translation(()) if path is None else read_rules(path)
+    return replace(translation, rules=(*(rule for text in texts for rule in parse_rules(text)), *translation.rules))
+
+
+def renaming(texts: Iterable[str], path: str | None = None) -> tuple[Rule, ...]:
+    """The rules in texts, then those of a file, that give keys other names and leave the tensors as they are.
+
+    Raises `UsageError` for one that does more, or that has a variable on the right side alone.
+    """
+    translation = all_rules(texts, path)
+    for rule in translation.rules:
+        if not rule.only_renames:
+            raise rule.error("it changes tensors", "Here rules only rename.", _TRANSLATE)
+        (old,), (new,) = rule.old, rule.new
+        known = {*old.variables.values()} | {f"{{{name}}}" for each in old.sums for name in each.names}
+        wanted = [*new.variables.values(), *(f"{{{name}}}" for each in new.sums for name in sorted(each.names))]
+        if unbound := [each for each in wanted if each not in known]:
+            raise rule.error(f"{unbound[0]} is not on the left side", "Every variable on the right must be bound.")
+    if not translation.only_renames:
+        raise UsageError(f"{path} has more than rules that rename", "Here rules only rename.", _TRANSLATE)
+    return translation.rules
+
+
+_TRANSLATE = f"Change tensors: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
+
+
+def first_match(rules: Iterable[Rule], key: str) -> tuple[Rule | None, str]:
+    """The first of rules that rename which takes a key, and the key's new name."""
+    found = ((rule, new) for rule in rules if (new := rule(key)) is not None)
+    return next(found, (None, key))
+
+
+def refuse_idle(idle: Iterable[Rule], matches: str, why: str) -> None:
+    """Raises `NoMatch` for the first of rules that match no key."""
+    for rule in idle:
+        place = f" ({rule.place})" if rule.place else ""
+        raise NoMatch(
+            f"the rule {rule.text!r}{place} matches {matches}",
+            why,
+            f"See the keys: {command('inspect', FILE, all=True)}",
+        )
+
+
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def read_translation(path: str) -> Translation:
-    """The rules of a YAML file, also a plain list of them. Raises `UsageError` that points at the line,
-    `FileProblem`."""
-    return translation_of(yaml_node(path, MAX_RULES, LOOK), path)
+def read_rules(path: str) -> Translation:
+    """The rules of a YAML file, also a plain list of them, or a mapping of OLD to NEW. Raises `UsageError` that points
+    at the line, `FileProblem`."""
+    node = rules_tree(path, LOOK)
+    pairs = node.value if getattr(node, "id", "") == "mapping" else []
+    if pairs and scalar_text(pairs[0][0]) not in (*_SECTIONS, *JOIN_SECTIONS):
+        return Translation(_rules(node, path))
+    return translation_of(node, path)
 
 
 def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translation:
     """The rules in a YAML tree. other: sections that are someone else's."""
+    known = (*_SECTIONS, *JOIN_SECTIONS, *other)
     if getattr(node, "id", "") == "sequence":
-        return Translation(tuple(rule for each in node.value for rule in _rule(each, path)))
+        return Translation(_rules(node, path))
     if getattr(node, "id", "") != "mapping":
         raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
     sections: dict[str, Any] = {}
     for key, value in node.value:
         name = scalar_text(key)
-        if name not in (*_SECTIONS, *JOIN_SECTIONS, *other) or name in sections:
-            where = f"{path}, line {key.start_mark.line + 1}"
+        if name not in known or name in sections:
             what = "stands there twice" if name in sections else f"is none of {listed([*_SECTIONS, *JOIN_SECTIONS])}"
-            raise UsageError(f"{where}: {name!r} {what}", "", LOOK)
+            raise UsageError(f"{line_of(key, path)}: {name!r} {what}", "", LOOK)
         sections[name] = value
     parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
     join = {name: value for name, value in sections.items() if name in JOIN_SECTIONS}
@@ -270,33 +340,34 @@ def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translati
     return Translation(**parts)
 
 
-def _line(node: Any, path: str) -> str:
-    return f"{printable(path)}, line {node.start_mark.line + 1}"
-
-
 def items(node: Any, path: str, kind: str) -> list[Any]:
     """What is in a list or mapping of a YAML file. Raises `UsageError` for something else in its place."""
     if getattr(node, "id", "") != kind:
-        raise UsageError(f"{_line(node, path)}: not a {'list' if kind == 'sequence' else 'mapping'}", "", LOOK)
+        raise UsageError(f"{line_of(node, path)}: not a {'list' if kind == 'sequence' else 'mapping'}", "", LOOK)
     return list(node.value)
 
 
-def _rule(node: Any, path: str) -> list[TranslationRule]:
-    text = scalar_text(node)
+def _rules(node: Any, path: str) -> tuple[Rule, ...]:
+    """The rules of a list, or of a mapping of OLD to NEW."""
+    if getattr(node, "id", "") == "mapping":
+        texts = [(f"{scalar_text(old)} => {scalar_text(new)}", line_of(old, path)) for old, new in node.value]
+    else:
+        texts = [(_rule_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
+    return tuple(rule for text, place in texts for rule in parse_rules(text, place))
+
+
+def _rule_text(node: Any) -> str:
     if getattr(node, "id", "") == "mapping" and len(node.value) == 1:  # `- a => b : transpose`, without quotes
-        text = " : ".join(scalar_text(each) for each in node.value[0])
-    return parse_translation_rule(text, _line(node, path))
+        return " : ".join(scalar_text(each) for each in node.value[0])
+    return scalar_text(node)
 
 
-def _rules(node: Any, path: str) -> tuple[TranslationRule, ...]:
-    return tuple(rule for each in items(node, path, "sequence") for rule in _rule(each, path))
-
-
-def _optional(node: Any, path: str) -> tuple[TranslationRule, ...]:
-    found: list[list[TranslationRule]] = []
+def _optional(node: Any, path: str) -> tuple[Rule, ...]:
+    found: list[list[Rule]] = []
     for each in items(node, path, "sequence"):
         is_group = getattr(each, "id", "") == "sequence"
-        found += [list(_rules(each, path))] if is_group else [[rule] for rule in _rule(each, path)]
+        rules = _rules(each, path) if is_group else parse_rules(_rule_text(each), line_of(each, path))
+        found += [[*rules]] if is_group else [[rule] for rule in rules]
     return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
 
 
@@ -307,14 +378,14 @@ def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, A
             try:
                 found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
             except UsageError as error:
-                raise error.within(_line(key, path)) from None
+                raise error.within(line_of(key, path)) from None
         return found
 
     return read
 
 
 def _patterns(node: Any, path: str) -> tuple[DropPattern, ...]:
-    texts = [(scalar_text(each), _line(each, path)) for each in items(node, path, "sequence")]
+    texts = [(scalar_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
     return tuple(dropped(text, place) for text, place in texts)
 
 
@@ -333,15 +404,14 @@ _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
     found = []
     for each in items(node, path, "sequence"):
-        match, place = _FILL.fullmatch(text := scalar_text(each)), _line(each, path)
+        match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
         if match is None:
             what = f"{place}: {text!r} is not of the form NEW => zeros [SIZE, …] like OLD"
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
             shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
-            like = KeyPattern(parse_name(old), frozenset())
-            found += [ZeroFill(text, place, parse_name(name), like, shape) for name in split_names(new)]
+            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
         except UsageError as error:
             raise error.within(place) from None
     return tuple(found)

@@ -1,0 +1,183 @@
+"""The operations of rules, as they are written: what becomes of tensors between their old names and their new ones.
+
+`KINDS` has them all; most have an inverse. `transforms/translate/operations.py` carries them out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckptool.errors import UsageError
+from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
+
+    over: the variable whose numbers it stacks or unstacks.  parts: of how many names, where that counts.
+    of: the size that the dimension has before it, with which it can be undone.
+    """
+
+    name: str
+    numbers: tuple[Arithmetic, ...] = ()
+    lists: tuple[tuple[Arithmetic, ...], ...] = ()
+    over: str = ""
+    words: str = ""
+    parts: int = 0
+    of: Arithmetic | None = None
+
+    @property
+    def kind(self) -> OperationKind:
+        return KINDS[self.name]
+
+    @property
+    def arithmetic(self) -> tuple[Arithmetic, ...]:
+        """All of its numbers."""
+        return *self.numbers, *(each for given in self.lists for each in given), *([self.of] if self.of else [])
+
+    def inverse(self) -> Operation | None:
+        """The operation that undoes it; None where none does."""
+        found = self.kind.inverse
+        return replace(self, name=found, parts=0) if isinstance(found, str) else found(self) if found else None
+
+    def __str__(self) -> str:
+        lists = [f"[{', '.join(value.text for value in values)}]" for values in self.lists]
+        lists = [" from ".join(lists)] if self.name == "reshape" else lists
+        if self.name == "slice":
+            lists = [":".join(value.text for value in self.lists[0])]
+        over = [f"over {self.over}"] if self.over else [f"of {self.of.text}"] if self.of else []
+        return " ".join(
+            [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKind:
+    """A kind of operation. numbers, lists: how many it takes, at least and at most.  inverse: its name, or a function.
+
+    each: it acts on each tensor by itself.  over: it may be `over` a variable.  of: it may be `of` a size.
+    """
+
+    usage: str
+    numbers: tuple[int, int] = (1, 1)
+    lists: tuple[int, int] = (0, 0)
+    inverse: str | Callable[[Operation], Operation | None] | None = None
+    each: bool = True
+    over: bool = False
+    free: bool = False  # other words
+    of: bool = False
+
+
+def parse_operation(text: str) -> Operation:
+    """The operation in a text: `split 0 [h, kv, kv]`. Raises `UsageError`."""
+    name, *words = _words(text) or [""]
+    if name not in KINDS:
+        what = f"unknown operation {name!r}" if name else "no operation after the colon"
+        raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
+    kind = KINDS[name]
+    over, of, rest = "", None, list[str]()
+    if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
+        over, words = words[-1], words[:-2]
+    if kind.of and words[-2:-1] == ["of"]:
+        of, words = parse_arithmetic(words[-1]), words[:-2]
+    if kind.free:
+        first = 0 if not kind.lists[1] else sum(word.startswith("[") for word in words[:1])
+        words, rest = words[:first], words[first:]
+    lists = tuple(_list(word) for word in words if word.startswith("[") or (name == "slice" and ":" in word))
+    numbers = [word for word in words if not word.startswith("[") and ":" not in word and word != "from"]
+    fits = kind.numbers[0] <= len(numbers) <= kind.numbers[1] and kind.lists[0] <= len(lists) <= kind.lists[1]
+    joints = words.count("from") == max(0, len(lists) - 1) and not (kind.lists[1] < 2 and "from" in words)
+    if (
+        not fits
+        or not joints
+        or len(lists) + len(numbers) + words.count("from") != len(words)
+        or kind.free != bool(rest)
+    ):
+        raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
+    return Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, those in brackets as one."""
+    depth, found, word = 0, list[str](), ""
+    for letter in text:
+        depth += (letter in "[(") - (letter in "])")
+        if letter.isspace() and depth <= 0:
+            found, word = found + [word] * bool(word), ""
+        else:
+            word += letter
+    return found + [word] * bool(word)
+
+
+END = Arithmetic("", frozenset(), None)  # of a slice: to the end of the dimension
+
+
+def _list(text: str) -> tuple[Arithmetic, ...]:
+    """The expressions of `[a, b]`, or the begin and end of `a:b`."""
+    if not text.startswith("["):
+        begin, _, end = text.partition(":")
+        return parse_arithmetic(begin or "0"), parse_arithmetic(end) if end else END
+    if not text.endswith("]") or not text[1:-1].strip():
+        raise UsageError(f"{text!r} is not a list", "For example: [heads, kv_heads]")
+    return tuple(parse_arithmetic(part) for part in text[1:-1].split(","))
+
+
+# Inverses ----
+
+
+def _unpermute(op: Operation) -> Operation | None:
+    order = [int(axis.text) for axis in op.numbers if axis.text.isdigit()]
+    if sorted(order) != list(range(len(op.numbers))):
+        return None
+    return replace(op, numbers=tuple(parse_arithmetic(str(order.index(axis))) for axis in range(len(order))))
+
+
+def _unslice(op: Operation) -> Operation | None:
+    begin, end = op.lists[0]
+    if op.of is None or begin.text != "0" or end is END:
+        return None
+    return replace(op, name="pad", numbers=(*op.numbers, op.of), lists=(), of=end)
+
+
+def _unpad(op: Operation) -> Operation | None:
+    if op.of is None:
+        return None
+    return replace(op, name="slice", numbers=op.numbers[:1], lists=((parse_arithmetic("0"), op.of),), of=op.numbers[1])
+
+
+def _subtract(op: Operation) -> Operation:
+    return replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
+
+
+KINDS: dict[str, OperationKind] = {
+    "transpose": OperationKind("transpose [AXIS AXIS]", (0, 2), inverse="transpose"),
+    "permute": OperationKind("permute AXIS AXIS …", (1, 32), inverse=_unpermute),
+    "reshape": OperationKind(
+        "reshape [SIZE, …] [from [SIZE, …]]",
+        (0, 0),
+        (1, 2),
+        lambda op: replace(op, lists=op.lists[::-1]) if len(op.lists) == 2 else None,
+    ),
+    "unflatten": OperationKind("unflatten AXIS [SIZE, …]", lists=(1, 1), inverse="flatten"),
+    "flatten": OperationKind("flatten AXIS [SIZE, …]", lists=(1, 1), inverse="unflatten"),
+    "unsqueeze": OperationKind("unsqueeze AXIS", inverse="squeeze"),
+    "squeeze": OperationKind("squeeze AXIS", inverse="unsqueeze"),
+    "interleave": OperationKind("interleave AXIS PARTS", (2, 2), inverse="deinterleave"),
+    "deinterleave": OperationKind("deinterleave AXIS PARTS", (2, 2), inverse="interleave"),
+    "rope": OperationKind("rope HEADS [SIZE]", (1, 2), inverse="unrope"),
+    "unrope": OperationKind("unrope HEADS [SIZE]", (1, 2), inverse="rope"),
+    "split": OperationKind("split AXIS [[SIZE, …]]", lists=(0, 1), inverse="cat", each=False),
+    "cat": OperationKind("cat AXIS [[SIZE, …]]", lists=(0, 1), inverse="split", each=False),
+    "stack": OperationKind("stack AXIS [over VARIABLE]", inverse="unstack", each=False, over=True),
+    "unstack": OperationKind("unstack AXIS [over VARIABLE]", inverse="stack", each=False, over=True),
+    "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", lists=(1, 1), inverse=_unslice, of=True),
+    "pad": OperationKind("pad AXIS SIZE [of SIZE]", (2, 2), inverse=_unpad, of=True),
+    "repeat": OperationKind("repeat AXIS TIMES", (2, 2), inverse="unrepeat"),
+    "unrepeat": OperationKind("unrepeat AXIS TIMES", (2, 2), inverse="repeat"),
+    "add": OperationKind("add NUMBER", inverse=_subtract),
+    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", (0, 0), (1, 1), free=True),
+    "cast": OperationKind("cast DTYPE", (0, 0), free=True),
+}
