@@ -23,7 +23,7 @@ from ckptool.checkpoint.blocks import fill
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, Array, aligned, numbers, resolve, rounded, scratch
 
-ROWS = 1 << 18  # elements of rows that are computed at once
+ROWS = 1 << 17  # elements of rows that are computed at once
 _ROOM, _LEAST = 8 * CHUNK, 512  # elements of all arrays that are in memory together, and of each at least
 Numbers = Callable[[int, int], "Array"]
 """`(start, stop)`: the elements of these places in row-major order, as a flat array."""
@@ -140,7 +140,8 @@ class TensorValues:
         import numpy
 
         size = self.entry.dtype.itemsize
-        raw = numpy.frombuffer(bytearray(self._data.read(start * size, (stop - start) * size)), numpy.uint8)
+        raw = numpy.empty((stop - start) * size, numpy.uint8)
+        fill(self._data, start * size, raw.data)
         return numbers(resolve(raw, self.entry.dtype, self.entry.flags), self.entry.dtype)
 
     def rows(self, start: int, stop: int) -> Array:
