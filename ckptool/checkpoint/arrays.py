@@ -29,7 +29,7 @@ Numbers = Callable[[int, int], "Array"]
 """`(start, stop)`: the elements of these places in row-major order, as a flat array."""
 
 
-def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = CHUNK) -> None:
+def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = 1) -> None:
     """Reads arrays of one number of elements side by side, once, front to back: `take(place, *blocks)`, until it gives
     True.
 

@@ -301,8 +301,12 @@ def _zeros(name: str, like: Array) -> Array:
 
 def _magnitudes(delta: Array) -> Array:
     """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
+    import numpy
+
     patterns = delta.view(f"u{delta.itemsize}")
-    magnitudes: Array = patterns & patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
+    mask = patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
+    magnitudes = scratch("merge magnitudes", patterns.dtype.str, len(patterns))
+    numpy.bitwise_and(patterns, mask, out=magnitudes)
     return magnitudes
 
 
@@ -317,7 +321,7 @@ def _cut(fold: Callable[[Callable[[Array], Any]], None], keep: int, count: int) 
 
     def begin(patterns: Array) -> bool:
         nonlocal first
-        first = patterns
+        first = patterns.copy()
         return True
 
     fold(begin)
@@ -332,7 +336,9 @@ def _cut(fold: Callable[[Callable[[Array], Any]], None], keep: int, count: int) 
 
         def add(patterns: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
             above = patterns if shift + _DIGIT == width else patterns[patterns >> (shift + _DIGIT) == cut]
-            digits = (above >> shift).astype(numpy.int64) & ((1 << _DIGIT) - 1)
+            digits = scratch("merge digits", "i8", len(above))
+            numpy.right_shift(above, shift, out=digits, casting="unsafe")
+            digits &= (1 << _DIGIT) - 1
             counts += numpy.bincount(digits, minlength=1 << _DIGIT)
 
         fold(add)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import ckptool
-from ckptool.cli.output import Answer
+from ckptool.cli.output import answer_of
 from ckptool.errors import CkptoolError
 from ckptool.render.style import PLAIN, Style
 from fixtures.make import PRODUCERS, make
@@ -52,9 +52,9 @@ def words(text: str) -> Counter[str]:
 
 
 def check(report: Any, options: dict[str, Any]) -> None:
-    wide = Answer(report, options).text(PLAIN)
+    wide = answer_of(report, PLAIN, options, 0).content
     for style in (Style(width=WIDTH), Style(colour=True, width=WIDTH)):
-        text = Answer(report, options).text(style)
+        text = answer_of(report, style, options, 0).content
         # The heads of a table may stand in each of its rows, but for that of the names.
         assert not words(wide) - words(text) - Counter(["file"])
         for line in re.sub(r"\x1b\[[0-9;]*m", "", text).split("\n"):
@@ -95,4 +95,5 @@ def test_a_command_stays_in_one_piece_and_so_do_names_alone() -> None:
     assert Style(width=40).page(command) == command
     state = {f"{'a name with spaces ' * 6}.weight": np.ones(2)}
     found = ckptool.inspect(state)
-    assert Answer(found, {"quiet": True}).text(Style(width=40)) == Answer(found, {"quiet": True}).text(PLAIN)
+    plain, narrow = (answer_of(found, style, {"quiet": True}, 0).content for style in (PLAIN, Style(width=40)))
+    assert narrow == plain

@@ -146,11 +146,10 @@ def test_whole_numbers_fit() -> None:
 
 
 @hypothesis.given(data=strategies.data())
-@hypothesis.settings(max_examples=examples(80), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_laid_over(monkeypatch: pytest.MonkeyPatch, data: strategies.DataObject) -> None:
+@hypothesis.settings(max_examples=examples(80))
+def test_laid_over(data: strategies.DataObject) -> None:
     import numpy
 
-    monkeypatch.setattr("ckptool.checkpoint.blocks.CHUNK", 7)
     whole = data.draw(strategies.lists(strategies.integers(1, 5), max_size=4))
     part = [data.draw(strategies.integers(0, size)) for size in whole]
     base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)
