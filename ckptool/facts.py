@@ -16,7 +16,7 @@ from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
 
-from ckptool.errors import printable
+from ckptool.errors import Command, escaped
 
 # Numbers for people ---------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Verbatim(str):
     __slots__ = ()
 
 
-MORE = "  … {} more (--json lists them)"
+MORE = f"  … {{}} more ({Command(('--json',), 'to_dict()')} lists them)"
 
 
 class Table(NamedTuple):
@@ -131,7 +131,7 @@ class Note:
     fix: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "message", escaped(self.message))
 
 
 # A line; a line in pieces; a table; a note; or what depends on the columns of the terminal (None: lines of any length).
@@ -248,8 +248,9 @@ class Report:
         return dict(import_module("ckptool.render.json").report_json(self))
 
     def __str__(self) -> str:
-        """The text that the command prints."""
-        return str(import_module("ckptool.render.lines").text(self)).rstrip("\n")
+        """The text that the command prints, with the arguments of functions in place of its options."""
+        style = import_module("ckptool.render.style").PYTHON
+        return str(import_module("ckptool.render.lines").text(self, style=style)).rstrip("\n")
 
     def __repr__(self) -> str:
         line = str(self).partition("\n")[0]

@@ -201,7 +201,7 @@ COMMAND_LINES = {
     "average": ("average FILE OTHER -o OUT.pt", "average FILE FILE -o OUT.pt -n"),
     "lora extract": ("lora extract FILE OTHER --rank 1 -n", "lora extract FILE FILE --rank 1 -n"),
     "lora resize": ("lora resize FILE --rank 1 -n",),
-    "lora convert": ("lora convert FILE --to peft -n", "lora convert FILE --to kohya --component unet --base OTHER -n"),
+    "lora convert": ("lora convert FILE --to peft -n", "lora convert FILE --to kohya --base OTHER -n"),
     "lora merge": ("lora merge FILE OTHER -n", "lora merge OTHER FILE -n", "lora merge FILE FILE -n"),
     "bake": ("bake FILE -n",),
     "warm-start": ("warm-start FILE --against OTHER", "warm-start OTHER --against FILE --json"),

@@ -11,10 +11,11 @@ from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Data, FileRange, InlineBytes, TensorEntry
-from ckptool.checkpoint.blocks import chunks, fill
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.blocks import fill
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, dot, has_numbers, numbers, resolve, scratch
-from ckptool.checkpoint.strided import in_storage_order, row_major, storage_axes
+from ckptool.checkpoint.numeric import CHUNK, dot, has_numbers, numbers, scratch
+from ckptool.checkpoint.strided import in_storage_order, storage_axes
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
     Different types are compared in one that holds both exactly (64-bit integers against floats: rounded to f64).
     Raises `UsageError` if the shapes differ, or if a packed type meets another type.
     """
+    import numpy
+
     if a.shape != b.shape:
         raise UsageError(f"cannot compare values of shape {list(a.shape)} with shape {list(b.shape)}")
     order: Sequence[int] = range(len(a.shape))
@@ -113,13 +116,13 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
         turned_a, turned_b = in_storage_order(a), in_storage_order(b)
         if turned_a and turned_b:
             order, a, b = storage_axes(a), turned_a, turned_b
-    left, right = row_major(a), row_major(b)
     if a.dtype is b.dtype and a.flags.lazy == b.flags.lazy:
-        if same_bytes(left, right):
+        if same_bytes(a.row_major(), b.row_major()):
             return None
         a, b = (replace(entry, flags=entry.flags._replace(conj=False, neg=False)) for entry in (a, b))
     comparison = _Comparison(a, b, atol, rtol)
-    comparison.read(left, right)
+    with numpy.errstate(all="ignore"):
+        fold(comparison.add, a, b)
     return None if a.dtype is b.dtype and not comparison.changed else comparison.result(order)
 
 
@@ -142,19 +145,11 @@ class _Comparison:
         if self.packed and not self.same_type:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
-    def read(self, left: Data, right: Data) -> None:
-        import numpy
-
-        a, b = self.a, self.b
-        pairs = zip(chunks(left, a.dtype.itemsize, "a"), chunks(right, b.dtype.itemsize, "b"), strict=True)
-        with numpy.errstate(all="ignore"):
-            for number, (x, y) in enumerate(pairs):
-                resolve(x, a.dtype, a.flags)
-                resolve(y, b.dtype, b.flags)
-                if self.same_type:
-                    self._count(number * CHUNK, _differing_bytes(x, y, a.dtype))
-                if not self.packed:
-                    self._add(number * CHUNK, numbers(x, a.dtype, "wide a"), numbers(y, b.dtype, "wide b"))
+    def add(self, place: int, x: Array, y: Array) -> None:
+        if self.same_type:
+            self._count(place, _differing_bytes(x, y, self.a.dtype))
+        if not self.packed:
+            self._add(place, numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b"))
 
     def _count(self, place: int, differs: Array) -> None:
         import numpy

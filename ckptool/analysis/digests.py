@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, FileRange, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.blocks import chunks, sha256_of
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import MISSING, Global
-from ckptool.checkpoint.numeric import resolve
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
@@ -143,14 +142,12 @@ def tensor_digest(tensor: Tensor) -> str:
     """
     if isinstance(tensor, Composite):
         return _composite_digest(tensor)
-    data, flags = row_major(tensor), tensor.flags
-    if not (flags.conj or flags.neg):
-        return sha256_of(data).hexdigest()
+    if not any(tensor.flags.lazy):
+        return sha256_of(tensor.row_major()).hexdigest()
     if tensor.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {tensor.dtype} has no values", "torch does not create such views.")
     total = hashlib.sha256()
-    for raw in chunks(data, tensor.dtype.itemsize, "raw"):
-        total.update(resolve(raw, tensor.dtype, flags).data)
+    fold(lambda _, raw: total.update(raw.data), tensor)
     return total.hexdigest()
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.numeric import Array, has_numbers, numbers, resolve
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.state_dicts import find_state_dicts, without_wrappers
-from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError
-
-ROOM, LEAST = 1 << 19, 1 << 10  # values of all files that are in memory at a time, and of each at least
 
 Weights = dict[str, TensorEntry]
 
@@ -54,27 +53,30 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
     moves: dict[str, Array] = {}
     for key, first in next(iter(files.values()), {}).items():
         layer, _, name = key.rpartition(".")
-        entries = [weights.get(key) for weights in files.values()]
-        if name.startswith("running_") or not all(_is_comparable(each, first) for each in entries):
+        entries = [weights[key] for weights in files.values() if key in weights and _is_comparable(weights[key], first)]
+        if name.startswith("running_") or len(entries) < len(files):
             continue
-        data = [(each, row_major(each)) for each in entries if each is not None]
         here = squares.setdefault(layer, numpy.zeros(len(files)))
         moved = moves.setdefault(layer, numpy.zeros(len(files) - 1))
-        room = max(LEAST, ROOM // len(files))
-        for start in range(0, first.numel, room):
-            values = numpy.zeros((len(files), min(room, first.numel - start)))
-            for step, row, (entry, source) in zip(files, values, data, strict=True):
-                size = entry.dtype.itemsize
-                try:
-                    raw = bytearray(source.read(start * size, len(row) * size))
-                except CkptoolError as problem:
-                    others = {other: weights for other, weights in files.items() if other != step}
-                    return norms_over_time(others, {**unread, step: problem.what})
-                row[:] = numbers(resolve(numpy.frombuffer(raw, numpy.uint8), entry.dtype, entry.flags), entry.dtype)
+
+        def add(_: int, *blocks: Array, entries: Any = entries, here: Array = here, moved: Array = moved) -> None:
+            pairs = zip(blocks, entries, strict=True)
+            values = numpy.stack([numbers(raw, each.dtype) for raw, each in pairs], dtype="d", casting="unsafe")
             numpy.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)
             here += numpy.einsum("ij,ij->i", values, values)
             apart = numpy.diff(values, axis=0)
             moved += numpy.einsum("ij,ij->i", apart, apart)
+
+        try:
+            fold(add, *entries)
+        except CkptoolError:
+            for step, entry in zip(files, entries, strict=True):
+                try:
+                    fold(lambda *_: None, entry)
+                except CkptoolError as problem:
+                    others = {other: weights for other, weights in files.items() if other != step}
+                    return norms_over_time(others, {**unread, step: problem.what})
+            raise
     norms = {layer: tuple(map(sqrt, found.tolist())) for layer, found in squares.items()}
     shares = {
         layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(row.tolist(), norms[layer], strict=False))
@@ -83,11 +85,10 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
     return NormsOverTime(tuple(files), norms, shares, dict(unread))
 
 
-def _is_comparable(entry: TensorEntry | None, first: TensorEntry) -> bool:
+def _is_comparable(entry: TensorEntry, first: TensorEntry) -> bool:
     """True for values that are read beside those of the first checkpoint: floats, in the same shape."""
     return (
-        entry is not None
-        and entry.shape == first.shape
+        entry.shape == first.shape
         and first.dtype.kind == "float"
         and has_numbers(entry.dtype)
         and entry.dtype.kind != "complex"

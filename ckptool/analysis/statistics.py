@@ -8,10 +8,10 @@ from itertools import pairwise
 from math import gcd, sqrt
 from typing import NamedTuple
 
-from ckptool.checkpoint import Data, TensorEntry
-from ckptool.checkpoint.blocks import chunks
-from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, resolve, scratch
-from ckptool.checkpoint.strided import any_order, in_storage_order, row_major, storage_axes, without_repeats
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, scratch
+from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 
 BINS = 24  # of a histogram
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -62,7 +62,7 @@ class TensorPicture:
 def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
     once, times = without_repeats(entry)
-    return _read(any_order(once), once, times)
+    return _read(in_storage_order(once) or once, times)
 
 
 def detail(tensors: int) -> tuple[int, int]:
@@ -86,12 +86,12 @@ def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
     """
     once, times = without_repeats(entry)
     sketch = _Sketch(once, side, sample)
-    found = _read(sketch.data, once, times, sketch)
+    found = _read(sketch.entry, times, sketch)
     zero_rows = int(sketch.zero_columns.sum()) if sketch.is_turned else sketch.zero_rows
     return Values(found, sketch.picture(found), zero_rows if once is entry and len(entry.shape) > 1 else None)
 
 
-def _read(data: Data, entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
+def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
     """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes.
 
     Chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979).
@@ -101,36 +101,40 @@ def _read(data: Data, entry: TensorEntry, times: int, sketch: _Sketch | None = N
     zeros = nans = infs = count = 0
     mean = squares = 0.0  # squares: of the distances from the mean
     ends: list[int | float] = []
+
+    def add(_: int, raw: Array) -> None:
+        nonlocal zeros, nans, infs, count, mean, squares, ends
+        values = numbers(raw, entry.dtype, "wide")
+        zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
+        zeros_here = int(numpy.count_nonzero(zero))
+        zeros += zeros_here
+        if values.dtype.kind == "c":
+            odd = numpy.isnan(values)  # of a magnitude, either part
+            values = numpy.abs(values.astype(numpy.complex128))
+            values[odd] = numpy.nan
+        finite, least, most = values, values.min(), values.max()
+        if not (numpy.isfinite(least) and numpy.isfinite(most)):
+            finite = values[numpy.isfinite(values)]
+            nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
+            nans += nans_here
+            infs += len(values) - len(finite) - nans_here
+        shifted, here = scratch("f64", "f8", len(finite)), 0.0
+        if len(finite):
+            if finite is not values:
+                least, most = finite.min(), finite.max()
+            ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
+            numpy.copyto(shifted, finite, casting="unsafe")
+            here = float(shifted.mean())
+            numpy.subtract(shifted, here, out=shifted)
+            apart, share = here - mean, len(finite) / (count + len(finite))
+            squares += dot(shifted, shifted) + apart * apart * count * share
+            mean += apart * share
+            count += len(finite)
+        if sketch is not None:
+            sketch.add(values, zero, zeros_here, shifted if finite is values else None, here)
+
     with numpy.errstate(all="ignore"):
-        for raw in chunks(data, entry.dtype.itemsize, "raw", CHUNK if sketch is None else sketch.row):
-            values = numbers(resolve(raw, entry.dtype, entry.flags), entry.dtype, "wide")
-            zero = numpy.equal(values, 0, out=scratch("mask", "?", len(values)))
-            zeros_here = int(numpy.count_nonzero(zero))
-            zeros += zeros_here
-            if values.dtype.kind == "c":
-                odd = numpy.isnan(values)  # of a magnitude, either part
-                values = numpy.abs(values.astype(numpy.complex128))
-                values[odd] = numpy.nan
-            finite, least, most = values, values.min(), values.max()
-            if not (numpy.isfinite(least) and numpy.isfinite(most)):
-                finite = values[numpy.isfinite(values)]
-                nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
-                nans += nans_here
-                infs += len(values) - len(finite) - nans_here
-            shifted, here = scratch("f64", "f8", len(finite)), 0.0
-            if len(finite):
-                if finite is not values:
-                    least, most = finite.min(), finite.max()
-                ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
-                numpy.copyto(shifted, finite, casting="unsafe")
-                here = float(shifted.mean())
-                numpy.subtract(shifted, here, out=shifted)
-                apart, share = here - mean, len(finite) / (count + len(finite))
-                squares += dot(shifted, shifted) + apart * apart * count * share
-                mean += apart * share
-                count += len(finite)
-            if sketch is not None:
-                sketch.add(values, zero, zeros_here, shifted if finite is values else None, here)
+        fold(add, entry, row=CHUNK if sketch is None else sketch.row)
     low, high = (int(end) if type(end) is bool else end for end in ends) if ends else (None, None)
     squares, n = squares * times, count * times
     std = sqrt(squares / (n - 1)) if n > 1 else None
@@ -156,7 +160,7 @@ class _Sketch:
         self.inner: tuple[tuple[int, ...], list[int]] | None = None
         if stored is not None and axes[0] == 0 and self.row <= CHUNK:
             self.inner = stored.shape[1:], [0, *(axes.index(axis) for axis in range(1, len(axes)))]
-        self.data = row_major(stored if stored is not None and (self.is_turned or self.inner) else entry)
+        self.entry = stored if stored is not None and (self.is_turned or self.inner) else entry
         if self.is_turned:
             self.rows, self.row = self.row, self.rows
         step = max(1, -(-count // values))

@@ -16,10 +16,11 @@ from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.analysis.fixes import Chain, runnable
 from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
-from ckptool.checkpoint.blocks import chunks, mismatch
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.numeric import has_numbers, numbers
-from ckptool.checkpoint.strided import any_order
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
+from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
@@ -609,13 +610,16 @@ def _special(entry: TensorEntry) -> tuple[int, int]:
     nans = infs = 0
     kind, mask = _EXPONENTS.get(entry.dtype.name, ("u1", 0))
     exponent = numpy.array(mask, kind)
-    for raw in chunks(any_order(entry), entry.dtype.itemsize, "raw"):
+
+    def count(_: int, raw: Array) -> None:
+        nonlocal nans, infs
         # That all are finite is seen in the exponents: four times as quick as computing with the values.
-        if not (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
-            continue
-        with numpy.errstate(all="ignore"):  # signalling NaN
-            values = numbers(raw, entry.dtype, "wide")
-        bad = numpy.isnan(values)
-        nans += int(numpy.count_nonzero(bad))
-        infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+        if (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
+            with numpy.errstate(all="ignore"):  # signalling NaN
+                values = numbers(raw, entry.dtype, "wide")
+            bad = numpy.isnan(values)
+            nans += int(numpy.count_nonzero(bad))
+            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+
+    fold(count, in_storage_order(entry) or entry)
     return nans, infs

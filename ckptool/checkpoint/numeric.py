@@ -27,15 +27,15 @@ _local = threading.local()
 
 
 def scratch(name: str, dtype: str, length: int = CHUNK) -> Array:
-    """An uninitialised array: the same memory for each call with this name, CHUNK elements of 16 bytes at most.
+    """An uninitialised array: the same memory for each call with this name, as a rule CHUNK elements of 16 bytes.
 
     A fresh array of this size costs more in page faults than most arithmetic on it. One set for each thread.
     """
     kept = vars(_local)
-    if name not in kept:
-        kept[name] = aligned(CHUNK * 16)
-    memory: Array = kept[name].view(dtype)
-    return memory[:length]
+    memory: Array | None = kept.get(name)
+    if memory is None or len(memory) < length:
+        memory = kept[name] = aligned(max(CHUNK * 16, length))
+    return memory.view(dtype)[:length]
 
 
 def aligned(length: int) -> Array:
@@ -86,6 +86,62 @@ def _f32_table(dtype: DType) -> Array:
     patterns = numpy.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
     with numpy.errstate(invalid="ignore"):  # signalling NaN
         return patterns.view(dtype.to_numpy()).astype(numpy.float32)
+
+
+def rounded(values: Array, target: DType) -> Array:
+    """`values` (f32 or f64) in a floating type, the way torch rounds; in a scratch array."""
+    import numpy
+
+    if target.name != "f64" and values.dtype != numpy.float32:
+        numpy.copyto(single := scratch("cast single", "f4", len(values)), values, casting="same_kind")
+        values = single
+    out = scratch("cast after", f"u{target.itemsize}", len(values))
+    if target.itemsize > 1:
+        numpy.copyto(out.view(target.to_numpy()), values, casting="unsafe")
+    else:
+        _f8_table(target).take(_upper_half(values.view(numpy.uint32)), out=out, mode="clip")
+    return out.view(target.to_numpy())
+
+
+def _upper_half(patterns: Array) -> Array:
+    """The upper 16 bits of f32 patterns, the lowest of them set if any bit below was.
+
+    Seven bits of mantissa and one that says "and a little more" are enough to round to a float8 as if all were there.
+    """
+    import numpy
+
+    upper = numpy.bitwise_and(patterns, 0xFFFF, out=scratch("cast upper", "u4", len(patterns)))
+    numpy.add(upper, 0xFFFF, out=upper)
+    numpy.bitwise_or(upper, patterns, out=upper)
+    return numpy.right_shift(upper, 16, out=upper)
+
+
+@cache
+def _f8_table(target: DType) -> Array:
+    """The float8 pattern for every upper half of a f32 pattern."""
+    import numpy
+
+    upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
+    if target.name == "f8_e8m0fnu":
+        return _power_of_two(upper)
+    values = upper.view(numpy.float32)
+    if target.name == "f8_e4m3fn":  # torch saturates, ml_dtypes makes NaN
+        values = numpy.clip(values, -448, 448)
+    with numpy.errstate(all="ignore"):
+        return values.astype(target.to_numpy()).view(numpy.uint8)
+
+
+def _power_of_two(patterns: Array) -> Array:
+    """The exponent byte of f32 patterns, rounded to nearest; a half goes up, but down below the smallest normal number.
+
+    As in torch/headeronly/util/Float8_e8m0fnu.h: infinities and NaN give 0xFF, and so does rounding up from 2**127.
+    """
+    import numpy
+
+    exponent = (patterns >> 23) & 0xFF
+    mantissa = patterns & 0x7FFFFF
+    up = numpy.where(exponent > 0, mantissa >= 0x400000, mantissa > 0x400000) & (exponent < 0xFF)
+    return (exponent + up).astype(numpy.uint8)
 
 
 def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:

@@ -86,11 +86,6 @@ def row_major(entry: TensorEntry) -> Data:
     return Computed(entry.nbytes, made.read, view=made.view)
 
 
-def any_order(entry: TensorEntry) -> Data:
-    """The stored values, each once, in whatever order is quickest to read."""
-    return row_major(in_storage_order(entry) or entry)
-
-
 def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
     """The view with every expanded dimension (stride 0) at size 1, and how many times it shows each value.
 

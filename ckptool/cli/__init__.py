@@ -18,7 +18,6 @@ from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
     FORM,
-    AnswerForm,
     LostAnswer,
     failed_silently,
     in_words,
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = os.environ.get("CKPTOOL_DEBUG")  # asked now: where memory has run out, even that fails
     words = list(sys.argv[1:] if arguments is None else arguments)
     forms = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)  # parsed or not
-    FORM.set(AnswerForm(forms[-1]) if forms else AnswerForm.text)
+    FORM.set(forms[-1] if forms else "text")
     reserve: list[bytes] = []
     try:
         reserve.append(bytes(RESERVE))
@@ -117,21 +116,21 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[
             stack.callback(answers.close)
         for number, answer in enumerate(answers):
             code = max(code, answer.exit_code)
-            if isinstance(answer, CkptoolError) and form is AnswerForm.json:  # of one file: it stands among the results
+            if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
                 from ckptool.render.json import error_json
 
                 done.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _told(answer, [])
-            elif form is AnswerForm.json:
+            elif form == "json":
                 done.append(answer.content)
-            elif form is AnswerForm.markdown:
+            elif form == "markdown":
                 from ckptool.render.markdown import markdown
 
                 say("\n" * bool(number) + markdown(answer.content))
             else:
                 say(("\n" if number and separate else "") + answer.content)
-    if form is AnswerForm.json:
+    if form == "json":
         from ckptool.render.json import dumps, results_json
 
         say(dumps(results_json(done)) + "\n")
@@ -143,14 +142,14 @@ def _told(error: Exception, done: list[Json]) -> int:
     done before it. Where standard output takes nothing, standard error has it."""
     problem: CkptoolError = in_words(error)
     as_text = error_text(problem, style_of(sys.stderr))
-    form = AnswerForm.text if isinstance(problem, LostAnswer) else FORM.get()
+    form = "text" if isinstance(problem, LostAnswer) else FORM.get()
     with suppress(LostAnswer):
-        if form is AnswerForm.json:
+        if form == "json":
             from ckptool.render.json import dumps, error_json
 
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code
-        if form is AnswerForm.markdown:
+        if form == "markdown":
             from ckptool.render.markdown import markdown
 
             say(markdown(error_text(problem)))

@@ -25,7 +25,7 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
     for group in dict.fromkeys(VERBS[verb].group for verb in verbs):
         rows = [(verb, VERBS[verb].about) for verb in verbs if VERBS[verb].group == group]
         blocks.append(_table(style, group.capitalize(), rows))
-    rows = [("-h, --help", "Show this message, or of a command: ckptool inspect --help")]
+    rows = [("-h, --help", "Show this message; for one command: ckptool inspect --help")]
     rows += [("--version", "Print the version.")] if is_whole else []
     return _page([*blocks, _table(style, "Options", rows)])
 

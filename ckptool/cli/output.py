@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ckptool.commands import nearest
@@ -27,15 +26,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class AnswerForm(str, Enum):
-    """The forms of an answer on standard output."""
-
-    text = "text"
-    json = "json"
-    markdown = "markdown"
-
-
-FORM = ContextVar("form", default=AnswerForm.text)  # of the command that runs
+FORM = ContextVar("form", default="text")  # of what the command that runs prints: or json, markdown
 
 
 class Answer(NamedTuple):
@@ -71,7 +62,7 @@ class LostAnswer(FileProblem):
 def style_of(stream: TextIO) -> Style:
     """Colour and width where the stream is a terminal. `NO_COLOR` wins over `FORCE_COLOR`, which wins over what the
     stream is; Markdown has neither."""
-    if stream is sys.stdout and FORM.get() is AnswerForm.markdown:
+    if stream is sys.stdout and FORM.get() == "markdown":
         return Style()
     terminal = stream.isatty()
     colour = terminal and os.environ.get("TERM") != "dumb"

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from importlib import import_module
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from ckptool.checkpoint.workers import Progress, checked_jobs, in_turn
 from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
     FORM,
     Answer,
-    AnswerForm,
     answer_of,
     in_words,
     progress_bar,
@@ -33,13 +32,7 @@ from ckptool.render.style import Style
 from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
 Arguments = Mapping[str, Any]
-_AS_JSON = Parameter("as_json", bool, False, option("--json", "Print one JSON object."))
-_FORM = option(
-    "--format FORM",
-    "text, json, or markdown: for a job summary or a comment.",
-    choices=tuple(form.value for form in AnswerForm),
-)
-_AS_FORM = Parameter("as_form", str, None, _FORM)
+_FORMS = "text, json, or markdown: for a job summary or a comment."
 
 
 def function_of(verb: str) -> Any:
@@ -59,21 +52,25 @@ def typed_parameters(function: Any) -> list[Parameter]:
         if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
             found[each.name] = each
             taken.update(each.option.flags)
-    if "training" in watched(function).values():
-        found["quiet"] = Parameter("quiet", bool, False, option("-q --quiet", "Show no progress."))
+    names = ["quiet"] if "training" in watched(function).values() else []
     if _writes(function) and not declared.one_output:
-        found |= {each.name: each for each in parameters_of(_of_writing)}
+        names += ["folder", "skip_refused", "jobs"]
     elif any(each.option.each for each in found.values()) and "jobs" not in found:
-        found |= {each.name: each for each in parameters_of(_of_reading)}
-    return [*found.values(), _AS_JSON, _AS_FORM]
+        names += ["jobs"]
+    program = {each.name: each for each in parameters_of(_program)}
+    return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
 
 
-def _of_writing(*, folder: Folder = None, skip_refused: SkipRefused = False, jobs: Jobs = 1) -> None:
-    """The options of the program for verbs that write each of several files."""
-
-
-def _of_reading(*, jobs: Jobs = 1) -> None:
-    """Those for verbs that look at each of several."""
+def _program(
+    *,
+    folder: Folder = None,
+    skip_refused: SkipRefused = False,
+    jobs: Jobs = 1,
+    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
+    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
+    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS)] = None,
+) -> None:
+    """The options of the program: the first three for many files, the next for runs, the last for all."""
 
 
 def _writes(function: Any) -> bool:
@@ -92,9 +89,9 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     if as_json and as_form not in (None, "json"):
         what = f"--json and --format {as_form} exclude each other"
         raise UsageError(what, "An answer has one form.", "Choose one.")
-    FORM.set(AnswerForm.json if as_json else AnswerForm(as_form or "text"))
+    FORM.set("json" if as_json else as_form or "text")
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
-    given["as_json"] = FORM.get() is AnswerForm.json
+    given["as_json"] = FORM.get() == "json"
     style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
     jobs = checked_jobs(given.get("jobs", 1))
     if declared.from_words is not None:

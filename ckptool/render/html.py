@@ -12,6 +12,7 @@ from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.facts import Note, Report, Table, Told, Verbatim
 from ckptool.render.lines import lines
+from ckptool.render.style import PYTHON
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
@@ -47,13 +48,13 @@ def report_html(report: Report) -> str:
     begun: list[Any] = []
 
     def end_lines() -> None:
-        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun))
+        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun, PYTHON))
         pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
         begun.clear()
 
     for number, part in enumerate(_parts(report.told())):
         if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
-            pieces.append(f"<b>{escape(_cut(next(lines([part]), ''), 1_000))}</b>")
+            pieces.append(f"<b>{escape(_cut(next(lines([part], PYTHON), ''), 1_000))}</b>")
         elif isinstance(part, Table) and part.rows:
             end_lines()
             pieces += _table(part)
@@ -73,7 +74,7 @@ def _table(table: Table) -> Iterator[str]:
     title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
-    more = f'<td colspan="{len(shown[0])}">{escape(table.more.format(f"{left:,}").strip())}</td>'
+    more = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{left:,}")).strip())}</td>'
     body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
     lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     yield f"<table>{title if table.title else ''}{lines}</table>"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from ckptool.errors import CkptoolError, printable, quoted
+from ckptool.errors import CkptoolError, Command, printable
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
 from ckptool.render.style import PLAIN, WIDEST, Style, joined, padded
 
@@ -45,8 +45,9 @@ def _every(told: Told, style: Style) -> Iterator[str | None]:
         elif isinstance(part, Table):
             yield from _table(part, style)
         elif isinstance(part, Note):
-            yield f"{style.yellow(part.code)}: {part.message}"
-            yield from [f"  {style.cyan(' '.join(map(quoted, part.fix)))}"] if part.fix else []
+            yield f"{style.yellow(part.code)}: {style.spelled(part.message)}"
+            fix = part.fix if isinstance(part.fix, Command) else Command(part.fix)
+            yield from [f"  {style.cyan(style.spelled(fix))}"] if fix else []
         elif callable(part):
             yield from _every(part(style.width), style)
         else:
@@ -54,7 +55,7 @@ def _every(told: Told, style: Style) -> Iterator[str | None]:
 
 
 def _marked(piece: str, style: Style) -> str:
-    mark, text = getattr(piece, "mark", ""), printable(piece)
+    mark, text = getattr(piece, "mark", ""), style.spelled(piece)
     return str(getattr(style, mark)(text)) if mark else text
 
 
@@ -92,7 +93,7 @@ def _table(table: Table, style: Style) -> Iterator[str]:
             yield from (" " * used + _marked(Marked(each, mark), style) for each in more)
         else:
             yield joined(coloured, indent)
-    yield from [table.more.format(f"{left:,}")] if left else []
+    yield from [style.spelled(table.more.format(f"{left:,}"))] if left else []
 
 
 def _in_padding(cell: str, text: str, padded_text: str, style: Style) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 
+from ckptool.errors import Command, escaped, in_python
+
 WIDEST = 72  # column
-
-
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _COMMAND = re.compile(r"ckptool [a-z-]+ ")
 _WORDS = re.compile(r" *(?:ckptool [a-z-]+ .*|[^ ]+)")
@@ -17,10 +17,18 @@ _WORDS = re.compile(r" *(?:ckptool [a-z-]+ .*|[^ ]+)")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """colour: ANSI colours are wanted.  width: columns of the terminal; None for lines of any length."""
+    """colour: ANSI colours are wanted.  width: columns of the terminal; None for lines of any length.
+
+    python: for people who write Python: options are called as the arguments that they are there.
+    """
 
     colour: bool = False
     width: int | None = None
+    python: bool = False
+
+    def spelled(self, text: str | Command) -> str:
+        """A text, escaped, in which commands and options are spelled as its readers type them."""
+        return in_python(escaped(text)) if self.python else str(escaped(text))
 
     def _marked(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
@@ -57,7 +65,7 @@ class Style:
         return lines
 
 
-PLAIN = Style()
+PLAIN, PYTHON = Style(), Style(python=True)
 
 
 def columns(

@@ -7,23 +7,21 @@ Counters and booleans have no mean: they are the last file's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ckptool.analysis.diff import diff
-from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import BlockReader, Prefetcher, fill
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.arrays import each, fold
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import CHUNK, Array, numbers, resolve, scratch
+from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
 from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
-from ckptool.transforms.casting import rounded
 from ckptool.transforms.merging import METHODS, Mean, Merge
 
 _PLAIN = (
@@ -125,7 +123,6 @@ def average(
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
     kept: list[tuple[str, str]] = []
-    ahead = Prefetcher()
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
@@ -144,7 +141,7 @@ def average(
             shares = (by_key or {}).get(str(key), weights)
             if view not in made:
                 method = METHODS[merge.method](merge, shares, first[value.view])
-                made[view], given[view] = _merged(entries, method, ahead), (key, shares)
+                made[view], given[view] = _merged(entries, method), (key, shares)
             elif list(given[view][1]) != list(shares):
                 what = f"{given[view][0]!s} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
@@ -183,66 +180,43 @@ def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, ot
     return found
 
 
-def _merged(entries: Sequence[TensorEntry], method: Mean, ahead: Prefetcher) -> TensorEntry:
-    first = entries[0]
-    if first.dtype.numpy is None and first.dtype.name != "c32":
-        raise Unsupported(f"tensors of dtype {first.dtype} cannot be averaged", "Their values are packed.")
-    reader = _Merged(entries, method, ahead)
-    storage = Storage(Computed(first.nbytes, reader.read, reader.sources.unchecked), entries[-1].location)
-    return TensorEntry(storage, first.dtype, first.shape, row_major_strides(first.shape))
+def _merged(entries: Sequence[TensorEntry], method: Mean) -> TensorEntry:
+    dtype = entries[0].dtype
+    if dtype.numpy is None and dtype.name != "c32":
+        raise Unsupported(f"tensors of dtype {dtype} cannot be averaged", "Their values are packed.")
+    return each(_Merged(entries, method), *entries, dtype=dtype)
 
 
 class _Merged:
-    """The bytes of the result, made block by block."""
+    """The values of the result, of the same places of all sources."""
 
-    __slots__ = ("dtype", "kinds", "method", "prepared", "sources", "work_type")
+    __slots__ = ("dtype", "entries", "method", "prepared", "work_type")
 
-    def __init__(self, entries: Sequence[TensorEntry], method: Mean, ahead: Prefetcher) -> None:
-        self.kinds, self.method, self.prepared = [(entry.dtype, entry.flags) for entry in entries], method, False
+    def __init__(self, entries: Sequence[TensorEntry], method: Mean) -> None:
+        self.entries, self.method, self.prepared = entries, method, False
         self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
         self.work_type = method.work_type(self.dtype.itemsize)
-        self.sources = BlockReader(entries, ahead, self._block)
 
-    def read(self, offset: int, length: int) -> bytes:
-        step = self.sources.block
-        begin, end = offset - offset % step, min(offset + length, self.sources.length)
-        made = [self.sources.made(place) for place in range(begin, end, step)]
-        data = made[0] if len(made) == 1 else b"".join(made)
-        return data if (begin, len(data)) == (offset, length) else data[offset - begin : end - begin]
+    def __call__(self, place: int, *blocks: Array) -> Array:
+        components = self.entries[0].dtype.itemsize // self.dtype.itemsize
+        if not self.prepared:
+            self.method.prepare(self._fold, self.entries[0].numel * components)
+            self.prepared = True
+        total = self.method.merged(lambda number, name: self._numbers(blocks[number], name), place * components)
+        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
 
-    def _block(self, blocks: list[Array], place: int) -> bytes:
-        """The result of one block, in pieces that stay in the processor's cache."""
+    def _numbers(self, raw: Array, name: str) -> Array:
+        """The elements of a block, widened first: numpy multiplies half as fast while it converts."""
         import numpy
 
-        size, merged = CHUNK * self.dtype.itemsize, bytearray(len(blocks[0]))
-        with numpy.errstate(all="ignore"):
-            if not self.prepared:
-                self.method.prepare(self._passes, self.sources.length // self.dtype.itemsize)
-                self.prepared = True
-            for start in range(0, len(merged), size):
-                pieces = [block[start : start + size] for block in blocks]
-                read = partial(self._numbers, pieces)
-                total = self.method.merged(read, (place + start) // self.dtype.itemsize)
-                piece = rounded(total, self.dtype) if self.dtype.name != "f64" else total
-                merged[start : start + size] = piece.view("u1").data
-        return bytes(merged)
-
-    def _numbers(self, pieces: Sequence[Array] | Mapping[int, Array], number: int, name: str) -> Array:
-        """The elements of a piece of one source, widened first: numpy multiplies half as fast while it converts."""
-        import numpy
-
-        raw, (dtype, flags) = pieces[number], self.kinds[number]
         values = scratch(name, self.work_type, len(raw) // self.dtype.itemsize)
-        numpy.copyto(values, numbers(resolve(raw, dtype, flags), self.dtype, "merge values"))
+        numpy.copyto(values, numbers(raw, self.dtype, "merge values"))
         return values
 
-    def _passes(self, chosen: Sequence[int]) -> Iterator[list[Array]]:
-        """All elements of some sources, side by side."""
-        size = CHUNK * self.dtype.itemsize
-        for place in range(0, self.sources.length, size):
-            values: list[Array] = []
-            for number in chosen:
-                raw = scratch("merge raw", "u1", min(size, self.sources.length - place))
-                fill(self.sources.sources[number].data, place, raw.data)
-                values.append(self._numbers({number: raw}, number, f"merge source {len(values)}"))
-            yield values
+    def _fold(self, take: Callable[..., Any], *chosen: int) -> None:
+        """All numbers of some sources, side by side."""
+
+        def take_numbers(place: int, *blocks: Array) -> Any:
+            return take(*(self._numbers(block, f"merge source {number}") for number, block in enumerate(blocks)))
+
+        fold(take_numbers, *(self.entries[number] for number in chosen))

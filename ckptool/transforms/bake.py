@@ -20,12 +20,11 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.blocks import computed
+from ckptool.checkpoint.arrays import computed
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import CHUNK, Array, numbers
+from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
-from ckptool.transforms.casting import rounded
 
 FORMS = ("plain", "old", "new")
 _NEW = re.compile(

@@ -113,13 +113,19 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
             f"{where} is not a bundle: it is of type {type(tree).__name__}",
             "A bundle is a dictionary with names as keys.",
         )
-    if whole := [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]:
+    if one := one_thing(checkpoint):
         raise UsageError(
-            f"{where} is not a bundle, but one set of {whole[0].detail or whole[0].kind}",
+            f"{where} is not a bundle, but {one}",
             "Its entries are the tensors of one model or optimizer.",
             f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT",
         )
     return dict(tree)
+
+
+def one_thing(checkpoint: Checkpoint) -> str:
+    """What the whole of a dictionary is: `one set of model weights`; empty where it is several things."""
+    whole = [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]
+    return f"one set of {whole[0].detail or whole[0].kind}" if whole else ""
 
 
 def changed(

@@ -16,17 +16,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import prod
 
 from ckptool.checkpoint import NO_FLAGS, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.blocks import blocks, computed, fill
+from ckptool.checkpoint.arrays import each, fold
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import Array, numbers, scratch
+from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import row_major
 from ckptool.commands import NAME, arg
 from ckptool.errors import Conflict, UsageError
+from ckptool.transforms.views import joined
 
 
 @dataclass(slots=True)
@@ -60,39 +59,29 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
             )
     if source is target:
         return storage
-    count = storage.nbytes // source.itemsize
-    return Storage(_converted(storage, count, source, target, tally), storage.location)
-
-
-def _converted(storage: Storage, count: int, old: DType, new: DType, tally: CastTally | None) -> Computed:
-    """The first elements of a storage in another type."""
-    return computed(count, new.itemsize, _Converted(storage, old, new, tally).chunk, storage)
+    flat = TensorEntry(storage, source, (storage.nbytes // source.itemsize,), (1,))
+    return each(_Converted(source, target, tally), flat, dtype=target).storage
 
 
 class _Converted:
-    """Elements of a storage in another type. Each is counted once, however often it is read."""
+    """Elements in another type. Each is counted once, however often it is read."""
 
-    __slots__ = ("new", "old", "seen", "storage", "tally")
+    __slots__ = ("new", "old", "seen", "tally")
 
-    def __init__(self, storage: Storage, old: DType, new: DType, tally: CastTally | None) -> None:
-        self.storage, self.old, self.new, self.tally = storage, old, new, tally
+    def __init__(self, old: DType, new: DType, tally: CastTally | None) -> None:
+        self.old, self.new, self.tally = old, new, tally
         self.seen: list[int] = []
 
-    def chunk(self, start: int, stop: int) -> bytes:
-        import numpy
-
+    def __call__(self, start: int, raw: Array) -> Array:
         floats = self.old.is_float and self.new.is_float
-        raw = scratch("cast raw", "u1", (stop - start) * self.old.itemsize)
-        fill(self.storage.data, start * self.old.itemsize, raw.data)
-        with numpy.errstate(all="ignore"):
-            before = numbers(raw, self.old, "cast before")
-            after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
-            if self.tally is not None:
-                count_in = _count_rounded if floats else _count_changed
-                for first, last in _unseen(self.seen, start, stop):
-                    part = slice(first - start, last - start)
-                    count_in(self.tally, before[part], after[part], self.new)
-        return after.tobytes()
+        before = numbers(raw, self.old, "cast before")
+        after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
+        if self.tally is not None:
+            count_in = _count_rounded if floats else _count_changed
+            for first, last in _unseen(self.seen, start, start + len(before)):
+                part = slice(first - start, last - start)
+                count_in(self.tally, before[part], after[part], self.new)
+        return after
 
 
 def _count_changed(tally: CastTally, before: Array, after: Array, new: DType) -> None:
@@ -115,62 +104,6 @@ def _count_rounded(tally: CastTally, before: Array, after: Array, new: DType) ->
         # Without a sign, the difference from a negative value may be too large for f32.
         before, back = before.astype(numpy.float64), back.astype(numpy.float64)
     _count_losses(tally, before, back)
-
-
-def rounded(values: Array, target: DType) -> Array:
-    """`values` (f32 or f64) as `target`, the way torch rounds; float8 as the bytes of its patterns."""
-    import numpy
-
-    if target.name != "f64" and values.dtype != numpy.float32:
-        numpy.copyto(single := scratch("cast single", "f4", len(values)), values, casting="same_kind")
-        values = single
-    out = scratch("cast after", f"u{target.itemsize}", len(values))
-    if target.itemsize > 1:
-        out = out.view(target.to_numpy())
-        numpy.copyto(out, values, casting="unsafe")
-        return out
-    return _f8_table(target).take(_upper_half(values.view(numpy.uint32)), out=out, mode="clip")
-
-
-def _upper_half(patterns: Array) -> Array:
-    """The upper 16 bits of f32 patterns, the lowest of them set if any bit below was.
-
-    Seven bits of mantissa and one that says "and a little more" are enough to round to a float8 as if all were there.
-    """
-    import numpy
-
-    upper = numpy.bitwise_and(patterns, 0xFFFF, out=scratch("cast upper", "u4", len(patterns)))
-    numpy.add(upper, 0xFFFF, out=upper)
-    numpy.bitwise_or(upper, patterns, out=upper)
-    return numpy.right_shift(upper, 16, out=upper)
-
-
-@cache
-def _f8_table(target: DType) -> Array:
-    """The float8 pattern for every upper half of a f32 pattern."""
-    import numpy
-
-    upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
-    if target.name == "f8_e8m0fnu":
-        return _power_of_two(upper)
-    values = upper.view(numpy.float32)
-    if target.name == "f8_e4m3fn":  # torch saturates, ml_dtypes makes NaN
-        values = numpy.clip(values, -448, 448)
-    with numpy.errstate(all="ignore"):
-        return values.astype(target.to_numpy()).view(numpy.uint8)
-
-
-def _power_of_two(patterns: Array) -> Array:
-    """The exponent byte of f32 patterns, rounded to nearest; a half goes up, but down below the smallest normal number.
-
-    As in torch/headeronly/util/Float8_e8m0fnu.h: infinities and NaN give 0xFF, and so does rounding up from 2**127.
-    """
-    import numpy
-
-    exponent = (patterns >> 23) & 0xFF
-    mantissa = patterns & 0x7FFFFF
-    up = numpy.where(exponent > 0, mantissa >= 0x400000, mantissa > 0x400000) & (exponent < 0xFF)
-    return (exponent + up).astype(numpy.uint8)
 
 
 def _count_losses(tally: CastTally, before: Array, back: Array) -> None:
@@ -304,8 +237,8 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
         storage = cast_storage(whole.storage, entry.dtype, new, tally)
         negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
         return replace(whole, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
-    data = _converted(whole.storage, whole.numel, entry.dtype, new, tally)
-    return replace(whole, storage=Storage(data, whole.location), dtype=new)
+    made = each(_Converted(entry.dtype, new, tally), whole.with_flags(NO_FLAGS), dtype=new)
+    return made.with_flags(entry.flags)
 
 
 @provides("cast", TensorEntry, Composite)
@@ -323,9 +256,7 @@ def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
 def losses(entry: TensorEntry, new: DType) -> CastTally:
     """The losses of converting a tensor; reads all of its values."""
     tally = CastTally()
-    data = row_major(converted(compact(entry), new, tally))
-    for _ in blocks(data):
-        pass
+    fold(lambda *_: None, converted(compact(entry), new, tally))
     return tally
 
 
@@ -345,55 +276,12 @@ def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
     if base.flags.lazy != NO_FLAGS.lazy or part.flags.lazy != NO_FLAGS.lazy:
         raise Conflict("a conjugated or negated view cannot be laid over another tensor", "Its values are not stored.")
     _refuse_expanded(base)
-    laid = _Laid(row_major(base), row_major(part), *_joined(base.shape, part.shape), base.dtype.itemsize)
-    data = computed(base.numel, base.dtype.itemsize, laid.chunk, base.storage, part.storage)
-    return base.with_values(data)
+    return _laid(base, part).with_flags(base.flags) if part.numel else base
 
 
-def _joined(whole: Sequence[int], part: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The two shapes in fewer dimensions: one in which the part is whole belongs to the one before it."""
-    sizes, inner = [1], [1]
-    for size, length in zip(whole, part, strict=True):
-        if size == length:
-            sizes[-1] *= size
-            inner[-1] *= length
-        else:
-            sizes.append(size)
-            inner.append(length)
-    return sizes, inner
-
-
-class _Laid:
-    """The bytes of `base` (of `sizes`), those of `part` (of `inner`) in its first corner."""
-
-    __slots__ = ("base", "inner", "itemsize", "part", "sizes")
-
-    def __init__(self, base: Data, part: Data, sizes: list[int], inner: list[int], itemsize: int) -> None:
-        self.base, self.part, self.sizes, self.inner, self.itemsize = base, part, sizes, inner, itemsize
-
-    def chunk(self, start: int, stop: int) -> bytes:
-        import numpy
-
-        out = numpy.frombuffer(
-            bytearray(self.base.read(start * self.itemsize, (stop - start) * self.itemsize)), f"V{self.itemsize}"
-        )
-        places = numpy.unravel_index(numpy.arange(start, stop), self.sizes)
-        inside = numpy.ones(stop - start, bool)
-        for index, limit in zip(places, self.inner, strict=True):
-            inside &= index < limit
-        count = int(numpy.count_nonzero(inside))
-        if count:
-            before = self._before(start) * self.itemsize
-            out[inside] = numpy.frombuffer(self.part.read(before, count * self.itemsize), f"V{self.itemsize}")
-        return out.tobytes()
-
-    def _before(self, element: int) -> int:
-        """The number of elements of the part before an element of the whole."""
-        total = 0
-        for axis, limit in enumerate(self.inner):
-            index, element = divmod(element, prod(self.sizes[axis + 1 :]))
-            below = prod(self.inner[axis + 1 :])
-            if index >= limit:
-                return total + limit * below
-            total += index * below
-        return total
+def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
+    for axis, (size, length) in enumerate(zip(base.shape, part.shape, strict=True)):
+        if size != length:
+            corner = _laid(base.narrow(axis, 0, length), part)
+            return joined([corner, base.narrow(axis, length, size - length)], axis)
+    return part

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array
@@ -23,7 +24,6 @@ from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
-from ckptool.transforms.blockwise import Numbers, TensorValues, computed_rows, computed_tensor
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it

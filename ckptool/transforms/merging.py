@@ -12,7 +12,7 @@ Differences are computed in f32 (in f64 for f64), where mergekit has the type of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -27,8 +27,8 @@ _SMALL = 1 << 12  # patterns that are sorted instead
 
 Read = Callable[[int, str], "Array"]
 """`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
-Passes = Callable[[Sequence[int]], Iterator[list["Array"]]]
-"""All of these sources side by side, front to back, a piece at a time."""
+Fold = Callable[..., None]
+"""`(take, *numbers)`: `take` gets all of these sources side by side, front to back, a piece at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Mean:
         """The type of all numbers, for tensors of elements of this size."""
         return "f8" if itemsize >= 4 else "f4"
 
-    def prepare(self, passes: Passes, count: int) -> None:
+    def prepare(self, fold: Fold, count: int) -> None:
         """Reads what has to be known of the whole tensor, of `count` numbers, before the first piece."""
 
     def merged(self, read: Read, start: int) -> Array:
@@ -96,13 +96,16 @@ class Slerp(Mean):
     __slots__ = ()
     takes = ("t",)
 
-    def prepare(self, passes: Passes, count: int) -> None:
+    def prepare(self, fold: Fold, count: int) -> None:
         import numpy
 
         sums = [0.0, 0.0, 0.0]
-        for x, y in passes((0, 1)):
+
+        def add(x: Array, y: Array) -> None:
             for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
                 sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
+
+        fold(add, 0, 1)
         norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
         near = sums[2] / norms[0] / norms[1]
         t = self.weights[1] / sum(self.weights)
@@ -155,13 +158,6 @@ class Deltas(Mean):
     def density(self, number: int) -> float:
         return self.how.densities[number % len(self.how.densities)]
 
-    def deltas(self, passes: Passes, number: int) -> Iterator[Array]:
-        """All differences of a file, front to back."""
-        import numpy
-
-        for base, values in passes((0, number + 1)):
-            yield numpy.subtract(values, base, out=values)
-
 
 class TiesMerge(Deltas):
     """Of each file the largest differences; of those, the ones whose sign is elected.
@@ -172,15 +168,16 @@ class TiesMerge(Deltas):
     __slots__ = ("cuts",)
     takes = ("base", "scale", "density")
 
-    def prepare(self, passes: Passes, count: int) -> None:
+    def prepare(self, fold: Fold, count: int) -> None:
+        import numpy
+
+        def patterns(number: int, take: Callable[[Array], Any]) -> None:
+            fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number)
+
         self.cuts = []
         for number in range(len(self.weights)):
             keep = max(1, int(self.density(number) * count))
-            patterns = partial(self._patterns, passes, number)
-            self.cuts.append(_cut(patterns, keep, count) if keep < count else (0, count))
-
-    def _patterns(self, passes: Passes, number: int) -> Iterator[Array]:
-        return map(_magnitudes, self.deltas(passes, number))
+            self.cuts.append(_cut(partial(patterns, number + 1), keep, count) if keep < count else (0, count))
 
     def kept(self, delta: Array, number: int, start: int) -> Array:
         import numpy
@@ -309,15 +306,22 @@ def _magnitudes(delta: Array) -> Array:
     return magnitudes
 
 
-def _cut(passes: Callable[[], Iterator[Array]], keep: int, count: int) -> tuple[int, int]:
+def _cut(fold: Callable[[Callable[[Array], Any]], None], keep: int, count: int) -> tuple[int, int]:
     """The smallest of the `keep` largest of `count` patterns, and the last place where an equal one is kept.
 
     Of equal ones, the first are kept. Unless there are few, it is found digit by digit, in a pass for each.
     """
     import numpy
 
-    first = next(passes())
-    found, left, width = 0, keep, 8 * first.itemsize
+    first: Array = numpy.zeros(0)
+
+    def begin(patterns: Array) -> bool:
+        nonlocal first
+        first = patterns
+        return True
+
+    fold(begin)
+    cut, left, width = 0, keep, 8 * first.itemsize
     if not keep:
         return (1 << width - 1) - 1, -1
     if len(first) == count <= _SMALL:
@@ -325,17 +329,26 @@ def _cut(passes: Callable[[], Iterator[Array]], keep: int, count: int) -> tuple[
         return int(first[place]), place
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
-        for patterns in passes():
-            above = patterns if shift + _DIGIT == width else patterns[patterns >> (shift + _DIGIT) == found]
+
+        def add(patterns: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
+            above = patterns if shift + _DIGIT == width else patterns[patterns >> (shift + _DIGIT) == cut]
             digits = (above >> shift).astype(numpy.int64) & ((1 << _DIGIT) - 1)
             counts += numpy.bincount(digits, minlength=1 << _DIGIT)
+
+        fold(add)
         larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
         digit = int(numpy.flatnonzero(larger < left)[0])
-        found, left = found << _DIGIT | digit, left - int(larger[digit])
+        cut, left = cut << _DIGIT | digit, left - int(larger[digit])
     place = 0
-    for patterns in passes():
-        equal = numpy.flatnonzero(patterns == found)
+
+    def last(patterns: Array) -> bool:
+        nonlocal place, left
+        equal = numpy.flatnonzero(patterns == cut)
         if len(equal) >= left:
-            return found, place + int(equal[left - 1])
-        left, place = left - len(equal), place + len(patterns)
-    return found, place
+            place += int(equal[left - 1])
+            return True
+        place, left = place + len(patterns), left - len(equal)
+        return False
+
+    fold(last)
+    return cut, place

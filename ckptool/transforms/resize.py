@@ -15,11 +15,11 @@ from math import ceil, isqrt, prod
 from typing import Any, NoReturn
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.checkpoint.numeric import CHUNK, Array
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
-from ckptool.transforms.blockwise import Numbers, TensorValues, computed_tensor, in_pieces
 from ckptool.transforms.casting import compact
 
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights

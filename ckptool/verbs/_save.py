@@ -29,8 +29,8 @@ from ckptool.errors import (
     UsageError,
     VerifyFailed,
     counted,
+    escaped,
     listed,
-    printable,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, members, sidecar, tree_record
@@ -108,9 +108,8 @@ class Written(Report):
             return self.made[0]
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
         lines = [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
-        details, notes = (*map(printable, lines), *self.details), (*notes, *self.left, *self.notes)
-        summary = printable(summary)
-        return replace(self, summary=summary, facts=facts, details=details, notes=notes, made=(), left=())
+        details, notes = (*map(escaped, lines), *self.details), (*notes, *self.left, *self.notes)
+        return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())
 
     def told(self) -> Told:
         how = {"nothing": "unchanged"}.get(self.how, self.how)

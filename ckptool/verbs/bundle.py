@@ -26,6 +26,7 @@ from ckptool.transforms.bundles import (
     container_of,
     lines_of,
     members_of,
+    one_thing,
     table,
     tied_again,
 )
@@ -136,14 +137,9 @@ def bundle(
         origin=parts.original.origin if change.asked["in_place"] else None,
         tensors_only=False,
     )
-    try:
-        members_of(replace(made, source=None))
-    except UsageError as error:
-        raise Conflict(
-            "these members together would be " + error.what.partition(", but ")[2],
-            "It could not be told apart from one model or optimizer. Nothing was written.",
-            "Give a member that is a dictionary of tensors, or save these as one: ckptool.save",
-        ) from None
+    if one := one_thing(made):
+        what, why = f"these members together would be {one}", "It could not be told apart. Nothing was written."
+        raise Conflict(what, why, "Give a member that is a dictionary of tensors, or save these as one: ckptool.save")
     written = change.write(together(parts.original, parts.memories), made, inputs=parts.inputs)
     if drop and written.how == "in place":
         message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"

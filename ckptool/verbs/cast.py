@@ -91,7 +91,9 @@ def cast(
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:
-            rows.append("config.json beside it still names the quantization; a folder (-o DIR/) gets one without it")
+            rows.append(
+                f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) it does not"
+            )
     sizes = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **sizes)
 
@@ -103,7 +105,7 @@ def _dequantized(done: DequantizedCheckpoint, dtype: str, most: int | None) -> l
     ]
     lines = [f"{row['path']} {row['shape']} {dtype} ← {row['from']}" for row in rows[:most]]
     if most and len(rows) > most:
-        lines.append(f"… and {counted(len(rows) - most, 'weight')} more (-n shows all)")
+        lines.append(f"… and {counted(len(rows) - most, 'weight')} more ({arg(dry_run=True)} shows all)")
     return [Row("dequantized", rows, lines), Row.named("left_out", done.left_out, "left out, of activations:", 6)]
 
 

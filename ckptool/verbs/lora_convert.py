@@ -17,7 +17,7 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 @verb(
     ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
-    ("ckptool lora convert adapter --to kohya --component unet -o k.safetensors", "and back"),
+    ("ckptool lora convert adapter --to kohya -o k.safetensors", "and back"),
     one_output=NEW_ADAPTER,
 )
 def lora_convert(
@@ -29,17 +29,14 @@ def lora_convert(
         CheckpointLike | Sequence[CheckpointLike],
         option("--base FILE", "A model that it is for: resolves kohya's names. Repeatable.", several=True),
     ] = (),
-    component: Annotated[
-        str | None, option("--component NAME", "The model that it is for: unet, te, te1, te2, transformer.")
-    ] = None,
     fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: ConfigOption = None,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
 
-    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `UsageError`
-    where a base or a component has to be named.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, of which
+    a base has to be named.
     """
     change = change_of("lora convert", out, options, adapter)
     if to not in SCHEMES:
@@ -47,5 +44,5 @@ def lora_convert(
     checkpoint, found = open_adapter(adapter, config)
     given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
-    made = convert(found, SCHEMES[to], component=component, bases=bases, fold=fold)
+    made = convert(found, SCHEMES[to], bases=bases, fold=fold)
     return write_adapter(change, checkpoint, made, notes=found.notes)

@@ -42,7 +42,7 @@ def lora_merge(
     ] = False,
     **options: Unpack[Save],
 ) -> Written | Any:
-    """Merges an adapter into one set of weights of `base`, with the bits of PEFT's `merge_and_unload`.
+    """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
 
     An adapter's file may have the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit. `config` may be a file, its
     content, or peft's `LoraConfig`.

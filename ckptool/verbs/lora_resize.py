@@ -1,4 +1,4 @@
-"""`lora resize`: an adapter in another rank."""
+"""`lora resize`: an adapter in a smaller rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
 def lora_resize(
     adapter: AdapterArgument, out: Out = None, *, rank: Rank, config: ConfigOption = None, **options: Unpack[Save]
 ) -> Written | Any:
-    """Writes an adapter of LoRA with every module in rank `rank`, under its names and with its scale.
+    """Writes an adapter of LoRA with every module in at most rank `rank`, under its names and with its scale.
 
-    Smaller: the best approximation of each product; the report has the error of each. Larger: zeros are added, and the
-    product stays as it is, bit for bit. DoRA's magnitudes stay as they are.
-    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none.
+    By the best approximation of each product; the report has the error of each. DoRA's magnitudes stay as they are.
+    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none, or more than any module has.
     """
     change = change_of("lora resize", out, options, adapter)
     checkpoint, found = open_adapter(adapter, config)

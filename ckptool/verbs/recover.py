@@ -91,7 +91,7 @@ class Recovery(Report):
         return not (self.lost or self.filled or self.raw)
 
     def told(self) -> Told:
-        records = f"{self.whole:,} of {counted(self.records, 'record')} {'proven' if self.proven else 'there'}"
+        records = f"{self.whole:,} of {counted(self.records, 'record')} {'verified' if self.proven else 'present'}"
         tensors = f"{counted(self.tensors or 0, 'tensor')} ({records})"
         if self.raw:
             yield bold(self.file), ": ", yellow("bytes only"), f", {records}"
@@ -109,7 +109,7 @@ class Recovery(Report):
         if self.how:
             yield f"  {self.how}"
         if not self.proven and not self.raw:
-            yield "  the file has no checksums: nothing proves that these are the right bytes"
+            yield "  no checksums stored: changed bytes cannot be noticed"
         if self.raw:
             yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
         else:

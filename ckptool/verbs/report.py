@@ -17,7 +17,7 @@ from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, 
 from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import argument, command, option, verb
+from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
@@ -70,7 +70,7 @@ class CheckpointReport(Report):
         tensors = counted(total, "tensor") if read == total else f"{read:,} of {counted(total, 'tensor')}"
         files = f"{counted(len(self.files), 'file')}, " if len(self.files) > 1 else ""
         problems = yellow(counted(self.problems, "problem")) if self.problems else green("no problems")
-        where = f" → {self.out} ({size(self.bytes)})" if self.out else "; no page was written: -o OUT.html"
+        where = f" → {self.out} ({size(self.bytes)})" if self.out else f"; no page was written: {arg(out='OUT.html')}"
         yield f"report: {files}{tensors} read, ", problems, where
         yield from self.notes
 

@@ -15,7 +15,7 @@ from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import address, find, segment_text, walk
-from ckptool.commands import option, verb
+from ckptool.commands import arg, option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
@@ -83,7 +83,7 @@ class Shown(Report):
         if self.values is not None or self.truncated:
             yield self._array
         if self.truncated:
-            yield "… stands for values that were not read; --all reads them"
+            yield f"… stands for values that were not read; {arg(all=True)} reads them"
 
     def _array(self, width: int | None) -> Told:
         import numpy
@@ -113,7 +113,7 @@ def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
     flat: tuple[Any, ...] | None = None  # where what stands in one line is
     for count, (path, node) in enumerate(walk(value)):
         if limit is not None and count > limit:
-            yield "… and more (--all)"
+            yield f"… and more ({arg(all=True)})"
             return
         if not path or (flat is not None and path[: len(flat)] == flat):
             continue

@@ -215,7 +215,8 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
             shown = {number: steps[number] for number in sorted(firsts.values())}
         lines += [_line(step, bool(root.steps[number].shapes)) for number, step in shown.items()]
-        lines += [f"… {len(steps) - len(shown):,} more like these (-n shows all)"] if len(shown) < len(steps) else []
+        if left := len(steps) - len(shown):
+            lines.append(f"… {left:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
         for names, what in (
             (root.tied, "left out, being tied to a tensor that is there"),

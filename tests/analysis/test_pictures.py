@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptool.analysis import statistics
 from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, values_of
-from ckptool.checkpoint import blocks
+from ckptool.checkpoint import arrays
 from tests.support.entries import entry_of
 from tests.support.looped import examples
 from tests.support.random_tensors import DTYPES
@@ -117,7 +117,7 @@ def laid_out(tensor: torch.Tensor, layout: str, draw: st.DrawFn) -> torch.Tensor
 @given(tensor=tensors(), side=st.integers(0, 5), chunk=st.sampled_from([7, 16, 64, 1 << 16]))
 def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk: int) -> None:
     with (
-        patch.multiple(blocks, CHUNK=chunk),
+        patch.multiple(arrays, CHUNK=chunk),
         patch.multiple(statistics, CHUNK=chunk),
     ):
         judge(tensor, side, 1 << 14)

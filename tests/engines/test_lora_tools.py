@@ -168,12 +168,8 @@ def adapter(base: Any, folder: Path, **config: Any) -> Any:
 )
 def test_resized_adapters_are_loaded(config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base, x = llama(False), torch.arange(10)[None]
-    adapted = adapter(base, tmp_path / "old", target_modules=["q_proj", "v_proj", "down_proj"], **config)
-    ckptool.lora_resize(tmp_path / "old", tmp_path / "larger", rank=16)
-    assert largest(output(loaded(base, tmp_path / "larger"), x), output(adapted, x)) <= 1e-5
-    ckptool.lora_resize(tmp_path / "larger", tmp_path / "back", rank=8)  # more than any had
-    assert largest(output(loaded(base, tmp_path / "back"), x), output(adapted, x)) <= 1e-5
+    base = llama(False)
+    adapter(base, tmp_path / "old", target_modules=["q_proj", "v_proj", "down_proj"], **config)
     report = ckptool.lora_resize(tmp_path / "old", tmp_path / "smaller", rank=2)
     loaded(base, tmp_path / "smaller")
     assert all(0 < error < 1 for error in report.facts["errors"].values())
@@ -208,11 +204,11 @@ def test_a_unets_adapter_through_all_schemes(config: dict[str, Any], tmp_path: P
     base = unet()
     adapted = adapter(base, tmp_path / "peft", r=4, target_modules=TARGETS, **config)
     expected = noise(adapted)
-    ckptool.lora_convert(tmp_path / "peft", tmp_path / "d.safetensors", to="diffusers", component="unet")
-    ckptool.lora_convert(tmp_path / "peft", tmp_path / "k.safetensors", to="kohya", component="unet")
+    ckptool.lora_convert(tmp_path / "peft", tmp_path / "d.safetensors", to="diffusers")
+    ckptool.lora_convert(tmp_path / "peft", tmp_path / "k.safetensors", to="kohya")
     ckptool.lora_convert(tmp_path / "k.safetensors", tmp_path / "kd.safetensors", to="diffusers")
     ckptool.lora_convert(tmp_path / "k.safetensors", tmp_path / "kp", to="peft")
-    ckptool.lora_convert(tmp_path / "kp", tmp_path / "kpk.safetensors", to="kohya", component="unet")
+    ckptool.lora_convert(tmp_path / "kp", tmp_path / "kpk.safetensors", to="kohya")
     ckptool.lora_convert(tmp_path / "d.safetensors", tmp_path / "f.safetensors", to="diffusers", fold=True)
     for file in ("d.safetensors", "kd.safetensors", "f.safetensors"):
         assert largest(noise(by_diffusers(tmp_path / file)), expected) <= 1e-5, file
@@ -241,7 +237,7 @@ def test_diffusers_own_conversions_give_the_same_keys(tmp_path: Path) -> None:
 
     base = unet()
     adapter(base, tmp_path / "peft", r=4, lora_alpha=4, target_modules=TARGETS)
-    ckptool.lora_convert(tmp_path / "peft", tmp_path / "k.safetensors", to="kohya", component="unet")
+    ckptool.lora_convert(tmp_path / "peft", tmp_path / "k.safetensors", to="kohya")
     peft = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     theirs = convert_state_dict_to_kohya({k.replace("base_model.model.", "unet."): v for k, v in peft.items()})
     ours = load_file(tmp_path / "k.safetensors")

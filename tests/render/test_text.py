@@ -13,12 +13,14 @@ from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import like_others, outline
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.commands import arg
 from ckptool.errors import quoted
-from ckptool.facts import Table, bar, dim, facts_of, green, short, size
+from ckptool.facts import Note, Table, bar, dim, facts_of, green, short, size
 from ckptool.pickles.plain.text import to_json
 from ckptool.render.lines import error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.render.style import PLAIN, Style, columns
+from ckptool.verbs._save import Written
 
 F32 = by_name("f32")
 
@@ -265,3 +267,10 @@ def test_units_are_those_of_the_module_whatever_else_is_loaded() -> None:
     from ckptool.formats.damaged import LostRecord
 
     assert ckptool.output.hashing.Bytes is not int and facts_of(LostRecord)["nbytes"].unit.show is size
+
+
+def test_python_reads_arguments_where_a_shell_reads_options() -> None:
+    note = Note("large", f"there is more: {arg(dry_run=True)}")
+    report = Written("cast", "a.pt", "b.pt", "torch-zip", "new file", 1, 1, "done", notes=(note,))
+    assert "large: there is more: dry_run=True" in str(report) and "more: -n\n" in report_text(report)
+    assert report.to_dict()["notes"][0]["message"] == "there is more: -n"

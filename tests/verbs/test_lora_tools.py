@@ -146,19 +146,20 @@ def scaled_product(tensors: Tensors, module: str, scale: float) -> torch.Tensor:
     return scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
 
 
-def test_a_larger_rank_is_the_same_adapter_and_a_smaller_one_the_nearest(tmp_path: Path) -> None:
+def test_a_smaller_rank_is_the_nearest(tmp_path: Path) -> None:
     tensors = halves("a.q", 3) | halves("b.q", 2, seed=1)
     adapter = peft(
         tmp_path / "a", tensors, rank_pattern={"a.q": 3}, lora_alpha=6, target_modules=["q"], task_type="CAUSAL_LM"
     )
-    ckptool.lora_resize(adapter, tmp_path / "large", rank=4)
-    config = config_of(tmp_path / "large")
-    assert (config["r"], config["rank_pattern"], config["task_type"]) == (4, {}, "CAUSAL_LM")
-    assert (config["lora_alpha"], config["alpha_pattern"]) == (8, {r"^b\.q": 12})
-    large = load_file(tmp_path / "large" / "adapter_model.safetensors")
-    assert torch.equal(large["base_model.model.a.q.lora_A.weight"][:3], tensors["a.q.lora_A.weight"])
-    assert not large["base_model.model.a.q.lora_A.weight"][3:].any()
-    report = ckptool.lora_resize(tmp_path / "large", tmp_path / "small", rank=1)
+    with pytest.raises(UsageError, match="rank 4 is more than any module"):
+        ckptool.lora_resize(adapter, tmp_path / "large", rank=4)
+    report = ckptool.lora_resize(adapter, tmp_path / "two", rank=2)
+    config, two = config_of(tmp_path / "two"), load_file(tmp_path / "two" / "adapter_model.safetensors")
+    assert (config["r"], config["rank_pattern"], config["task_type"]) == (2, {}, "CAUSAL_LM")
+    assert (config["lora_alpha"], config["alpha_pattern"]) == (4, {r"^b\.q": 6})
+    assert torch.equal(two["base_model.model.b.q.lora_A.weight"], tensors["b.q.lora_A.weight"])  # has no more
+    assert list(report.facts["errors"]) == ["a.q"]
+    report = ckptool.lora_resize(adapter, tmp_path / "small", rank=1)
     small = load_file(tmp_path / "small" / "adapter_model.safetensors")
     alphas = config_of(tmp_path / "small")
     for module, scale in (("a.q", 2.0), ("b.q", 3.0)):
@@ -185,10 +186,10 @@ def test_names_alphas_and_metadata_stay(tmp_path: Path) -> None:
     fields = {"unet.r": 2, "unet.lora_alpha": 6, "unet.target_modules": ["q"], "unet.lora_dropout": 0.5}
     tensors = {f"unet.{key}": value for key, value in halves("q").items()}
     save_file(tensors, tmp_path / "d.safetensors", {"lora_adapter_metadata": json.dumps(fields)})
-    ckptool.lora_resize(tmp_path / "d.safetensors", tmp_path / "d4.safetensors", rank=4)
-    with safe_open(tmp_path / "d4.safetensors", "pt") as file:
+    ckptool.lora_resize(tmp_path / "d.safetensors", tmp_path / "d1.safetensors", rank=1)
+    with safe_open(tmp_path / "d1.safetensors", "pt") as file:
         again = json.loads(file.metadata()["lora_adapter_metadata"])
-    assert (again["unet.r"], again["unet.lora_alpha"], again["unet.lora_dropout"]) == (4, 12, 0.5)
+    assert (again["unet.r"], again["unet.lora_alpha"], again["unet.lora_dropout"]) == (1, 3, 0.5)
 
 
 HADAMARD = {"q.hada_w1_a": (5, 2), "q.hada_w1_b": (2, 6), "q.hada_w2_a": (5, 2), "q.hada_w2_b": (2, 6)}
@@ -209,7 +210,7 @@ def test_other_methods_are_refused(tensors: Any, config: Any, message: str, verb
         if verb == "resize":
             ckptool.lora_resize(adapter, tmp_path / "out", rank=1)
         else:
-            ckptool.lora_convert(adapter, tmp_path / "out.safetensors", to="kohya", component="unet")
+            ckptool.lora_convert(adapter, tmp_path / "out.safetensors", to="kohya")
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
@@ -247,7 +248,7 @@ def test_kohya_to_peft_and_back_is_the_same(tmp_path: Path) -> None:
         "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0",
         "mid_block.resnets.0.time_emb_proj",
     ]
-    ckptool.lora_convert(tmp_path / "p", tmp_path / "again.safetensors", to="kohya", component="unet")
+    ckptool.lora_convert(tmp_path / "p", tmp_path / "again.safetensors", to="kohya")
     after = load_file(tmp_path / "again.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
@@ -272,7 +273,7 @@ def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
 
 def test_scales_of_diffusers_stand_in_the_metadata_or_in_the_factors(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "a", halves("q") | halves("k", 4), rank_pattern={"k": 4}, lora_alpha=4)
-    report = ckptool.lora_convert(adapter, tmp_path / "d.safetensors", to="diffusers", component="unet")
+    report = ckptool.lora_convert(adapter, tmp_path / "d.safetensors", to="diffusers")
     assert report.facts == {"from": "PEFT", "to": "diffusers", "modules": 2, "tensors": 4}
     with safe_open(tmp_path / "d.safetensors", "pt") as file:
         fields = json.loads(file.metadata()["lora_adapter_metadata"])
@@ -281,14 +282,14 @@ def test_scales_of_diffusers_stand_in_the_metadata_or_in_the_factors(tmp_path: P
         (4, 2, {"^k": 4}),
     )
     with pytest.raises(Unsupported, match="has no place for the scales"):
-        ckptool.lora_convert(adapter, tmp_path / "d.pt", to="diffusers", component="unet")
+        ckptool.lora_convert(adapter, tmp_path / "d.pt", to="diffusers")
     ckptool.lora_convert(tmp_path / "d.safetensors", tmp_path / "f.pt", to="diffusers", fold=True)
     folded = torch.load(tmp_path / "f.pt", weights_only=True)
     assert torch.equal(folded["unet.q.lora_B.weight"], 2 * halves("q")["q.lora_B.weight"])
     assert torch.equal(folded["unet.k.lora_B.weight"], halves("k", 4)["k.lora_B.weight"])
 
 
-TO_KOHYA = {"to": "kohya", "component": "te"}
+TO_KOHYA = {"to": "kohya"}
 EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch.ones(4, 2)}
 
 
@@ -304,11 +305,9 @@ EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch
             Unsupported,
             r"whole tensors \(modules_to_save\): .*head.weight",
         ),
-        (EMBEDDING, {}, {"to": "diffusers", "component": "te"}, Unsupported, "e has embeddings"),
-        ({}, {}, {"to": "kohya"}, UsageError, "does not say which model it is for"),
-        ({}, {}, {"to": "diffusers", "component": "vae"}, UsageError, "component='vae' does not say"),
+        (EMBEDDING, {}, {"to": "diffusers"}, Unsupported, "e has embeddings"),
         ({}, {}, {"to": "comfy"}, UsageError, "unknown naming scheme 'comfy'"),
-        (halves("a.b") | halves("a_b"), {}, TO_KOHYA, Conflict, "two tensors would be called lora_te_a_b"),
+        (halves("a.b") | halves("a_b"), {}, TO_KOHYA, Conflict, "two tensors would be called lora_unet_a_b"),
     ],
 )
 def test_what_a_scheme_cannot_hold_is_refused(
@@ -338,15 +337,24 @@ def test_two_models_are_two_adapters_of_peft(tmp_path: Path) -> None:
 
 def test_rs_lora_keeps_its_scale(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "a", halves("q", 4), r=4, lora_alpha=3, use_rslora=True)
-    ckptool.lora_convert(adapter, tmp_path / "k.safetensors", to="kohya", component="unet")
+    ckptool.lora_convert(adapter, tmp_path / "k.safetensors", to="kohya")
     assert load_file(tmp_path / "k.safetensors")["lora_unet_q.alpha"].item() == 6  # 3 / √4 · 4
+
+
+@pytest.mark.parametrize(
+    ("module", "prefix"), [("text_model.q", "lora_te_"), ("transformer_blocks.0.q", "lora_transformer_")]
+)
+def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str, tmp_path: Path) -> None:
+    report = ckptool.lora_convert(peft(tmp_path / "a", halves(module)), tmp_path / "k.safetensors", to="kohya")
+    assert all(key.startswith(prefix) for key in load_file(tmp_path / "k.safetensors"))
+    assert f"taken for {prefix}" in str(report)
 
 
 def test_an_adapter_of_peft_is_a_folder(tmp_path: Path, run: Run) -> None:
     adapter = peft(tmp_path / "a", halves("q"))
-    done = run("lora", "resize", str(adapter), "--rank", "4", "-o", str(tmp_path / "out.safetensors"))
+    done = run("lora", "resize", str(adapter), "--rank", "1", "-o", str(tmp_path / "out.safetensors"))
     assert done.code == 2 and "an adapter of PEFT is a folder" in done.err
-    assert run("lora", "resize", str(adapter), "--rank", "4", "-n", "-o", str(tmp_path / "out")).code == 0
-    assert run("lora", "resize", str(adapter), "--rank", "4", "--in-place").code == 2
+    assert run("lora", "resize", str(adapter), "--rank", "1", "-n", "-o", str(tmp_path / "out")).code == 0
+    assert run("lora", "resize", str(adapter), "--rank", "1", "--in-place").code == 2
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
-    assert run("lora", "resize", str(adapter), "--rank", "4", "-o", str(tmp_path / "out"), "--verify").code == 0
+    assert run("lora", "resize", str(adapter), "--rank", "1", "-o", str(tmp_path / "out"), "--verify").code == 0

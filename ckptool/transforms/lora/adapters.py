@@ -33,10 +33,10 @@ from ckptool.checkpoint.adapter_keys import (
     is_factor,
     method_of,
 )
+from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.commands import arg
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
-from ckptool.transforms.blockwise import TensorValues
 
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file

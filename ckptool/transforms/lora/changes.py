@@ -1,4 +1,4 @@
-"""A weight with an adapter's change, computed row by row in PEFT's order of operations, and so with its bits:
+"""A weight with an adapter's change, computed row by row, rounded wherever PEFT rounds:
 
     linear, convolution           W + as_adapter(product · scale), one rounding; out_proj of attention: twice
     embedding, in_proj, experts   W + as_W(as_adapter(product · scale))
@@ -15,10 +15,10 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, LORA
+from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues, computed_rows, computed_tensor
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import Array, numbers
+from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
 from ckptool.errors import LimitExceeded, counted
-from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, computed_tensor, in_type
 from ckptool.transforms.lora.adapters import Delta
 from ckptool.transforms.lora.products import Pair, product, product_rows, sides, stacked
 
@@ -67,12 +67,12 @@ def changed(
             made, total = rows(start, stop), values.rows(start, stop)
             if experts and kept is not None:
                 made = through(made, kept)  # there PEFT multiplies in the adapter's type
-            made = made * made.dtype.type(scale)
+            made *= made.dtype.type(scale)
             for dtype in rounds:
                 made = through(made, dtype)
             if twice:  # PEFT adds it in training and in merging
                 total = through(total + through(made, weight.dtype), weight.dtype)
-            return numpy.add(total, made)
+            return numpy.add(total, made, out=total if total.dtype == made.dtype else None)
 
     def wide(start: int, stop: int) -> Array:
         return values.rows(start, stop) + rows(start, stop).astype("d") * scale
@@ -157,12 +157,15 @@ def _decomposed(total: Numbers, matrix: tuple[int, int], magnitude: TensorEntry,
 
 
 def through(values: Array, dtype: DType) -> Array:
-    """Numbers rounded to a type, as f32 again; those of at least 32 bits stay as they are."""
+    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
     import numpy
 
-    if dtype.itemsize >= values.dtype.itemsize or dtype.name == "f64":
-        return values
-    return numbers(numpy.frombuffer(in_type(values, dtype), numpy.uint8), dtype).reshape(values.shape)
+    if dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":
+        flat = values.reshape(-1)
+        for at in range(0, len(flat), CHUNK):
+            piece = flat[at : at + CHUNK]
+            numpy.copyto(piece, numbers(rounded(piece, dtype).view("u1"), dtype, "through"))
+    return values
 
 
 def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:

@@ -11,31 +11,23 @@ Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.blockwise import ROWS, TensorValues, computed_rows
+from ckptool.transforms.lora.products import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
 MAX_FACTORS = 1 << 26  # elements of A and B together
 _WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
-_recent: list[tuple[object, Any]] = []  # the last result alone: an adapter has thousands
-
-
-def _once(owner: object, make: Callable[[], Any]) -> Any:
-    """The result of `make` for an owner, kept until another asks: A and B are written one after the other."""
-    if not (_recent and _recent[0][0] is owner):
-        _recent.clear()
-        _recent.append((owner, make()))
-    return _recent[0][1]
 
 
 class TensorDifference:
@@ -78,7 +70,7 @@ class TensorDifference:
 
     def _decomposed(self, rank: int) -> Any:
         """Right singular vectors as columns, the squares of singular values, and the sum of all squares."""
-        return _once(self, lambda: self._decompose(rank))
+        return once(self, lambda: self._decompose(rank))
 
     def _decompose(self, rank: int) -> tuple[Array, Array, float]:
         import numpy
@@ -118,7 +110,7 @@ class TensorDifference:
     def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
         import numpy
 
-        step = max(1, ROWS // 4 // max(1, self.shape[1]))
+        step = max(1, ROWS // 2 // max(1, self.shape[1]))
         for at in range(start, stop, step):
             after, before = (side.rows(at, min(at + step, stop)) for side in self.sides)
             with numpy.errstate(all="ignore"):
@@ -163,7 +155,7 @@ class Truncation:
         }
 
     def _rows(self, role: str, start: int, stop: int) -> Array:
-        made: dict[str, Array] = _once(self, self._truncate)
+        made: dict[str, Array] = once(self, self._truncate)
         return made[role][start:stop]
 
     def _truncate(self) -> dict[str, Array]:

@@ -1,8 +1,7 @@
 """The change that an adapter makes to a weight, in rows of its matrix, computed in bounded memory.
 
-A product of f32 matrices is the chain of fused multiply-adds over the rank, in order, that torch's own is on CPUs: each
-step exact in f64 and rounded to f32. Rounding twice gives another bit in one of 10⁸ steps or fewer. No BLAS: the bytes
-are the same on every machine. (Torch's are not: for matrices of few columns its library rounds each product on some.)
+Products of matrices are BLAS's, in f32 (f64 where a factor is f64). Its sums have another order than torch's, so that a
+value differs from torch's by at most rank · eps · Σ|B||A|; the bytes are the same on one machine, not everywhere.
 """
 
 from __future__ import annotations
@@ -10,16 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, in_pieces
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.blockwise import ROWS, Numbers, TensorValues, computed_rows, in_pieces
 
-_TILE = 1 << 15  # elements whose sums are kept in f64, in the processor's cache
+_HELD = 1 << 20  # elements of a factor in memory
+_TILE, _HEIGHT, _RANKS = 1 << 18, 16, 64  # multiplications at once, of so many rows and at most so many ranks
 Pair = tuple[TensorEntry, TensorEntry]
+_recent: list[tuple[object, Any]] = [(None, None)]  # the last result alone: an adapter has thousands
+
+
+def once(owner: object, make: Callable[[], Any]) -> Any:
+    """The result of `make` for an owner, kept until another asks."""
+    last, made = _recent[0]
+    if last is not owner:
+        made = make()
+        _recent[0] = owner, made
+    return made
 
 
 def flat(entry: TensorEntry) -> TensorEntry:
@@ -45,46 +56,46 @@ def product(left: TensorEntry, right: TensorEntry) -> Numbers:
     """The rows of a product, in f64 if either side is, else f32. Raises `Conflict` for two that have no product."""
     if left.shape[1] != right.shape[0]:
         raise _misfit(left, right)
-    step = max(1, ROWS // max(1, left.shape[1]))  # rows that are held in f64
-    sides = TensorValues(left), TensorValues(right)
-    return stacked(step, lambda number: lambda first, last: _product(*sides, number * step + first, last - first))
+    up, down, rank = TensorValues(left), TensorValues(right), right.shape[0]
+    step = max(1, _HELD // max(1, right.shape[1]))  # rows of the right side that are held at once
+
+    def rows(start: int, stop: int) -> Array:
+        block = up.rows(start, stop)
+        if rank <= step:
+            return multiplied(block, once(down, lambda: down.rows(0, rank)))
+        total = multiplied(block[:, :step], down.rows(0, step))
+        for at in range(step, rank, step):
+            total += multiplied(block[:, at : at + step], down.rows(at, min(at + step, rank)))
+        return total
+
+    return rows
+
+
+def multiplied(left: Array, right: Array) -> Array:
+    """The product of two matrices, in tiles so small that BLAS computes them in this thread: to wake others for a low
+    rank takes more time than they save."""
+    import numpy
+
+    total = numpy.empty((len(left), right.shape[1]), numpy.result_type(left, right))
+    with numpy.errstate(all="ignore"):
+        for at in range(0, max(1, len(right)), _RANKS):
+            ranks = slice(at, at + _RANKS)
+            width = _TILE // (_HEIGHT * max(1, min(_RANKS, len(right) - at)))
+            for top in range(0, len(left), _HEIGHT):
+                rows = slice(top, top + _HEIGHT)
+                for begin in range(0, right.shape[1], width):
+                    columns = slice(begin, begin + width)
+                    tile = total[rows, columns]
+                    if at:
+                        tile += left[rows, ranks] @ right[ranks, columns]
+                    else:
+                        numpy.matmul(left[rows, ranks], right[ranks, columns], out=tile)
+    return total
 
 
 def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
     what = f"its factors of shape {list(first.shape)} and {list(second.shape)} do not fit each other"
     return Conflict(what, "The adapter is damaged. Nothing was written.")
-
-
-def _product(left: TensorValues, right: TensorValues, first: int, count: int) -> Array:
-    import numpy
-
-    rank, width = right.entry.shape
-    rows = left.rows(first, first + count)
-    wide = numpy.float64 in (rows.dtype, right.read(0, min(1, rank * width)).dtype)
-    total = numpy.zeros((count, width), numpy.float64 if wide else numpy.float32)
-    step = max(1, ROWS // max(1, width))
-    with numpy.errstate(all="ignore"):
-        for start in range(0, rank, step):
-            stop = min(start + step, rank)
-            _add_product(total, rows[:, start:stop].astype("d"), right.rows(start, stop).astype("d"))
-    return total
-
-
-def _add_product(total: Array, left: Array, right: Array) -> None:
-    """Adds the product of two f64 matrices to `total`, term by term, each sum rounded to the type of `total`."""
-    import numpy
-
-    columns = min(_TILE, total.shape[1])
-    height = max(1, _TILE // max(1, columns))
-    for top in range(0, total.shape[0], height):
-        for begin in range(0, total.shape[1], columns):
-            tile = total[top : top + height, begin : begin + columns]
-            rounded, term = tile.copy(), numpy.empty(tile.shape)
-            for k in range(left.shape[1]):
-                numpy.multiply(left[top : top + height, k, None], right[k, begin : begin + columns], out=term)
-                numpy.add(rounded, term, out=term)
-                numpy.copyto(rounded, term, casting="same_kind")
-            tile[...] = rounded
 
 
 # Methods -------------------------------------------------------------------------------------------------------------
@@ -103,17 +114,13 @@ def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
     if core.shape[1] != down.shape[0]:
         raise _misfit(core, down)
     kernel = prod(core.shape[2:])
-    values = TensorValues(core)
+    outer, inner = TensorValues(core), TensorValues(down)
 
     def rows(start: int, stop: int) -> Array:
-        import numpy
-
-        block = values.rows(start, stop).reshape(stop - start, core.shape[1], kernel)
-        narrow = TensorValues(down).rows(0, down.shape[0]).astype("d")
-        out = numpy.zeros((stop - start, kernel, down.shape[1]), numpy.float32)
-        for number, each in enumerate(block):
-            _add_product(out[number], each.T.astype("d"), narrow)
-        return out.transpose(0, 2, 1)
+        block = outer.rows(start, stop).reshape(stop - start, core.shape[1], kernel)
+        narrow = once(inner, lambda: inner.rows(0, down.shape[0]))
+        made = multiplied(block.transpose(0, 2, 1).reshape(-1, core.shape[1]), narrow)
+        return made.reshape(stop - start, kernel, -1).transpose(0, 2, 1)
 
     return computed_rows(by_name("f32"), (core.shape[0], down.shape[1] * kernel), rows, (core, down))
 

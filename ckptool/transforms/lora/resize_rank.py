@@ -1,4 +1,4 @@
-"""Adapters in another rank: smaller, by the SVD of each product; or larger, by zeros. Names stay as they are."""
+"""Adapters in a smaller rank, by the SVD of each product. Names stay as they are."""
 
 from __future__ import annotations
 
@@ -21,26 +21,31 @@ from ckptool.transforms.lora.schemes import (
     peft_config,
     refuse_others,
 )
-from ckptool.transforms.views import padded
 
 
 def resize(adapter: Adapter, rank: int) -> AdapterFile:
-    """The adapter with every module in this rank, under its names and with the same scale.
+    """The adapter with every module in at most this rank, under its names and with the same scale.
 
-    Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none.
+    Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none or that no module
+    is above.
     """
     if not 1 <= rank <= MAX_RANK:
         raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", f"For example: {arg(rank=16)}")
     refuse_others(adapter)
+    largest = max(delta.rank for delta in adapter.products)
+    if rank > largest:
+        what = f"rank {rank:,} is more than any module of {adapter.name} has"
+        raise UsageError(what, f"The largest has rank {largest:,}. Nothing was written.", f"For example: {arg(rank=1)}")
     tree: dict[str, TensorEntry] = dict(adapter.tree)
     truncations: list[Truncation] = []
     deltas = []
     for delta in adapter.products:
-        made = _resized(delta, rank, bool(adapter.config.get("use_rslora")), truncations)
-        deltas.append(made)
-        tree |= {delta.keys[role]: entry for role, entry in made.factors.items()}
-        if "alpha" in delta.keys and rank != delta.rank:
-            tree[delta.keys["alpha"]] = alpha_tensor(alpha_of(made), adapter.tree[delta.keys["alpha"]].dtype)
+        if rank < delta.rank:
+            delta = _truncated(delta, rank, bool(adapter.config.get("use_rslora")), truncations)
+            tree |= {delta.keys[role]: entry for role, entry in delta.factors.items()}
+            if "alpha" in delta.keys:
+                tree[delta.keys["alpha"]] = alpha_tensor(alpha_of(delta), adapter.tree[delta.keys["alpha"]].dtype)
+        deltas.append(delta)
     others = (delta for delta in adapter.deltas if delta.method in (BIAS, WHOLE))
     changed = replace(adapter, deltas=(*deltas, *others))
     config = None
@@ -71,17 +76,11 @@ def _details(truncations: Sequence[Truncation], dora: int) -> Iterator[str]:
         yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
 
 
-def _resized(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -> Delta:
+def _truncated(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -> Delta:
     a, b = delta.factors["A"], delta.factors["B"]
-    if rank == delta.rank:
-        return delta
-    if rank > delta.rank:
-        factors = {"A": padded(a, 0, rank), "B": padded(b, 1, rank)}
-    elif a.numel + b.numel > MAX_FACTORS:
+    if a.numel + b.numel > MAX_FACTORS:
         what = f"{delta.module} has {counted(a.numel + b.numel, 'element')}"
         raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
-    else:
-        truncations.append(Truncation(delta.module, b, a, rank))
-        factors = truncations[-1].factors()
-    changed = replace(delta, factors=factors, rank=rank)
+    truncations.append(Truncation(delta.module, b, a, rank))
+    changed = replace(delta, factors=truncations[-1].factors(), rank=rank)
     return changed if delta.alpha is None else replace(changed, alpha=alpha_of(changed, rs))

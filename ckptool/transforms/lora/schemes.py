@@ -18,17 +18,17 @@ from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, WHOLE, split_words, written_key
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
-from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
-from ckptool.transforms.blockwise import TensorValues, computed_rows, in_type
+from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
 
 MODEL = "base_model.model."
 SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
-# The models that adapters are for: what people call them, and the prefixes of diffusers and kohya.
+# The models that adapters are for: the prefixes of diffusers and kohya.
 COMPONENTS = {
     "unet": ("unet.", "lora_unet_"),
     "te": ("text_encoder.", "lora_te_"),
@@ -146,22 +146,20 @@ def convert(
     adapter: Adapter,
     scheme: str,
     *,
-    component: str | None = None,
     bases: Sequence[Mapping[Any, Any]] = (),
     fold: bool = False,
 ) -> AdapterFile:
     """The adapter in another scheme; its factors as they are, but for a folded scale.
 
-    component: the model that it is for, one of COMPONENTS, where its names do not say.
     bases: state dicts of the models, whose names tell where kohya's underscores are dots.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
-    names of two modules, `UsageError` where a component or base is needed.
+    names of two modules.
     """
     refuse_others(adapter)
     _refuse_unheld(adapter, scheme)
     name, details = adapter.name, []
     components = {delta.component for delta in adapter.deltas}
-    names = {each: _component(each, components, scheme, component, name) for each in components}
+    names = {each: _component(each, components, scheme, adapter) for each in components}
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
         advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
@@ -177,6 +175,8 @@ def convert(
     file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
     if adapter.config.get("use_rslora"):
         details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
+    if scheme != PEFT and (unsaid := [old for old in components if not any(old in row for row in COMPONENTS.values())]):
+        details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
     if fold and (scales := sorted({delta.scale for delta in adapter.deltas} - {1.0})):
         details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
     count = len(adapter.products)
@@ -214,27 +214,19 @@ def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
                 raise Unsupported(f"{name}: {delta.module} has {fact}", why)
 
 
-def _component(old: str, components: set[str], scheme: str, chosen: str | None, name: str) -> str:
-    """The prefix of a component in a scheme."""
+def _component(old: str, components: set[str], scheme: str, adapter: Adapter) -> str:
+    """The prefix of a component in a scheme. Names that do not say it are a text encoder's or a transformer's where
+    one of its modules begins as in diffusers', else a UNet's, as with most that are written for these programs.
+    """
     if scheme == PEFT:
         return MODEL
     side = (DIFFUSERS, KOHYA).index(scheme)
-    if chosen is not None:
-        if chosen not in COMPONENTS or len(components) > 1:
-            raise UsageError(
-                f"{arg(component=chosen)} does not say which model {name} is for",
-                f"It is for {counted(len(components), 'model')}. Known are {listed(list(COMPONENTS), 20)}.",
-            )
-        return COMPONENTS[chosen][side]
-    rows = [row for row in COMPONENTS.values() if old in row]
-    if not rows:
-        raise UsageError(
-            f"{name} does not say which model it is for",
-            f"In {scheme}'s names every key begins with that.",
-            f"For example: {arg(component='unet')}",
-        )
-    several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
-    return rows[-1 if several else 0][side]
+    if rows := [row for row in COMPONENTS.values() if old in row]:
+        several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
+        return rows[-1 if several else 0][side]
+    blocks = {delta.module.partition(".")[0] for delta in adapter.products if delta.component == old}
+    kind = "te" if "text_model" in blocks else "transformer" if "transformer_blocks" in blocks else "unet"
+    return COMPONENTS[kind][side]
 
 
 def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:

@@ -13,12 +13,12 @@ from math import gcd, prod
 
 from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import parse_operation
-from ckptool.transforms.blockwise import TensorValues
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
 from ckptool.transforms.translate.apply import Overs, after_chain
 

@@ -14,13 +14,13 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import TensorValues, computed_tensor
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.names.chain import END, Operation
 from ckptool.names.scope import Number
-from ckptool.transforms.blockwise import TensorValues, computed_tensor
 from ckptool.transforms.cast import parse_dtype
 from ckptool.transforms.casting import conversion, converted
 from ckptool.transforms.resize import parse_resize, resized

@@ -1,0 +1,233 @@
+"""Arrays that are not read yet, and what computes with them a block at a time: nothing is held whole.
+
+An array is a `TensorEntry`, and its views (`permute`, `narrow`, `reshape`, `transforms.views`) cost nothing. Then there
+are three ways, which alone decide how much is in memory:
+
+    fold(take, *arrays)                one reading pass: `take(place, *blocks)` for each stretch of all of them
+    each(make, *arrays, dtype=…)       elementwise: an array whose values `make(place, *blocks)` gives when it is read
+    computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`; computed_tensor: by elements
+
+Blocks are bytes (uint8) in row-major order with conjugate and negative bits applied, of at most CHUNK elements, in
+memory that is used again; `numeric.numbers` reads them. `TensorValues` reads numbers from anywhere in an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import fill
+from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.numeric import CHUNK, Array, aligned, numbers, resolve, rounded, scratch
+
+ROWS = 1 << 17  # elements of rows that are computed at once
+_ROOM, _LEAST = 8 * CHUNK, 512  # elements of all arrays that are in memory together, and of each at least
+Numbers = Callable[[int, int], "Array"]
+"""`(start, stop)`: the elements of these places in row-major order, as a flat array."""
+
+
+def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = CHUNK) -> None:
+    """Reads arrays of one number of elements side by side, once, front to back: `take(place, *blocks)`, until it gives
+    True.
+
+    row: a number of elements of which as many as fit come together; a longer one comes in parts of one size.
+    """
+    sources, count, most = _Sources(arrays), arrays[0].numel, _step(len(arrays))
+    long = row > most
+    step = -(-row // -(-row // most)) if long else most - most % row
+    for start in range(0, count, row if long else max(count, 1)):
+        stop = min(count, start + row) if long else count
+        for place in range(start, stop, step):
+            if take(place, *sources.blocks("fold", place, min(place + step, stop))) is True:
+                return
+
+
+def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> TensorEntry:
+    """An array of the shape of the first, whose elements `make(place, *blocks)` computes of the same ones of each.
+
+    They are rounded as in `computed_tensor`. `make` keeps nothing of what it is given.
+    """
+    first, location = arrays[0], arrays[-1].location
+    if not first.numel:
+        return TensorEntry(Storage(InlineBytes(b""), location), dtype, first.shape, row_major_strides(first.shape))
+    chunk, inputs = _Each(make, _Sources(arrays), dtype).chunk, {id(array.storage): array.storage for array in arrays}
+    data = computed(first.numel, dtype.itemsize, chunk, *inputs.values(), step=_step(len(arrays)))
+    return TensorEntry(Storage(data, location), dtype, first.shape, row_major_strides(first.shape))
+
+
+def _step(arrays: int) -> int:
+    """How many elements of each of so many arrays are in memory at a time."""
+    return max(_LEAST, min(CHUNK, _ROOM // arrays))
+
+
+class _Sources:
+    """Arrays that are read side by side."""
+
+    __slots__ = ("arrays", "data", "in_files")
+
+    def __init__(self, arrays: Sequence[TensorEntry]) -> None:
+        self.arrays = arrays
+        self.data: list[Data] = [array.row_major() for array in arrays]
+        self.in_files = not any(isinstance(data, Computed) for data in self.data)
+
+    def blocks(self, use: str, start: int, stop: int) -> list[Array]:
+        """The bytes of these elements of each. use: of the memory, which another reading may need meanwhile."""
+        sizes = [(stop - start) * array.dtype.itemsize for array in self.arrays]
+        # What is computed may need the same memory for what it is computed from.
+        memory = scratch(use, "u1", sum(sizes)) if self.in_files else aligned(sum(sizes))
+        blocks, at = [], 0
+        for array, data, size in zip(self.arrays, self.data, sizes, strict=True):
+            block = memory[at : at + size]
+            fill(data, start * array.dtype.itemsize, block.data)
+            blocks.append(resolve(block, array.dtype, array.flags))
+            at += size
+        return blocks
+
+
+class _Each:
+    __slots__ = ("dtype", "make", "sources")
+
+    def __init__(self, make: Callable[..., Array], sources: _Sources, dtype: DType) -> None:
+        self.make, self.sources, self.dtype = make, sources, dtype
+
+    def chunk(self, start: int, stop: int) -> bytes:
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            return in_type(self.make(start, *self.sources.blocks("each", start, stop)), self.dtype)
+
+
+def computed(
+    count: int, itemsize: int, chunk: Callable[[int, int], bytes], *inputs: Storage, step: int = CHUNK
+) -> Computed:
+    """`count` elements of which `chunk(start, stop)` makes at most `step` at a time, from what is in `inputs`."""
+    return Computed(count * itemsize, _Chunks(count, itemsize, chunk, step).read, inputs)
+
+
+class _Chunks:
+    """Elements made a chunk at a time. Not a closure: a checkpoint may have one of these for each of its tensors."""
+
+    __slots__ = ("chunk", "count", "itemsize", "step")
+
+    def __init__(self, count: int, itemsize: int, chunk: Callable[[int, int], bytes], step: int) -> None:
+        self.count, self.itemsize, self.chunk, self.step = count, itemsize, chunk, step
+
+    def read(self, offset: int, length: int) -> bytes:
+        size, step = self.itemsize, self.step
+        stop = min(self.count, -(-(offset + length) // size))
+        parts = [self.chunk(place, min(place + step, stop)) for place in range(offset // size, stop, step)]
+        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % size
+        return data if len(data) == length and not skip else data[skip : skip + length]
+
+
+class TensorValues:
+    """The elements of a tensor as numbers: f32 for floats of up to 32 bits, f64 for f64, integers and bool as such."""
+
+    __slots__ = ("_data", "entry")
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.entry = entry
+        self._data = entry.row_major()
+
+    def read(self, start: int, stop: int) -> Array:
+        """The elements `start` to `stop` in row-major order, conjugate and negative bits applied; an array of its own.
+
+        Raises `Unsupported` for a type that numpy has no numbers for.
+        """
+        import numpy
+
+        size = self.entry.dtype.itemsize
+        raw = numpy.empty((stop - start) * size, numpy.uint8)
+        fill(self._data, start * size, raw.data)
+        return numbers(resolve(raw, self.entry.dtype, self.entry.flags), self.entry.dtype)
+
+    def rows(self, start: int, stop: int) -> Array:
+        """The rows `start` to `stop` of the first dimension, in their shape."""
+        width = prod(self.entry.shape[1:])
+        return self.read(start * width, stop * width).reshape(stop - start, *self.entry.shape[1:])
+
+
+def computed_tensor(
+    dtype: DType, shape: Sequence[int], values: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
+) -> TensorEntry:
+    """A tensor whose elements `values(start, stop)` gives, at most 64 K of them at a time, as floats of any width.
+
+    They are rounded once, as torch rounds, if they are of another type than `dtype`; a `dtype` of no numbers takes
+    them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
+    """
+    whole = tuple(shape)
+    storages = tuple({id(entry.storage): entry.storage for entry in inputs}.values())
+    if not prod(whole):
+        return TensorEntry(Storage(InlineBytes(b""), location), dtype, whole, row_major_strides(whole))
+    made = computed(prod(whole), dtype.itemsize, _Rounded(dtype, values).chunk, *storages)
+    return TensorEntry(Storage(made, location), dtype, whole, row_major_strides(whole))
+
+
+def computed_rows(
+    dtype: DType, shape: Sequence[int], rows: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
+) -> TensorEntry:
+    """As `computed_tensor`, but of `rows(start, stop)`: whole rows of the first dimension, about 1 MB of f32 at a time.
+
+    For what is quicker a row at a time: products of matrices, scales of blocks of rows.
+    """
+    block = _Rows(tuple(shape), rows).read
+    return computed_tensor(dtype, shape, partial(in_pieces, piece=block), inputs, location)
+
+
+def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
+    """The elements from `start` to `stop` of a function that may give only the first ones at once."""
+    import numpy
+
+    parts = []
+    while start < stop:
+        parts.append(piece(start, stop))
+        start += len(parts[-1])
+    return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+
+
+class _Rows:
+    """The elements of rows that are made several at a time. Keeps the last block of them, as it is read in order."""
+
+    __slots__ = ("_kept", "count", "height", "rows", "width")
+
+    def __init__(self, shape: tuple[int, ...], rows: Numbers) -> None:
+        self.rows, self.width, self.count = rows, prod(shape[1:]), shape[0]
+        self.height = max(1, ROWS // max(1, self.width))
+        self._kept: tuple[int, Array] | None = None
+
+    def read(self, start: int, stop: int) -> Array:
+        block = start // self.width // self.height
+        begin = block * self.height * self.width
+        if self._kept is None or self._kept[0] != block:
+            first = block * self.height
+            self._kept = block, self.rows(first, min(first + self.height, self.count)).reshape(-1)
+        values = self._kept[1]
+        end = min(stop, begin + len(values))
+        if end == begin + len(values):
+            self._kept = None  # a tree has thousands of these
+        return values[start - begin : end - begin]
+
+
+class _Rounded:
+    __slots__ = ("dtype", "values")
+
+    def __init__(self, dtype: DType, values: Numbers) -> None:
+        self.dtype, self.values = dtype, values
+
+    def chunk(self, start: int, stop: int) -> bytes:
+        return in_type(self.values(start, stop), self.dtype)
+
+
+def in_type(values: Array, dtype: DType) -> bytes:
+    """The bytes of numbers in a type, rounded as torch rounds where they are floats of another."""
+    import numpy
+
+    flat = numpy.ascontiguousarray(values).reshape(-1)
+    if not dtype.is_float or flat.dtype == dtype.to_numpy():
+        return flat.tobytes()
+    with numpy.errstate(all="ignore"):
+        parts = [rounded(flat[at : at + CHUNK], dtype).tobytes() for at in range(0, len(flat), CHUNK)]
+    return b"".join(parts)
