@@ -20,14 +20,13 @@ from ckptool.analysis.inspect import listing
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry, tree
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors, walk
-from ckptool.cli.output import Answer
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
 from ckptool.pickles.calls import uses_of
 from ckptool.pickles.plain import text as plain_text
 from ckptool.pickles.plain.text import summary
+from ckptool.render import lines
 from ckptool.render.json import dumps
-from ckptool.render.style import PLAIN
 from ckptool.verbs.show import Shown
 
 SECONDS = 2.0  # for a dozen reports
@@ -122,7 +121,6 @@ def _written(checkpoint: Checkpoint, path: str) -> None:
 
 
 def _rendered(report: Any, **options: Any) -> None:
-    answer = Answer(report, options)
-    text = answer.text(PLAIN)
+    text = lines.text(report, **options)
     assert all(c == "\n" or c.isprintable() for c in text), "a raw control byte is printed"
-    dumps(answer.json())
+    dumps(report.to_dict())
