@@ -48,7 +48,7 @@ WIDE = 120  # columns
 PATH = ("cli", "verbs", "reports", "analysis", "render", "errors", "commands", "facts", "options")
 WRITERS = ("__init__", "html", "json", "lines", "markdown", "style")  # of every report alike
 BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
-BLOCKS = {"Chunk", "chunks", "blocks", "BlockReader"}
+BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
 DESIGNS = {
     "engines that match names": """

@@ -41,7 +41,7 @@ PLAIN = {
     "average": "m.pt n.pt -o out.pt",
     "lora merge": "m.pt lora.safetensors -o out.pt",
     "lora extract": "n.pt m.pt --rank 1 -o adapter/",
-    "lora resize": "lora.safetensors --rank 2 -o out.safetensors",
+    "lora resize": "lora.safetensors --rank 1 -o out.safetensors",
     "lora convert": "lora.safetensors --to kohya -o out.safetensors",
     "bake": "m.pt -o out.pt",
     "warm-start": "m.pt --against n.pt -o out.pt",
