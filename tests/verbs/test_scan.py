@@ -213,3 +213,10 @@ def test_what_good_means_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(words) == 0
         assert ("not compared with its checksums" in capsys.readouterr().out) is told
     assert ckptool.scan(tmp_path, full=True).full and not ckptool.scan(tmp_path).full
+
+
+def test_one_file_is_the_latest_good_one_where_it_is_good(tmp_path: Path) -> None:
+    good = checkpoint(tmp_path / "good.pt")
+    found = ckptool.scan(good).latest
+    assert found is not None and found.path == str(good)
+    assert ckptool.scan(checkpoint(tmp_path / "bad.pt", x=Runs(tmp_path / "ran"))).latest is None
