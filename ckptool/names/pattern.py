@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import comb, prod
 
 from ckptool.errors import UsageError, counted
 from ckptool.names.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
 MAX_WAYS = 128  # that are tried where arithmetic on the left side has several unknown numbers
 MAX_NAMES = 4096  # that one side may stand for
-LONG, MANY_OPEN = 1_000, 8  # characters of a key, and variables, that could be matched in too many ways
+MANY_OPEN, MANY_WAYS = 8, 1 << 27  # variables that may end anywhere, and ways to divide a key among them: two seconds
 _TOKEN = re.compile(r"\*|\{([^{}]*)\}|\\(.)|(\{)", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
@@ -90,13 +90,20 @@ class Name:
         ends = [isinstance(after, str) and after.startswith(".") for each, after in followed if type(each) is not str]
         return len(ends) - sum(ends) + sum(isinstance(each, Variable) and not each.name for each in self.pieces)
 
+    @cached_property
+    def places(self) -> int:
+        """How many variables there are that no dot ends."""
+        followed = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
+        ended = (isinstance(each, Variable) and bool(each.name) and str(after)[:1] == "." for each, after in followed)
+        return sum(type(each) is not str for each in self.pieces) - sum(ended)
+
     def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
         """The texts of the variables in a key; None where it has another name.
 
         ranges: how many values a variable has, where arithmetic has several. Raises `UsageError` where it has two
         solutions, for a key that is too long, and what evaluating it raises.
         """
-        if len(key) > LONG and self.open_ended > 2:
+        if self.open_ended > 2 and comb(len(key), self.places) > MANY_WAYS:
             what = (
                 f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
             )
