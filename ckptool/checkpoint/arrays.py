@@ -50,12 +50,8 @@ def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> Tens
 
     They are rounded as in `computed_tensor`. `make` keeps nothing of what it is given.
     """
-    first, location = arrays[0], arrays[-1].location
-    if not first.numel:
-        return TensorEntry(Storage(InlineBytes(b""), location), dtype, first.shape, row_major_strides(first.shape))
-    chunk, inputs = _Each(make, _Sources(arrays), dtype).chunk, {id(array.storage): array.storage for array in arrays}
-    data = computed(first.numel, dtype.itemsize, chunk, *inputs.values(), step=_step(len(arrays)))
-    return TensorEntry(Storage(data, location), dtype, first.shape, row_major_strides(first.shape))
+    chunk = _Each(make, _Sources(arrays), dtype).chunk
+    return _array(dtype, arrays[0].shape, chunk, arrays, arrays[-1].location, _step(len(arrays)))
 
 
 def _step(arrays: int) -> int:
@@ -98,6 +94,22 @@ class _Each:
 
         with numpy.errstate(all="ignore"):
             return in_type(self.make(start, *self.sources.blocks("each", start, stop)), self.dtype)
+
+
+def _array(
+    dtype: DType,
+    shape: tuple[int, ...],
+    chunk: Callable[[int, int], bytes],
+    inputs: Sequence[TensorEntry],
+    location: str,
+    step: int,
+) -> TensorEntry:
+    """An array in row-major order of which `chunk(start, stop)` makes at most `step` elements at a time."""
+    storages = {id(entry.storage): entry.storage for entry in inputs}.values()
+    data: Data = InlineBytes(b"")
+    if count := prod(shape):
+        data = computed(count, dtype.itemsize, chunk, *storages, step=step)
+    return TensorEntry(Storage(data, location), dtype, shape, row_major_strides(shape))
 
 
 def computed(
@@ -158,12 +170,7 @@ def computed_tensor(
     They are rounded once, as torch rounds, if they are of another type than `dtype`; a `dtype` of no numbers takes
     them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
     """
-    whole = tuple(shape)
-    storages = tuple({id(entry.storage): entry.storage for entry in inputs}.values())
-    if not prod(whole):
-        return TensorEntry(Storage(InlineBytes(b""), location), dtype, whole, row_major_strides(whole))
-    made = computed(prod(whole), dtype.itemsize, _Rounded(dtype, values).chunk, *storages)
-    return TensorEntry(Storage(made, location), dtype, whole, row_major_strides(whole))
+    return _array(dtype, tuple(shape), _Rounded(dtype, values).chunk, inputs, location, CHUNK)
 
 
 def computed_rows(

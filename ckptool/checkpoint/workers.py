@@ -61,7 +61,7 @@ def in_turn(work: Work[Item, Result], items: Sequence[Item], jobs: int = 1) -> G
     try:
         yield from (partial(crew.result, number) for number in range(len(items)))
     finally:
-        crew.close()
+        _end(crew.pool)
 
 
 class _Crew:
@@ -111,9 +111,6 @@ class _Crew:
             return False, RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}")
         finally:
             _end(self.pool)
-
-    def close(self) -> None:
-        _end(self.pool)
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:

@@ -16,10 +16,10 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.errors import Conflict, Corrupt, listed
+from ckptool.pickles.calls import UNKNOWN, uses
 
 if TYPE_CHECKING:
     from ckptool.formats.pieces import Joiner
-from ckptool.pickles.calls import UNKNOWN, uses
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file

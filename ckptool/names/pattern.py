@@ -86,16 +86,18 @@ class Name:
     @cached_property
     def open_ended(self) -> int:
         """How many variables may end in several places: each `*`, and those that no dot follows."""
-        followed = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
-        ends = [isinstance(after, str) and after.startswith(".") for each, after in followed if type(each) is not str]
-        return len(ends) - sum(ends) + sum(isinstance(each, Variable) and not each.name for each in self.pieces)
+        return sum((not dotted) + (isinstance(each, Variable) and not each.name) for each, dotted in self._dotted())
 
     @cached_property
     def places(self) -> int:
-        """How many variables there are that no dot ends."""
-        followed = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
-        ended = (isinstance(each, Variable) and bool(each.name) and str(after)[:1] == "." for each, after in followed)
-        return sum(type(each) is not str for each in self.pieces) - sum(ended)
+        """How many variables and sums there are, without the named variables that a dot ends."""
+        return sum(not (dotted and isinstance(each, Variable) and each.name) for each, dotted in self._dotted())
+
+    def _dotted(self) -> Iterator[tuple[Variable | Arithmetic, bool]]:
+        """Each variable and sum, and whether a dot or the end follows."""
+        for each, after in zip(self.pieces, (*self.pieces[1:], "."), strict=False):
+            if not isinstance(each, str):
+                yield each, isinstance(after, str) and after.startswith(".")
 
     def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
         """The texts of the variables in a key; None where it has another name.
@@ -104,9 +106,7 @@ class Name:
         solutions, for a key that is too long, and what evaluating it raises.
         """
         if self.open_ended > 2 and comb(len(key), self.places) > MANY_WAYS:
-            what = (
-                f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
-            )
+            what = f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.places} places for them"
             raise UsageError(what, "They could match it in too many ways: write fewer of *.")
         match = self.pattern.fullmatch(key)
         if match is None:

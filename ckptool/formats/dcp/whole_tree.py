@@ -227,12 +227,9 @@ class _Storages:
             raise TypeError("a storage")
         if axes is None:
             return Storage(entry.storage.data, location, entry.storage.crc)
-        shape, strides = entry.shape, row_major_strides(entry.shape)
-        if sorted(axes) != list(range(len(shape))):
+        if sorted(axes) != list(range(len(entry.shape))):
             raise ValueError("axes")
-        turned = TensorEntry(
-            entry.storage, entry.dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes), entry.offset
-        )
+        turned = replace(entry, stride=row_major_strides(entry.shape)).permute(axes)
         return Storage(row_major(turned), location)
 
 
