@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import tensors
+from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import CkptoolError, UnsafeObject, UsageError
 from ckptool.formats import read
 from ckptool.pickles.calls import CUSTOM, UNKNOWN, uses_of

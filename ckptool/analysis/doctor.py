@@ -13,9 +13,9 @@ from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of
 from ckptool.analysis.scan import ScannedFile
 from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, PartKind
-from ckptool.checkpoint.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, command
+from ckptool.conventions.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.errors import CkptoolError, Text, listed
 from ckptool.formats import named
 from ckptool.formats.parts import CODE as PART

@@ -16,7 +16,9 @@ from ckptool.analysis.torch_versions import accepted, also_newer
 from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
-from ckptool.checkpoint.state_dicts import (
+from ckptool.checkpoint.tree import Path, address, children, item_at, walk
+from ckptool.commands import FILE, OUT, Command, command
+from ckptool.conventions.state_dicts import (
     AVERAGE,
     COUNTER,
     WEIGHTS,
@@ -25,8 +27,6 @@ from ckptool.checkpoint.state_dicts import (
     without_wrappers,
     wrappers,
 )
-from ckptool.checkpoint.tree import Path, address, children, item_at, walk
-from ckptool.commands import FILE, OUT, Command, command
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
 from ckptool.pickles.plain.values import expand

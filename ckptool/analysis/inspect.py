@@ -21,15 +21,6 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import (
-    COUNTER,
-    OPTIMIZER,
-    StateDict,
-    array_state_dicts,
-    find_state_dicts,
-    unnamed_tensors,
-    wrappers,
-)
 from ckptool.checkpoint.tree import (
     MANY_NAMES,
     Path,
@@ -43,6 +34,15 @@ from ckptool.checkpoint.tree import (
     walk,
 )
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
+from ckptool.conventions.state_dicts import (
+    COUNTER,
+    OPTIMIZER,
+    StateDict,
+    array_state_dicts,
+    find_state_dicts,
+    unnamed_tensors,
+    wrappers,
+)
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
 from ckptool.formats import named

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.state_dicts import AVERAGE, OPTIMIZER, WEIGHTS
 from ckptool.checkpoint.tree import tensors
+from ckptool.conventions.state_dicts import AVERAGE, OPTIMIZER, WEIGHTS
 from ckptool.errors import counted
 from ckptool.facts import Bytes, short, size
 

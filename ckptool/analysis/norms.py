@@ -10,8 +10,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
-from ckptool.checkpoint.state_dicts import find_state_dicts, without_wrappers
 from ckptool.checkpoint.tree import tensors
+from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError
 
 Weights = dict[str, TensorEntry]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.analysis.words import tensor_text, value_text
 from ckptool.checkpoint import Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.state_dicts import COUNTER, PLAIN, without_wrappers
 from ckptool.checkpoint.tree import Path, address
+from ckptool.conventions.state_dicts import COUNTER, PLAIN, without_wrappers
 from ckptool.errors import counted, listed
 from ckptool.facts import WHOLE, short
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.quantized import Quantized, find_quantized, may_be_quantized
-from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Slot, arg, command, input_of
+from ckptool.conventions.quantized import Quantized, find_quantized, may_be_quantized
+from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Unsupported, UsageError, listed
 from ckptool.formats.model_folder import quantization_config
 

@@ -19,10 +19,10 @@ from ckptool.checkpoint import Checkpoint, FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import file_problem
-from ckptool.checkpoint.state_dicts import kinds_of
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.commands import option
+from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
 from ckptool.formats import marks, members, sharded

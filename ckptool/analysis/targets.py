@@ -20,8 +20,8 @@ from typing import Annotated, Any
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import FILE, Slot, command
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
 from ckptool.facts import LIVE
 from ckptool.formats.strict_json import parse_object

@@ -25,7 +25,7 @@ from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBy
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.state_dicts import StateDict, one_state_dict
+from ckptool.conventions.state_dicts import StateDict, one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
 from ckptool.transforms.casting import first_part

@@ -117,7 +117,7 @@ class Builder:
         for key, value in tree.items() if isinstance(tree, dict) and source else ():
             if isinstance(value, dict) and value and address((key,)) not in tops:
                 return f"Load a part without them: ckptool.load({f'{source}#{address((key,))}'!r}). "
-        from ckptool.checkpoint.state_dicts import find_state_dicts
+        from ckptool.conventions.state_dicts import find_state_dicts
 
         if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
             return f"Take its weights: {command('convert', input_of(source), out=OUT_SAFETENSORS)}. "

@@ -260,7 +260,7 @@ def addresses(path: str, typed: str) -> list[Candidate]:
 
 def keys(path: str, typed: str) -> list[Candidate]:
     """The keys of the weights in a file, for a pattern; without those in which a letter would be part of one."""
-    from ckptool.checkpoint.state_dicts import find_state_dicts
+    from ckptool.conventions.state_dicts import find_state_dicts
     from ckptool.formats.opening import open_file
 
     roots = [root for root in find_state_dicts(open_file(path).checkpoint) if root.is_model]

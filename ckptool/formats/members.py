@@ -20,8 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
-from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
+from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats import FORMATS, named, read_alone
 from ckptool.formats.folder import (

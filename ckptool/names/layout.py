@@ -27,8 +27,8 @@ from importlib import resources
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.commands import FILE, OUT, Command, arg, command
+from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, bold, dim
 from ckptool.names.arithmetic import Unbound, parse_arithmetic

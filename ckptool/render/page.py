@@ -31,8 +31,8 @@ from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_
 from ckptool.analysis.outline import outline, overview
 from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.state_dicts import PLAIN, StateDict, bare
 from ckptool.checkpoint.tree import address
+from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
 from ckptool.facts import WHOLE, number, size
 

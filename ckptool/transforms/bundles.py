@@ -16,9 +16,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
-from ckptool.checkpoint.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.commands import Slot, arg
+from ckptool.conventions.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.formats import DEFAULT, WRITERS
 from ckptool.transforms.slim import equal

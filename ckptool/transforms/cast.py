@@ -9,9 +9,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DType, dtype_of
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.commands import arg
+from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
 from ckptool.transforms.casting import CastTally, cast_storage
 

@@ -1,6 +1,6 @@
 """Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
 
-`checkpoint.quantized_formats` has turned every format to the weight's own rows, as strided views; what unpacks
+`conventions.quantized_formats` has turned every format to the weight's own rows, as strided views; what unpacks
 these is `_codes`.
 """
 
@@ -18,11 +18,11 @@ from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, comp
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array
-from ckptool.checkpoint.quantized import Quantized
-from ckptool.checkpoint.quantized_formats import QuantizedWeight, parsed
-from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
+from ckptool.conventions.quantized import Quantized
+from ckptool.conventions.quantized_formats import QuantizedWeight, parsed
+from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -12,9 +12,9 @@ from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, Tens
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.state_dicts import find_state_dicts
 from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
+from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors
 

@@ -12,7 +12,9 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEn
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import (
+from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
+from ckptool.commands import NAME, arg, input_of
+from ckptool.conventions.state_dicts import (
     PLAIN,
     StateDict,
     find_state_dicts,
@@ -21,8 +23,6 @@ from ckptool.checkpoint.state_dicts import (
     quantized_outside,
     unnamed_tensors,
 )
-from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
-from ckptool.commands import NAME, arg, input_of
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.formats import marks
 from ckptool.formats.sidecar import holds

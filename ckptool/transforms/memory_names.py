@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.state_dicts import StateDict
 from ckptool.checkpoint.strided import resolved
+from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration
 from ckptool.names.arithmetic import Arithmetic

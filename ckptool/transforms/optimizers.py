@@ -19,10 +19,10 @@ from typing import Any
 from ckptool.analysis.targets import BUFFER, PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.optimizer_keys import flattened, nested, with_numbers
-from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, optimizers, without_wrappers
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import MODEL, OUT, arg, command
+from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 

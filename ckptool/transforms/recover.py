@@ -10,9 +10,9 @@ from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Set, same_kind
-from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, item_at, rebuild
+from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.formats import marks
 from ckptool.formats.damaged import LostTensor, Salvaged
 

@@ -15,7 +15,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
-from ckptool.checkpoint.state_dicts import (
+from ckptool.checkpoint.tree import rebuild
+from ckptool.commands import FILE, arg, command
+from ckptool.conventions.state_dicts import (
     COUNTER,
     PEELED,
     StateDict,
@@ -23,8 +25,6 @@ from ckptool.checkpoint.state_dicts import (
     unwrapped_front,
     without_wrappers,
 )
-from ckptool.checkpoint.tree import rebuild
-from ckptool.commands import FILE, arg, command
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.names.rules import WHOLE_KEY, Rule, first_match, refuse_idle
 

@@ -10,10 +10,10 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.state_dicts import find_state_dicts, optimizers
 from ckptool.checkpoint.strided import row_major, subrange
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.commands import arg
+from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count

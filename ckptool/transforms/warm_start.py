@@ -12,10 +12,10 @@ from ckptool.analysis.warm_start import LeftOut, OptimizerReport
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.optimizer_keys import with_numbers
-from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
+from ckptool.conventions.optimizer_keys import with_numbers
+from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
 from ckptool.transforms.optimizers import check_groups, first_names, in_model_order, parameters_of, slot_names

@@ -39,9 +39,9 @@ from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.checkpoint.strided import row_major
 from ckptool.commands import FILE, arg, command, several
+from ckptool.conventions.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle, renaming
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses

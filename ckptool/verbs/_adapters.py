@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeAlias
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.files import Input, read_json
-from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import OUT_SAFETENSORS, arg, argument, option
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside

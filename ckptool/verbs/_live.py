@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.checkpoint.tree import map_storages
+from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.errors import MissingExtra, Unsupported
 from ckptool.transforms.rename import apply
 from ckptool.verbs.save import save

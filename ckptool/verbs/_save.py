@@ -18,9 +18,9 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, arg, command, function_name, input_of
+from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import (
     CkptoolError,
     Conflict,

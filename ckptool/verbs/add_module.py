@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ckptool.checkpoint.state_dicts import PEELED, model_state_dicts
 from ckptool.commands import option, verb
+from ckptool.conventions.state_dicts import PEELED, model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.transforms.rename import add
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out

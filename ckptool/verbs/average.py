@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.state_dicts import is_beside, one_state_dict
 from ckptool.checkpoint.tree import address
 from ckptool.commands import arg, argument, option, several, verb
+from ckptool.conventions.state_dicts import is_beside, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.opening import CheckpointLike, open_whole

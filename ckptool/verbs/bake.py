@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import option, verb
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, counted
 from ckptool.transforms import bake as folding
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import arg, option, several, verb
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype

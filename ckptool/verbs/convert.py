@@ -14,9 +14,9 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import option, verb
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.lora.schemes import SCHEMES, convert

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.checkpoint.state_dicts import one_state_dict, without_wrappers
 from ckptool.commands import argument, option, several, verb
+from ckptool.conventions.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import OUT, arg, argument, command, option, verb
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import FILE, OUT, argument, command, option, several, verb
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
 from ckptool.names.rules import renaming

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ckptool.checkpoint.state_dicts import model_state_dicts
 from ckptool.commands import option, several, verb
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.transforms.rename import strip
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.state_dicts import model_state_dicts, one_state_dict
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, several, verb
+from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder

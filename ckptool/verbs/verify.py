@@ -12,8 +12,8 @@ from ckptool.analysis.verify import Verification, verified
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.state_dicts import one_state_dict
 from ckptool.commands import option, verb
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
 from ckptool.formats.checksums import Progress
 from ckptool.formats.opening import PathLike, in_memory, open_file, open_source

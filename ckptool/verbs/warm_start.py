@@ -15,8 +15,8 @@ from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, several, verb
+from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError
 from ckptool.formats import marks
 from ckptool.formats.in_memory import together

@@ -17,8 +17,8 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import MAX_NAMES, module_state_dict
-from ckptool.checkpoint.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.checkpoint.tree import find
+from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read
 from ckptool.verbs.inspect import inspect

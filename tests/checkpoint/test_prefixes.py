@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.checkpoint.state_dicts import INNER_WRAPPERS, unwrapped_front, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import INNER_WRAPPERS, unwrapped_front, without_wrappers, wrappers
 from tests.support.looped import looped
 
 # key, the same without wrappers, its wrappers

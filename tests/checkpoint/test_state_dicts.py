@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint.state_dicts import (
+from ckptool.conventions.state_dicts import (
     AVERAGE,
     OPTIMIZER,
     PLAIN,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint.state_dicts import find_state_dicts
+from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read
 

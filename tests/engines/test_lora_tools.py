@@ -233,7 +233,7 @@ def by_diffusers(file: Path, kohya: bool = False) -> Any:
 def test_diffusers_own_conversions_give_the_same_keys(tmp_path: Path) -> None:
     from diffusers.utils import convert_state_dict_to_kohya
 
-    from ckptool.checkpoint.adapter_keys import split_words
+    from ckptool.conventions.adapter_keys import split_words
 
     base = unet()
     adapter(base, tmp_path / "peft", r=4, lora_alpha=4, target_modules=TARGETS)
@@ -250,7 +250,7 @@ def test_diffusers_own_conversions_give_the_same_keys(tmp_path: Path) -> None:
 def test_names_of_clip_are_told_apart() -> None:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    from ckptool.checkpoint.adapter_keys import split_words
+    from ckptool.conventions.adapter_keys import split_words
 
     sizes = {
         "vocab_size": 20,

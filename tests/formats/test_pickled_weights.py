@@ -68,7 +68,7 @@ def test_ties_of_arrays_are_ties_of_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_which_dictionaries_of_arrays_are_weights(tree: Any, addresses: list[str], tmp_path: Path) -> None:
-    from ckptool.checkpoint.state_dicts import array_state_dicts
+    from ckptool.conventions.state_dicts import array_state_dicts
 
     file = pickle_to(tree, tmp_path / "a.pkl")
     assert [root.address for root in array_state_dicts(read(file).tree)] == addresses

@@ -19,8 +19,8 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.state_dicts import PLAIN, WEIGHTS, find_state_dicts
 from ckptool.checkpoint.tree import find, tensors
+from ckptool.conventions.state_dicts import PLAIN, WEIGHTS, find_state_dicts
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import read, torchscript
 from ckptool.formats.torchscript import _folders

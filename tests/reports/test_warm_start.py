@@ -15,7 +15,7 @@ from ckptool.analysis.targets import of_checkpoint
 from ckptool.analysis.warm_start import LoadReport
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DTYPES, by_name
-from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, PlanRefused
 from ckptool.pickles.reduce import array_entry
 from ckptool.render.lines import text as text_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.transforms.rename import strip
 from tests.support.files import opened
 

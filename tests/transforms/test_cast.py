@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError
 from ckptool.formats import read, torch_zip
 from ckptool.transforms.cast import Cast, cast_roots, parse_dtype

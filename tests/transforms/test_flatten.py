@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint.state_dicts import one_state_dict
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import CkptoolError, NoMatch, Unsupported
 from ckptool.formats import read
 from ckptool.transforms.flatten import Exported, export

@@ -9,8 +9,8 @@ import numpy
 import pytest
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.adapter_keys import adapter_detail, adapter_key
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.conventions.adapter_keys import adapter_detail, adapter_key
 from ckptool.errors import CkptoolError
 from ckptool.transforms.lora.adapters import read_adapter
 from tests.support.looped import looped

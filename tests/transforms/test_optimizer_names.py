@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 import ckptool
-from ckptool.checkpoint.optimizer_keys import flattened, nested
+from ckptool.conventions.optimizer_keys import flattened, nested
 from ckptool.errors import Conflict, Corrupt, NoMatch, Unsupported, UsageError
 from tests.support.cli import Run
 from tests.support.files import saved

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
 from ckptool.names.rules import Rule, renaming
 from ckptool.transforms.rename import Renamed, apply, by_rules

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from ckptool.checkpoint.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError
 from ckptool.transforms.rename import add, strip
 from fixtures.make import make

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from glob import escape
 from typing import Any
 
-from ckptool.checkpoint import Composite, Note, TensorEntry, optimizer_keys
+from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import MAX_DEPTH, visit
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.state_dicts import optimizers
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.commands import FILE, OUT, arg, command
+from ckptool.conventions import optimizer_keys
+from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 
 # Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.

@@ -18,7 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.adapter_keys import (
+from ckptool.checkpoint.arrays import TensorValues
+from ckptool.checkpoint.numeric import has_numbers
+from ckptool.commands import arg
+from ckptool.conventions.adapter_keys import (
     BIAS,
     DIFF,
     LOHA,
@@ -33,9 +36,6 @@ from ckptool.checkpoint.adapter_keys import (
     is_factor,
     method_of,
 )
-from ckptool.checkpoint.arrays import TensorValues
-from ckptool.checkpoint.numeric import has_numbers
-from ckptool.commands import arg
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
 
 MAX_RANK = 1 << 16

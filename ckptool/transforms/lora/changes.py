@@ -14,10 +14,10 @@ from dataclasses import replace
 from math import prod
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, LORA
 from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues, computed_rows, computed_tensor
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
+from ckptool.conventions.adapter_keys import BIAS, LORA
 from ckptool.errors import LimitExceeded, counted
 from ckptool.transforms.lora.adapters import Delta
 from ckptool.transforms.lora.products import Pair, product, product_rows, sides, stacked

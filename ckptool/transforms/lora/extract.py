@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import PEFT
 from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import CHUNK, has_numbers
 from ckptool.checkpoint.patterns import selected
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
+from ckptool.conventions.adapter_keys import PEFT
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference

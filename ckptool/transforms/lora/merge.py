@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
+from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows

@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import LOHA, LOKR, LORA
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, in_pieces
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
+from ckptool.conventions.adapter_keys import LOHA, LOKR, LORA
 from ckptool.errors import Conflict
 
 _HELD = 1 << 20  # elements of a factor in memory

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, WHOLE
 from ckptool.commands import arg
+from ckptool.conventions.adapter_keys import BIAS, WHOLE
 from ckptool.errors import LimitExceeded, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, WHOLE, split_words, written_key
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import Array
-from ckptool.checkpoint.state_dicts import without_wrappers
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
+from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT, WHOLE, split_words, written_key
+from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
 

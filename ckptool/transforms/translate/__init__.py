@@ -12,9 +12,9 @@ from typing import Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
-from ckptool.checkpoint.optimizer_keys import nested
-from ckptool.checkpoint.state_dicts import StateDict, optimizers
 from ckptool.checkpoint.tree import address, rebuild
+from ckptool.conventions.optimizer_keys import nested
+from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError
 from ckptool.names.rules import Translation
 from ckptool.names.scope import Scope

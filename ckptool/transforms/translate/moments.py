@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.optimizer_keys import with_numbers
 from ckptool.commands import arg
+from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.errors import Conflict, Unsupported
 from ckptool.names.scope import Scope
 from ckptool.transforms.optimizers import check_groups, slot_names_in

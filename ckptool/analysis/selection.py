@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.state_dicts import bare
 from ckptool.checkpoint.tree import Path, address, segment_text, walk
+from ckptool.conventions.state_dicts import bare
 
 Chosen = dict[Any, tuple[Path, Any]]
 

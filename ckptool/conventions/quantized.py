@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.checkpoint.quantized_formats import (
+from ckptool.conventions.quantized_formats import (
     FORMATS,
     TORCHAO,
     QuantizedFormat,

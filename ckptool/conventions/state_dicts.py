@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
-from ckptool.checkpoint.adapter_keys import adapter_detail
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
+from ckptool.conventions.adapter_keys import adapter_detail
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"

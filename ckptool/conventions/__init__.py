@@ -1,0 +1,1 @@
+"""What the world calls things: models in a tree, names of optimizer states, adapters, quantized weights."""
