@@ -40,6 +40,7 @@ def on_terminal(columns: int, *words: str, **environment: str) -> tuple[int, str
     child, fd = pty.fork()
     if not child:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        os.unsetenv("COLUMNS")  # which `readline` sets, unseen by `os.environ`
         os.environ.pop("COLUMNS", None)
         os.environ.pop("NO_COLOR", None)
         os.environ.update({"TERM": "xterm-256color"} | environment)
