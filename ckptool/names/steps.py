@@ -27,14 +27,14 @@ class Step:
 
     rule: Rule
     groups: Groups
-    inputs: dict[Overs, list[str]]
+    inputs: dict[Overs, list[str | None]]
     outputs: list[str] = field(default_factory=list)
     shapes: tuple[tuple[int, ...], ...] = ()
     lost: str = ""
 
     @property
     def keys(self) -> list[str]:
-        return [key for _, keys in sorted(self.inputs.items()) for key in keys if key]
+        return [key for _, keys in sorted(self.inputs.items()) for key in keys if key is not None]
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ def steps_of(
             overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
             shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
             step = found.setdefault((id(rule), *sorted(shared.items())), Step(rule, shared, {}))
-            keys = step.inputs.setdefault(overs, [""] * len(rule.old))
-            if keys[number]:
+            keys = step.inputs.setdefault(overs, [None] * len(rule.old))
+            if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
                 raise rule.error(what, "The rule takes one of them.")
             keys[number] = key
@@ -96,10 +96,10 @@ def _refuse_incomplete(step: Step) -> None:
     """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
     rule = step.rule
     for overs, keys in step.inputs.items():
-        if "" in keys:
+        if None in keys:
             groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-            lacking = rule.old[keys.index("")].fill(groups)
-            here = listed([key for key in keys if key], 3)
+            lacking = rule.old[keys.index(None)].fill(groups)
+            here = listed([key for key in keys if key is not None], 3)
             raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
     names = sorted(rule.over)
     counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
