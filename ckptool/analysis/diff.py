@@ -99,10 +99,8 @@ class Diff(Report):
         yield ""
         yield from self._counts() if counts else self._differences(all)
         yield ""
-        if self.not_compared:
-            yield f"{_LIMITS}: {', '.join(self.not_compared)}"
-        if self.ignored:
-            yield f"ignored: {', '.join(self.ignored)}"
+        yield f"{_LIMITS}: {', '.join(self.not_compared)}" if self.not_compared else None
+        yield f"ignored: {', '.join(self.ignored)}" if self.ignored else None
         if self.only:
             patterns = listed(self.only, 20)
             yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"

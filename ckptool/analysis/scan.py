@@ -182,7 +182,7 @@ class Scan(Report):
         """A folder: one line per checkpoint. A file: what its pickles would call."""
         last = self.latest if self.latest_only else None
         if quiet:
-            yield from [last.path] if last else []
+            yield last.path if last else None
         elif last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
             yield f"{last.path} ({', '.join([*progress, size(last.bytes)])})"
@@ -217,7 +217,7 @@ class Scan(Report):
                     ends = [max(call.places[0].find(": "), 0) if os.path.isdir(file.path) else 0 for call in some]
                     pairs = zip(some, ends, strict=True)
                     names = [call.name + f" in {call.places[0][:end]}" * bool(end) for call, end in pairs]
-                    yield from [f"  {self._relative(file)}: {listed(names, 4)}"] if some else []
+                    yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from ckptool.checkpoint import Note
+from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
@@ -77,7 +77,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
 
 
 def replace_file(
-    plan: Plan,
+    plan: Plan | bytes,
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -87,7 +87,7 @@ def replace_file(
     digest: StreamingSha256 | None = None,
     sync_folder: bool = True,
 ) -> tuple[Note, ...]:
-    """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.
+    """Writes a plan of one file, or bytes, to `target`, durably. Returns what is to be known of the new file.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises
     to refuse.
@@ -95,6 +95,7 @@ def replace_file(
     it durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
     then nothing is changed.
     """
+    plan = Plan({"": [InlineBytes(plan)]}) if isinstance(plan, bytes) else plan
     _sweep(check_target(target, overwrite=True))
     real = check_target(target, overwrite=overwrite)
     temporary, fd = "", -1

@@ -24,7 +24,6 @@ from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import Path, address, item_at
 from ckptool.commands import option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, counted, listed, printable
@@ -144,7 +143,7 @@ def git_setup(
         os.unlink(path)
     elif after is not None and after != before and not dry_run:
         make_folder(os.path.dirname(path))
-        replace_file(Plan({"": [InlineBytes(after)]}), path, overwrite=True)
+        replace_file(after, path, overwrite=True)
     notes = () if remove or everywhere or dry_run else tuple(_overridden())
     return GitSetup(tuple(commands), path, patterns, remove, dry_run, notes)
 

@@ -65,7 +65,7 @@ class Schemas(Report):
         for each in self.schemas:
             yield (bold(each.schema),)
             yield f"  {each.about}"
-            yield from [f"  printed by: {', '.join(each.verbs)}"] if each.verbs else []
+            yield f"  printed by: {', '.join(each.verbs)}" if each.verbs else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)

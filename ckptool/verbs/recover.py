@@ -105,12 +105,9 @@ class Recovery(Report):
             gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
             back = f"{self.back:,} of {counted(self.tensors or 0, 'tensor')} recovered"
             yield bold(self.file), ": ", yellow("incomplete"), f", {back}, {gone} ({records})"
-        if self.damage:
-            yield f"  found: {self.damage}"
-        if self.how:
-            yield f"  {self.how}"
-        if not self.proven and not self.raw:
-            yield "  no checksums stored: changed bytes cannot be noticed"
+        yield f"  found: {self.damage}" if self.damage else None
+        yield f"  {self.how}" if self.how else None
+        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
         if self.raw:
             yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
         else:

@@ -14,9 +14,8 @@ from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
-from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
@@ -143,7 +142,7 @@ def report(
     if out is None:
         return found
     content = found.html().encode("utf-8", "backslashreplace")
-    notes = replace_file(Plan({"": [InlineBytes(content)]}), os.fspath(out), overwrite=overwrite)
+    notes = replace_file(content, os.fspath(out), overwrite=overwrite)
     return replace(found, out=os.fspath(out), bytes=len(content), notes=notes)
 
 

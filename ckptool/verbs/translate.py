@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.find_rules import FoundRules
-from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
@@ -288,5 +287,5 @@ def find_rules(
     report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
-        replace_file(Plan({"": [InlineBytes(report.rules_file().encode())]}), report.output, overwrite=overwrite)
+        replace_file(report.rules_file().encode(), report.output, overwrite=overwrite)
     return report

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from ckptool.analysis.digests import Digests, compared, digests_file, read_digests, root_digests
 from ckptool.analysis.verify import Verification, verified
-from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Input
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
@@ -65,9 +64,8 @@ def verify(
     digests = _digests(checkpoint, at)
     report = replace(report, digest=digests)
     if write_digest is not None:
-        plan = Plan({"": [InlineBytes(digests_file(digests))]})
         inputs = [checkpoint.source] if checkpoint.source else []
-        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=inputs)
+        notes = replace_file(digests_file(digests), write_digest, overwrite=overwrite, inputs=inputs)
         report = replace(report, notes=report.notes + notes, written=os.fspath(write_digest))
     if kept is not None and against is not None:
         report = replace(report, against=compared(os.fspath(against), kept, digests))
