@@ -366,14 +366,12 @@ def diff_files(
     left: CheckpointLike,
     right: CheckpointLike,
     *,
-    atol: float = 0.0,
-    rtol: float = 0.0,
     ignore: str | Collection[str] = (),
-    stat: bool = True,
     only: str | Sequence[str] = (),
     strict: bool = False,
+    **options: Any,
 ) -> Diff:
-    """Compares two checkpoints of any containers; see the verb."""
+    """Compares two checkpoints of any containers; see the verb.  options: those of `diff`."""
     a, b = open_file(left), open_file(right)
     one, other = a.checkpoint.source, b.checkpoint.source
     same_folder = isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
@@ -386,8 +384,8 @@ def diff_files(
         remarks += [_beside(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
-        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "statistics": stat, "strict": strict}
-        report = diff(*parts, ignore=ignored, remarks=tuple(remarks), only=several(only), **options)
+        options |= {"ignore": ignored, "remarks": tuple(remarks), "only": several(only), "strict": strict}
+        report = diff(parts[0], parts[1], **options)
     return replace(report, bases=(_base(a, parts[0]), _base(b, parts[1])))
 
 
