@@ -10,6 +10,7 @@ import datetime
 import os
 import pathlib
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -116,49 +117,43 @@ def _stateless(node: Object) -> tuple[Any, ...]:
 # Python's own classes -------------------------------------------------------------------------------------------------
 
 
-def _of_bytes(cls: Callable[..., Any]) -> Make:
-    """Dates and times are pickled as the bytes of their fields; Python 2 wrote those as text."""
+def _of(make: Callable[..., Any], *kinds: type) -> Make:
+    """What a function makes of the arguments of an object that has no state, each of one of these kinds."""
 
-    def make(node: Object) -> Any:
-        first, *rest = _stateless(node)
-        return cls(first.encode("latin-1") if isinstance(first, str) else first, *rest)
-
-    return make
-
-
-def _of_arguments(cls: Callable[..., Any], *kinds: type) -> Make:
-    def make(node: Object) -> Any:
+    def value(node: Object) -> Any:
         args = _stateless(node)
-        if not all(isinstance(arg, kinds) for arg in args):
+        if not all(isinstance(arg, kinds or object) for arg in args):
             raise TypeError("an argument of another kind")
-        return cls(*args)
+        return make(*args)
 
-    return make
+    return value
 
 
 def _primitive(cls: Callable[..., Any], *kinds: type) -> Make:
-    def make(node: Object) -> Any:
+    def value(node: Object) -> Any:
         args = _stateless(node)
-        if len(args) > 1 or not all(type(arg) in kinds for arg in args):
-            return NotImplemented
-        return cls(*args)
+        return cls(*args) if len(args) <= 1 and all(type(arg) in kinds for arg in args) else NotImplemented
 
-    return make
+    return value
 
 
-def _fraction(node: Object) -> Any:
+def _dated(cls: Callable[..., Any], first: Any, *rest: Any) -> Any:
+    """Dates and times are pickled as the bytes of their fields; Python 2 wrote those as text."""
+    return cls(first.encode("latin-1") if isinstance(first, str) else first, *rest)
+
+
+def _fraction(*args: Any) -> Any:
     """Fractions are pickled as `numerator/denominator`. An exponent, which Python reads too, could take all memory."""
-    args = _stateless(node)
     if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
         raise ValueError("not as it is written")
     from fractions import Fraction  # with decimal, which next to no file needs
 
-    return _of_arguments(Fraction, str, int)(node)
+    return Fraction(*args)
 
 
-def _timezone(node: Object) -> Any:
-    zone = datetime.timezone(*_stateless(node))
-    return datetime.timezone.utc if zone == datetime.timezone.utc and len(node.args) == 1 else zone
+def _timezone(*args: Any) -> Any:
+    zone = datetime.timezone(*args)
+    return datetime.timezone.utc if zone == datetime.timezone.utc and len(args) == 1 else zone
 
 
 def _uuid(node: Object) -> Any:
@@ -170,28 +165,22 @@ def _uuid(node: Object) -> Any:
     return UUID(int=number)
 
 
-def _path(posix: bool, pure: bool) -> Make:
-    """A path of the other system's kind cannot be made here, and is a pure one."""
-    native = not pure and posix == (os.name == "posix")
-    cls = pathlib.Path if native else pathlib.PurePosixPath if posix else pathlib.PureWindowsPath
-    return _of_arguments(cls, str)
-
-
 _PYTHON: dict[str, Make] = {
-    "datetime": _of_bytes(datetime.datetime),
-    "date": _of_bytes(datetime.date),
-    "time": _of_bytes(datetime.time),
-    "timedelta": _of_arguments(datetime.timedelta, int),
-    "timezone": _timezone,
-    "decimal": lambda node: _of_arguments(import_module("decimal").Decimal, str)(node),
-    "fraction": _fraction,
+    "datetime": _of(partial(_dated, datetime.datetime)),
+    "date": _of(partial(_dated, datetime.date)),
+    "time": _of(partial(_dated, datetime.time)),
+    "timedelta": _of(datetime.timedelta, int),
+    "timezone": _of(_timezone),
+    "decimal": _of(lambda *args: import_module("decimal").Decimal(*args), str),
+    "fraction": _of(_fraction, str, int),
     "uuid": _uuid,
-    "posix path": _path(posix=True, pure=False),
-    "windows path": _path(posix=False, pure=False),
-    "pure posix path": _path(posix=True, pure=True),
-    "pure windows path": _path(posix=False, pure=True),
-    "range": _of_arguments(range, int),
-    "slice": _of_arguments(slice, int, float, str, type(None)),
+    # a path of the other system's kind cannot be made here, and is a pure one
+    "posix path": _of(pathlib.Path if os.name == "posix" else pathlib.PurePosixPath, str),
+    "windows path": _of(pathlib.Path if os.name != "posix" else pathlib.PureWindowsPath, str),
+    "pure posix path": _of(pathlib.PurePosixPath, str),
+    "pure windows path": _of(pathlib.PureWindowsPath, str),
+    "range": _of(range, int),
+    "slice": _of(slice, int, float, str, type(None)),
     "int": _primitive(int, int),
     "float": _primitive(float, float, int),
     "bool": _primitive(bool, bool, int),
@@ -216,35 +205,18 @@ def _list(node: Object) -> Any:
     return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
 
 
-def _omegaconf(node: Object) -> Any:
-    """A DictConfig or ListConfig: what its `_content` holds. None and missing values (`???`) stay those."""
-    content = node.attributes["_content"]
-    return content if isinstance(content, (dict, list, str, type(None))) else NotImplemented
+def _attribute(name: str, *kinds: type) -> Make:
+    """The attribute of this name, in which a wrapper has what it holds."""
+
+    def value(node: Object) -> Any:
+        held = node.attributes[name]
+        return held if isinstance(held, kinds) else NotImplemented
+
+    return value
 
 
-def _inner(name: str) -> Make:
-    """The dictionary that a wrapper has as its attribute of this name."""
-
-    def find(node: Object) -> Any:
-        value = node.attributes.get(name)
-        return value if isinstance(value, (dict, Object)) else NotImplemented
-
-    return find
-
-
-def _size(node: Object) -> Any:
-    (sizes,) = _stateless(node)
-    return tuple(sizes) if isinstance(sizes, (tuple, list)) else NotImplemented
-
-
-def _device(node: Object) -> Any:
-    kind, *index = _stateless(node)
-    return f"{kind}:{index[0]}" if index and index[0] is not None else str(kind)
-
-
-def _layout(node: Object) -> Any:
-    (name,) = _stateless(node)
-    return name if type(name) is str else NotImplemented
+def _device(kind: Any, index: Any = None, *_: Any) -> Any:
+    return str(kind) if index is None else f"{kind}:{index}"
 
 
 def _scalar(node: Object) -> Any:
@@ -266,11 +238,12 @@ _VALUES: dict[str, Make] = {
     "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
     **dict.fromkeys(("deque", "list"), _list),
     "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
-    "size": _size,
-    "device": _device,
-    "layout": _layout,
-    "omegaconf": _omegaconf,
-    "omegaconf node": lambda node: node.attributes.get("_val", NotImplemented),
-    "mmengine config": _inner("_cfg_dict"),
-    "ml_collections": _inner("_fields"),
+    "size": _of(lambda sizes: tuple(sizes), tuple, list),
+    "device": _of(_device),
+    "layout": _of(lambda name: name, str),
+    # None and missing values (`???`) stay those
+    "omegaconf": _attribute("_content", dict, list, str, type(None)),
+    "omegaconf node": _attribute("_val", object),
+    "mmengine config": _attribute("_cfg_dict", dict, Object),
+    "ml_collections": _attribute("_fields", dict, Object),
 }
