@@ -121,25 +121,45 @@ class _Json:
         return self.repeated >= 0
 
     def value(self, value: Any, depth: int) -> Any:
-        if type(value) is str:
-            return _text(value) if self._affordable(value, len(value)) else {"...": summary(value)}
-        if value is None or type(value) is bool:
+        kind = type(value)
+        if value is None or kind is bool or (kind is int and value.bit_length() < 1024):
             return value
-        if type(value) is int:
-            short = value.bit_length() < 1024 or not self._affordable(value, value.bit_length() // 4)
-            return (value if value.bit_length() < 1024 else {"...": summary(value)}) if short else str(hex(value))
-        if type(value) is float:
+        if kind is float:
             return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
-        self.left -= 1
-        if depth >= MAX_JSON_DEPTH or self.left < 0:
+        if kind is str and self._affordable(value, len(value)):
+            return _without_surrogates(value)
+        if kind is int and self._affordable(value, value.bit_length() // 4):
+            return hex(value)
+        self.left -= kind is not str and kind is not int
+        if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.left < 0:
             return {"...": summary(value)}
-        if isinstance(value, dict):
-            return {self._key(key, value): self.value(item, depth + 1) for key, item in self._some(value.items())}
-        if isinstance(value, (list, tuple)):
-            return [self.value(item, depth + 1) for item in self._some(value)]
-        if isinstance(value, Set):
-            return [self.value(item, depth + 1) for item in self._some(value.items)]
-        return self._other(value, depth)
+        match value:
+            case dict():
+                return {self._key(key, value): self.value(item, depth + 1) for key, item in self._some(value.items())}
+            case list() | tuple() | Set():
+                items = value.items if isinstance(value, Set) else value
+                return [self.value(item, depth + 1) for item in self._some(items)]
+            case bytes() | bytearray():
+                small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
+                return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
+            case complex(real=real, imag=imag):
+                return [self.value(real, depth), self.value(imag, depth)]
+            case TensorEntry(dtype=dtype, shape=shape) | Composite(dtype=dtype, shape=shape):
+                return {"tensor": dtype.name if dtype else None, "shape": None if shape is None else list(shape)}
+            case Array(shape=shape):
+                facts = {"numpy": str(value.type), "shape": list(shape)}
+                numbers = value.values() if value.size <= 64 else None
+                if numbers is not None:
+                    facts["values"] = self.value(numbers, depth + 1)
+                    facts |= {"order": "F"} if value.fortran else {}
+                return facts
+            case Object(args=args, items=items, elements=elements, attributes=state):
+                parts = {"args": args, "items": items, "elements": elements, "state": state}
+                said = {name: self.value(part, depth + 1) for name, part in parts.items() if part}
+                return {"object": printable(value.name), **said}
+            case StorageRef():
+                return summary(value)
+        return printable(str(value))
 
     def _some(self, values: Any) -> Iterator[Any]:
         for value in values:
@@ -150,47 +170,16 @@ class _Json:
 
     def _key(self, key: Any, owner: dict[Any, Any]) -> str:
         if type(key) is str:
-            return str(_text(key)) if self._affordable(key, len(key)) else summary(key, SHORT)
+            return _without_surrogates(key) if self._affordable(key, len(key)) else summary(key, SHORT)
         text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
         while text in owner:  # 0 beside '0'
             text = f"{text} ({type(key).__name__})"
         return text
 
-    def _other(self, value: Any, depth: int) -> Any:
-        if isinstance(value, (bytes, bytearray)):
-            small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
-            return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
-        if isinstance(value, complex):
-            return [self.value(value.real, depth), self.value(value.imag, depth)]
-        if isinstance(value, (TensorEntry, Composite)):
-            shape = None if value.shape is None else list(value.shape)
-            return {"tensor": value.dtype.name if value.dtype else None, "shape": shape}
-        if isinstance(value, Array):
-            return self._array(value, depth)
-        if isinstance(value, Object):
-            parts = {"args": value.args, "items": value.items, "elements": value.elements, "state": value.attributes}
-            return {"object": printable(value.name)} | {
-                name: self.value(part, depth + 1) for name, part in parts.items() if part
-            }
-        return printable(str(value)) if not isinstance(value, StorageRef) else summary(value)
-
-    def _array(self, value: Array, depth: int) -> Any:
-        facts = {"numpy": str(value.type), "shape": list(value.shape)}
-        found = value.values() if value.size <= 64 else None
-        return (
-            facts
-            if found is None
-            else facts | {"values": self.value(found, depth + 1), **({"order": "F"} if value.fortran else {})}
-        )
-
 
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
-def _text(text: str) -> str:
+def _without_surrogates(text: str) -> str:
     """Lone surrogates cannot be written as UTF-8: they become escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "backslashreplace").decode()
-    return text
+    return text.encode("utf-8", "backslashreplace").decode()
