@@ -88,10 +88,10 @@ def _is_kind(word: Word, arg: Any) -> bool:
         case "constant":  # what has a class that can be spelled in no other way: `type(None)`, `type(...)`
             return arg is None or (type(arg) is Global and arg.name in ("Ellipsis", "NotImplemented"))
         case "expression":  # a regular one; Python goes through every character of its ranges where it ignores case
-            text = _as_text(arg) if isinstance(arg, (str, bytes)) else None
-            if text is None or len(text) > 1_000:
+            if not isinstance(arg, (str, bytes)) or len(arg) > 1_000:
                 return False
-            return (text.isascii() and "\\u" not in text.lower()) or text.count("-") <= 64
+            pattern = _as_text(arg)
+            return (pattern.isascii() and "\\u" not in pattern.lower()) or pattern.count("-") <= 64
         case "device":  # or its name
             return type(arg) is str or _is_torch_value(arg)
         case "attributes":  # names and values; none that Python gives a meaning

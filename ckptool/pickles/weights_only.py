@@ -22,7 +22,7 @@ from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name, kind_of
-from ckptool.pickles.plain.values import expand
+from ckptool.pickles.plain import expand
 
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
