@@ -119,7 +119,7 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
         bias = base.get(f"{key.removesuffix('weight')}bias")
         if weight.shape[0] == weight.shape[1] or not isinstance(bias, TensorEntry):
             return None
-        return bias.shape == weight.shape[1:]
+        return bool(bias.shape == weight.shape[1:])
 
     def is_turned(key: str) -> bool | None:
         weight = base[key]
