@@ -56,7 +56,8 @@ def read(source: Source) -> Checkpoint:
     members, end = read_members(source, MEMBERS)
     info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
     if not machine_order(info.root, VERSION, f"{source}: sys_info"):
-        raise Unsupported(f"{source} was written on a big-endian machine", "Archives this old are read from little-endian ones only.")
+        what = f"{source} was written on a big-endian machine"
+        raise Unsupported(what, "Archives as old as that are read from little-endian ones only.")
     tables = _Tables()
     for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
         try:
