@@ -19,7 +19,7 @@ Builder = Callable[[tuple[Any, ...]], Any]
 """Makes the value of a known call from its arguments; returns `NotImplemented` for arguments that it does not know."""
 
 
-class Filled:
+class TakesState:
     """What a builder makes of an object without arguments, to be given its state (BUILD): a leaf of the tree."""
 
     __slots__ = ()

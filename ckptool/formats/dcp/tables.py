@@ -30,7 +30,7 @@ from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.pieces import Box
 from ckptool.formats.placements import sizes_of
-from ckptool.pickles.builders import Filled
+from ckptool.pickles.builders import TakesState
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 
@@ -268,7 +268,7 @@ _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 _ENTRIES = {Global(module, name): kind for module in _MODULES for name, kind in _KINDS.items()}
 
 
-class _Entry(Filled):
+class _Entry(TakesState):
     """An object of one of these classes, kept as what was read of it. odd: gets the states in which more is."""
 
     __slots__ = ("kind", "odd", "value")
