@@ -8,7 +8,6 @@ a sentence.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
@@ -49,7 +48,6 @@ def complete(arguments: Sequence[str]) -> int:
     """
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
-    gc.disable()  # as the program does
     answer = sys.stdout.buffer
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:

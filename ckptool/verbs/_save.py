@@ -33,7 +33,7 @@ from ckptool.errors import (
     listed,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
-from ckptool.formats import Format, members, sidecar, tree_record
+from ckptool.formats import Format, marks, members
 from ckptool.formats.in_memory import LIVE as IN_MEMORY
 from ckptool.formats.in_memory import Memory, in_objects
 from ckptool.formats.marks import RECOVERED_NOTE
@@ -241,14 +241,14 @@ class Change:
         else:
             refuse_extras(changed, container)
             _refuse_repeated(original)
-            if changed.part is not None and tree_record.KEY not in changed.metadata:
+            if changed.part is not None and marks.PICKLE not in changed.metadata:
                 before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
-            if container.tensors_only and not changed.tensors_only and tree_record.KEY not in changed.metadata:
+            if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
                 entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
                 notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
@@ -256,8 +256,6 @@ class Change:
             beside = beside or model_folder(original, changed.tree)
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if sidecar.NAME in plan.files and not plan.notes:
-            details.append(f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back")
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, lambda: verifier(meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
@@ -568,10 +566,10 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
     except CkptoolError:
         return set()
     if not isinstance(found.source, Folder):
-        return {os.path.basename(found.source.path), sidecar.NAME} if found.source else set()
+        return {os.path.basename(found.source.path)} if found.source else set()
     left = (name for name in found.source.names if re.fullmatch(formats.named(found.container).leftovers, name))
     names = {*found.source.files, *left}
-    return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()  # folders are not replaced
+    return names if not any("/" in name for name in names) else set()  # folders are not replaced
 
 
 def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str], None]:

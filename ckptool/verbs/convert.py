@@ -22,7 +22,7 @@ from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
-from ckptool.formats.tree_record import packing
+from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -273,7 +273,7 @@ def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str],
         raise UsageError(
             f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out", "", fix
         )
-    packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
+    packed = replace(pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 

@@ -9,7 +9,7 @@ from ckptool.commands import FILE, OUT, argument, command, option, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
-from ckptool.names.rules import renaming
+from ckptool.names.rule_files import renaming
 from ckptool.transforms.rename import by_rules
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file

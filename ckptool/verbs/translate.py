@@ -21,11 +21,12 @@ from ckptool.names.arithmetic import Lookup
 from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.scope import Scope
+from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
-from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
+from ckptool.transforms.translate.apply import REST, TranslatedRoot
 from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
 from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
 

@@ -87,7 +87,7 @@ def warm_start(
     skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
-    from ckptool.names.rules import all_rules
+    from ckptool.names.rule_files import all_rules
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
     from ckptool.transforms.translate import translated_items
     from ckptool.transforms.warm_start import as_state_dict, carried, filled
