@@ -146,6 +146,13 @@ def fields(node: Any) -> dict[Any, Any]:
     return node if isinstance(node, dict) else node.attributes if isinstance(node, Object) else {}
 
 
+def inside(node: Any, names: str) -> Any:
+    """What names with dots lead to, through dictionaries and the attributes of objects; None where they do not."""
+    for name in names.split("."):
+        node = fields(node).get(name)
+    return node
+
+
 def items(node: Any) -> list[Any] | tuple[Any, ...]:
     """A list or tuple itself; nothing for anything else."""
     return node if isinstance(node, (list, tuple)) else ()
