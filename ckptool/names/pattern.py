@@ -202,19 +202,15 @@ def parse_name(text: str) -> Name:
         elif _WORD.fullmatch(inner):
             pieces.append(Variable(match[0], inner, f"v_{inner}"))
         else:
-            pieces.append(_arithmetic(inner))
+            try:
+                pieces.append(parse_arithmetic(inner))
+            except UsageError:
+                what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
+                raise UsageError(what) from None
     name = Name(text, tuple(piece for piece in (*pieces, text[at:]) if piece != ""))
     if len(pieces) > MANY_OPEN and name.open_ended > MANY_OPEN:
         raise UsageError(f"{text!r} has {stars:,} *", "They could match a key in too many ways.")
     return name
-
-
-def _arithmetic(inner: str) -> Arithmetic:
-    try:
-        return parse_arithmetic(inner)
-    except UsageError:
-        what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
-        raise UsageError(what) from None
 
 
 def parse_expressions(old: str, new: str) -> tuple[Name, Name]:
