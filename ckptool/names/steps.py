@@ -80,10 +80,13 @@ def steps_of(
                     continue
             except UsageError as error:
                 raise rule.within(error) from None
-            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
-            shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-            step = found.setdefault((id(rule), *sorted(shared.items())), Step(rule, shared, {}))
-            keys = step.inputs.setdefault(overs, [None] * len(rule.old))
+            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over)) if rule.over else ()
+            if overs:
+                groups = {group: text for group, text in groups.items() if group[2:] not in rule.over}
+            place = (id(rule), *sorted(groups.items()))
+            if place not in found:
+                found[place] = Step(rule, groups, {})
+            keys = found[place].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
                 raise rule.error(what, "The rule takes one of them.")
