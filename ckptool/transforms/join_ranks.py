@@ -35,7 +35,7 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, RankFolder
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
@@ -120,25 +120,25 @@ def joined(
         source = megatron.latest(source)
     if not isinstance(source, Folder) or not (names := _files(source)):
         return None
-    found = []
+    files, found = RankFolder(source), []
     for place, name in names:
         above, _, last = name.rpartition("/")
         file = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(name, file)
-        found.append((place, name, formats.read_alone(file)))
-    ranks = [_rank(source, place, name, each.tree) for place, name, each in found if not name.endswith(OPTIMIZER)]
+        each = formats.read_alone(file)
+        found.append((place, name, each.tree))
+        files.notes = [*({note.code: note for note in (*files.notes, *each.notes)}).values()]
+        files.discarded += each.discarded
+    ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
     scope = Scope(given, variables, configuration(Checkpoint({}, "", source=source)), {})
-    model, joiner = _model(source, ranks, rules, scope.lookup)
+    model = _model(files.joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
-    for _, name, each in found:
+    for _, name, tree in found:
         if name.endswith(OPTIMIZER):
-            beside[name.partition("/")[0]][OPTIMIZER] = each.tree
-    notes = {note.code: note for _, _, each in found for note in each.notes} | {n.code: n for n in joiner.notes()}
+            beside[name.partition("/")[0]][OPTIMIZER] = tree
     tree = {"model": model, "ranks": beside} if any(beside.values()) else model
-    facts = {"engine": "model-parallel ranks, joined by rules", "ranks": len(ranks)}
-    discarded = tuple(call for _, _, each in found for call in each.discarded)
-    return Checkpoint(tree, "model-parallel", facts, source, notes=tuple(notes.values()), discarded=discarded)
+    return files.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
 
 
 # The ranks -----------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> tuple[dict[str, Any], Joiner]:
-    joiner, model = Joiner(str(folder)), dict[str, Any]()
+def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> dict[str, Any]:
+    model: dict[str, Any] = {}
     shares: dict[str, list[_RankTensor]] = {}
     for name, rank, value in _named(ranks, rules.layers):
         if isinstance(value, TensorEntry):
@@ -235,7 +235,7 @@ def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
                 f"By {_said(rule)}, they should be the same.",
                 "If each has its own part, name the way in which it is divided; if one will do: first.",
             )
-    return model, joiner
+    return model
 
 
 def _said(rule: Rule) -> str:
