@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.names.pattern import Groups
-from ckptool.names.rules import Rule
+from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
 from ckptool.names.scope import Scope
 
 Overs = tuple[tuple[str, int], ...]
@@ -131,3 +131,20 @@ def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule
         except UsageError as error:
             raise step.rule.within(error, [name]) from None
     return found
+
+
+def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], str]:
+    """A function from a key to its new one by the first rule that matches it, also for keys that are not among these.
+
+    Raises `NoMatch` for a rule that takes none of the keys.
+    """
+    found = renamed(rules, keys)
+    used = {rule.origin for rule, _ in found.values()}
+    idle = [rule for rule in rules if rule.origin not in used]
+    hidden = any(renamed([rule], keys) for rule in idle)
+    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY)
+
+    def rename(key: str) -> str:
+        return (found if key in keys else renamed(rules, [key])).get(key, (None, key))[1]
+
+    return rename
