@@ -35,7 +35,7 @@ from ckptool.errors import UsageError, listed, printable
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.names.chain import Operation
 from ckptool.names.joining import JOIN_WAYS
-from ckptool.names.pattern import Glob, parse_name, split_names
+from ckptool.names.pattern import Name, parse_name, split_names
 from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, ZeroFill, parse_rules
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
@@ -208,7 +208,7 @@ def _patterns(node: Any, path: str) -> tuple[Rule, ...]:
 
 def dropping(pattern: str, place: str = "") -> Rule:
     """The rule that leaves out the keys of a pattern. Raises `UsageError` for an invalid expression."""
-    return Rule(pattern, place, (Glob(pattern, matches=matcher(pattern)),), ())
+    return Rule(pattern, place, (Name(pattern, matches=matcher(pattern)),), ())
 
 
 def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
@@ -283,7 +283,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
         raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
     try:
         numbers = tuple(parse_arithmetic(texts[name]) for name in needed if name != "like")
-        matched = Glob(pattern, matches=matcher(pattern))
+        matched = Name(pattern, matches=matcher(pattern))
     except UsageError as error:
         raise error.within(place) from None
     return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, words=texts.get("like", "")),))

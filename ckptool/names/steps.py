@@ -43,10 +43,16 @@ class Step:
 
 @dataclass(slots=True)
 class Matches:
-    """The steps for some names, in the order of the first name of each, and the names that no rule takes."""
+    """The steps for some names, in the order of the first name of each, and the names that no rule takes.
+
+    dropped, tied, unfilled: names of a set of weights that are left out; the second are among the first.
+    """
 
     steps: list[Step]
     rest: list[str]
+    dropped: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)
 
     @property
     def used(self) -> set[tuple[str, str]]:
