@@ -61,7 +61,7 @@ def read(source: Source) -> Checkpoint:
     tables = _Tables()
     for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
         try:
-            parse(_Reader(members[name], tables.discarded))
+            parse(_Member(members[name], tables.discarded))
         except CkptoolError as error:
             raise error.within(f"{source}: {name}") from None
     name, data = f"{source}: pickle", members["pickle"]
@@ -84,7 +84,7 @@ def read(source: Source) -> Checkpoint:
     return Checkpoint(decoded.root, NAME, metadata, source, notes=tuple(notes), discarded=calls)
 
 
-class _Reader:
+class _Member:
     """A file of the archive, front to back. discarded: gets what its pickles call and throw away."""
 
     def __init__(self, data: Data, discarded: list[Any]) -> None:
@@ -163,7 +163,7 @@ class _Tables:
             raise Corrupt(f"the value refers to the tensor {key}, which is not in the file", _DAMAGED)
         return self.places[key].ref
 
-    def read_storages(self, reader: _Reader) -> None:
+    def read_storages(self, reader: _Member) -> None:
         with_views = True
         for number in range(reader.count("storages")):
             place = reader.pickle(f"storage {number:,}")
@@ -206,7 +206,7 @@ class _Tables:
         part = Storage(subrange(whole.root.data, begin * width, size * width), whole.root.location)
         self.places[key] = _Place(StorageRef(part, whole.ref.dtype), whole.root, begin)
 
-    def read_tensors(self, reader: _Reader) -> None:
+    def read_tensors(self, reader: _Member) -> None:
         for number in range(reader.count("tensors")):
             what = f"tensor {number:,}"
             key, storage, kind = _fields(reader.pickle(what), f"{what} is", _KEY, (*_KEY, NoneType), object)
