@@ -46,8 +46,8 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     Raises `Conflict` for a step of which a key is missing.
     """
     tied, unfilled = _tied(translation, node), _unfilled(translation, node)
-    keys = [key for key in node if type(key) is str and key not in {*tied, *unfilled}]
-    gone = steps_of(translation.drop, keys)
+    left_out = {*tied, *unfilled}
+    gone = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
     found = steps_of(translation.rules, gone.rest, scope, ranges=scope.ranges(translation.ranges), there=node)
     dropped = [*tied, *(key for step in gone.steps for key in step.keys)]
     return replace(found, dropped=dropped, tied=tied, unfilled=unfilled)
@@ -220,18 +220,17 @@ def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
 
 def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, Any], scope: Scope) -> Iterator[str]:
     """Adds the tensors of zeros that the new side has in addition; their names."""
+    tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
     for fill in translation.fill:
-        for key, value in node.items():
-            groups = fill.like.match(key, scope.lookup) if type(key) is str else None
-            if groups is None or not isinstance(value, TensorEntry):
-                continue
+        for step in steps_of([fill], tensors, scope).steps:
+            value, (op,) = tensors[step.keys[0]], fill.chain
             try:
-                name = fill.name.fill(groups, scope.lookup)
+                (name,) = _new_names(step, step.groups, scope)
                 sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
-                shape = tuple(map(scope.number({**groups, **sizes}), fill.shape))
+                shape = tuple(map(scope.number({**step.groups, **sizes}), op.numbers))
                 refuse_growth(value, shape)
             except UsageError as error:
-                raise error.within(fill.place) from None
+                raise fill.within(error) from None
             if name not in items:
                 items[name] = finished(zeros(value, shape), [value])
                 yield name
@@ -243,6 +242,6 @@ def _unfilled(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
         key
         for fill in translation.unfill
         for key, value in node.items()
-        if type(key) is str and isinstance(value, TensorEntry) and fill.name.pattern.fullmatch(key)
+        if type(key) is str and isinstance(value, TensorEntry) and fill.new[0].pattern.fullmatch(key)
     ]
     return names if all(not any(node[key].bytes()) for key in names) else []
