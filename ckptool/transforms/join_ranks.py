@@ -205,14 +205,15 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
             shares.setdefault(name, []).append((rank.tensor, share))
         else:
             model.setdefault(name, value)
-    found = steps_of(rules.join, shares)
-    if found.rest:
-        what = f"{rules.path} has no rule for {counted(len(found.rest), 'tensor')}: {listed(found.rest, 4)}"
+    steps, rest = steps_of(rules.join, shares)
+    if rest:
+        what = f"{rules.path} has no rule for {counted(len(rest), 'tensor')}: {listed(rest, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
     if not rules.optional:
-        refuse_idle((rule for rule in rules.join if rule.origin not in found.used), TAKEN_BEFORE, WHOLE_KEY)
+        used = {step.rule.origin for step in steps}
+        refuse_idle((rule for rule in rules.join if rule.origin not in used), TAKEN_BEFORE, WHOLE_KEY)
     world = max(rank.tensor for rank in ranks) + 1
-    for step in found.steps:
+    for step in steps:
         (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
         if op.name == "skip":
             continue
