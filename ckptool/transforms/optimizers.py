@@ -92,7 +92,10 @@ def _in_form(
     if form == IDS:
         if not any(type(slot) is str for slot in slots):
             return optimizer, f"numbers as keys, {counted(len(slots), 'parameter')}"
-        return _by_number(optimizer, slots, place), f"{counted(len(slots), 'parameter')} by number"
+        if strange := [slot for slot in optimizer["state"] if slot not in {*slots}]:
+            what = f"{place} has state for {listed(strange, 3)}"
+            raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
+        return by_number(optimizer, place), f"{counted(len(slots), 'parameter')} by number"
     line = f"{counted(len(slots), 'parameter')} by name"
     if not all(type(slot) is str for slot in slots):
         if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
@@ -102,28 +105,25 @@ def _in_form(
             )
         names, known_by = slot_names_in(optimizer, place, whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
-        optimizer = _with_slots(optimizer, names)
+        optimizer = with_slots(optimizer, names)
     return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
 
 
-def _with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+def with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
     """The optimizer with other keys for its slots; what torch keeps in the state beside them stays."""
     state = {new.get(slot, slot): value for slot, value in optimizer["state"].items()}
     groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in optimizer["param_groups"]]
     return {**optimizer, "state": state, "param_groups": groups}
 
 
-def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[str, Any]:
+def by_number(optimizer: dict[str, Any], place: str) -> dict[str, Any]:
+    """The optimizer with numbers for its named slots, and the names beside them."""
+    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
     numbers = {slot: number for number, slot in enumerate(slots)}
     if len(numbers) != len(slots):
         raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
-    if strange := [slot for slot in optimizer["state"] if slot not in numbers]:
-        what = f"{place} has state for {listed(strange, 3)}"
-        raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-    numbered = _with_slots(optimizer, numbers)
-    for group, before in zip(numbered["param_groups"], optimizer["param_groups"], strict=True):
-        group["param_names"] = list(before["params"])
-    return numbered
+    named = [{**group, "param_names": list(group["params"])} for group in optimizer["param_groups"]]
+    return with_slots({**optimizer, "param_groups": named}, numbers)
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------
@@ -154,7 +154,11 @@ def slot_names_in(
     found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
     wrong: CkptoolError | None = None
     for root in roots:
-        own = parameters_of(root, _buffers_beside(root, whole))
+        # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
+        holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
+        buffer_names = holder.get("buffer_names") if isinstance(holder, dict) else None
+        beside = [name for name in buffer_names if type(name) is str] if isinstance(buffer_names, list) else []
+        own = parameters_of(root, dict.fromkeys(beside, BUFFER))
         if len(own) > len(slots):
             own = {name: shape for name, shape in own.items() if name not in buffers}
         try:
@@ -214,20 +218,19 @@ def _in_order(optimizer: Mapping[str, Any], parameters: Shapes) -> dict[Any, str
     left = [list(reversed(group["params"])) for group in optimizer["param_groups"]]
     if sum(map(len, left)) != len(parameters):
         return None
+    # A slot without tensors fits every shape; the step, a number, says nothing.
+    shapes = {
+        slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
+        for slot, state in optimizer["state"].items()
+        if isinstance(state, dict)
+    }
     found: dict[Any, str] = {}
     for name, shape in parameters.items():
-        fits = [slots for slots in left if slots and _agrees(optimizer["state"].get(slots[-1]), shape)]
+        fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
         if len(fits) != 1:
             return None
         found[fits[0].pop()] = name
     return found
-
-
-def _agrees(slot: Any, shape: tuple[int, ...]) -> bool:
-    """True where a tensor of a slot has the shape, or it has none; the step, a number, says nothing."""
-    values = slot.items() if isinstance(slot, dict) else ()
-    shapes = [value.shape for key, value in values if isinstance(value, TensorEntry) and key != "step"]
-    return not shapes or shape in shapes
 
 
 def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
@@ -251,13 +254,6 @@ def in_model_order(tensors: Mapping[Any, Any]) -> bool:
     dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
     names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
     return len(names) < 3 or names != sorted(names)
-
-
-def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
-    """The names that DeepSpeed lists beside the weights as those of buffers, which no optimizer has, and their kind."""
-    holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
-    names = holder.get("buffer_names") if isinstance(holder, dict) else None
-    return dict.fromkeys((name for name in names if type(name) is str), BUFFER) if isinstance(names, list) else {}
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------

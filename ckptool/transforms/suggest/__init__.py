@@ -99,8 +99,8 @@ class Writing:
                 continue
             tried = [self._tried(text, goals, taken, kept, owner) for text in texts if self.left > 0]
             fitting = [rule for rule in tried if rule is not None and not rule.takes.keys().isdisjoint(link.goals)]
-            if fitting:  # the most keys, less those that rules before it take
-                rule = max(fitting, key=lambda rule: len(rule.right) - rule.over)
+            if fitting:  # the most keys, less those that rules before it take, and few others
+                rule = max(fitting, key=lambda rule: (len(rule.right) - rule.over, -len(rule.takes)))
                 owner.update(dict.fromkeys(rule.takes, len(written)))
                 written.append(rule)
         for number, rule in enumerate(written):

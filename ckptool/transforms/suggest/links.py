@@ -23,6 +23,7 @@ COMPARISONS = 400_000  # of the words of two names
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 RECOUNTED = "names differ in numbers only on both sides: one of them may count from another number"
 ORDERED = "the shapes fit, and only the order of the names says which is which"
+UNSAID = "the shapes fit, but the names do not say so, or say it of others as well"
 
 Goals = Mapping[str, tuple[str, ...]]
 """Where keys go: the operations, and the new names that a key becomes, or a part of."""
@@ -215,6 +216,7 @@ class Search:
             matches = [*self._of_modules(mine, goals)]
             mine, goals = ([one for one in side if _kind(one) == kind] for side in (mine, goals))
             matches += filter(None, map(_match, mine, goals)) if len(mine) == len(goals) else []
+            why = ORDERED if len(mine) > 1 else UNSAID
             for match in matches:
                 ours, theirs = match.ours, match.theirs
                 wrong = (
@@ -223,7 +225,7 @@ class Search:
                     or without_numbers(ours.text) == without_numbers(theirs.text)
                 )
                 if not wrong and self._open(0, [ours]) and self._open(1, [theirs]):
-                    self._accept(match, ORDERED, False, ("order", ours.head, theirs.head))
+                    self._accept(match, why, False, ("order", ours.head, theirs.head))
 
 
 def _match(ours: Family, theirs: Family | None) -> _Match | None:

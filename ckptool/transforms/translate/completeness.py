@@ -14,7 +14,8 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
 from ckptool.names.scope import Scope
-from ckptool.transforms.translate.apply import KEEP, REFUSE, Step, TranslatedRoot, carry_out, plan_steps
+from ckptool.names.steps import Overs, Step
+from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, carry_out, plan_steps
 
 Values = tuple[str, ...]
 
@@ -34,10 +35,14 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         family = families.setdefault((step.rule.group, *counted_by), {})
         family.setdefault((id(step.rule), texts), (step, set()))[1].add(tuple(counted_by.values()))
     missing = [name for family in families.values() for name in _missing(list(family.values()))]
+    every: dict[int, set[Overs]] = {}  # that the uses of a rule put together: each use has all of them
+    for step in steps:
+        every.setdefault(id(step.rule), set()).update(step.inputs)
     missing += [
-        name
-        for rule in {id(step.rule): step.rule for step in steps if step.rule.over}.values()
-        for name in _fewer([step for step in steps if step.rule is rule])
+        name.fill(step.with_numbers(overs))
+        for step in steps
+        for overs in sorted(every[id(step.rule)] - step.inputs.keys())
+        for name in step.rule.old
     ]
     used = {step.rule.group for step in steps}
     for rule in rules:
@@ -47,15 +52,6 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         count = counted(len(missing), "tensor is", "tensors are")
         what = f"{count} missing: {listed(missing, 4)}"
         raise NoMatch(what, "The layout has them, and so does the rest of the weights. Nothing was written.")
-
-
-def _fewer(steps: Sequence[Step]) -> Iterator[str]:
-    """The names that some uses of a rule that puts tensors together lack, and others have."""
-    every = {overs for step in steps for overs in step.inputs}
-    for step in steps:
-        for overs in sorted(every - step.inputs.keys()):
-            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-            yield from (name.fill(groups) for name in step.rule.old)
 
 
 def _counted_by(step: Step) -> dict[str, str]:
@@ -111,10 +107,11 @@ def losses_of(
             yield f"{names[0]} would become {names[1]}, not {names[2] or 'what it was made of'}"
             return
     for name in sorted({name for step in again.steps for name in step.rule.names}):
-        values = [_number(each, name) for each in (numbered, scope)]
-        if None not in values and values[0] != values[1]:
-            yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
-            return
+        with suppress(UsageError):
+            values = [each.lookup(name) for each in (numbered, scope)]
+            if None not in values and values[0] != values[1]:
+                yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
+                return
     left_out = {*done.dropped, *done.unfilled, *(name for name, _ in there.tied)}
     kept = {key: value for key, value in node.items() if key not in left_out}
     if lacking := [printable(key) for key in kept if key not in again.items]:
@@ -125,12 +122,6 @@ def losses_of(
         yield "tensors that share a storage are written apart"
     elif list(kept) != [key for key in again.items if key in kept]:
         yield "the order of the keys"
-
-
-def _number(scope: Scope, name: str) -> int | None:
-    with suppress(UsageError):
-        return scope.lookup(name)
-    return None
 
 
 def _tags(value: Any) -> Any:
