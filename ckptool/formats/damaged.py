@@ -600,6 +600,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     """
     whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
     pickle = whole.get(f"{root}data.pkl") if root else None
+    if pickle is None and whole and all(name.endswith(".npy") for name in whole):
+        return _arrays(archive, lost)
     if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
         tree = {}
         for record in archive.by_offset():
@@ -631,3 +633,19 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, file, None, tuple(notes), decoded.discarded)
     every = {each.name: each for each in (*lost, *lossy.lost.values())}
     return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=lossy.lost)
+
+
+def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
+    """The arrays of an `.npz`; in place of a lost one stands its record, of which neither type nor shape is proven."""
+    from ckptool.formats.npy import PickleBudget, read_array
+
+    tree, gone, budget = dict[str, Any](), dict[int, LostRecord](), PickleBudget(archive.source.size)
+    for record in archive.by_offset():
+        crc = record.crc if archive.has_checksums else None
+        tree[record.name[:-4]], _ = read_array(record.data, f"{archive.source}: {record}", budget, crc)
+    for each in lost:
+        data = Computed(each.nbytes, _gone)
+        gone[id(data)] = each
+        tree[each.name.removesuffix(".npy")] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
+    checkpoint = Checkpoint(tree, "npz", {}, archive.source.file, tensors_only=True)
+    return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)
