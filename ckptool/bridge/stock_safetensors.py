@@ -26,7 +26,8 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
     from safetensors import SafetensorError, safe_open
 
     try:
-        with source.descriptor() as fd, safe_open(f"/dev/fd/{fd}", "pt", _name(device), backend="pread") as file:
+        fd = source.descriptor()
+        with safe_open(f"/dev/fd/{fd}", "pt", _name(device), backend="pread") as file:
             found = _prefetched(file) if device.type == "cuda" else file.get_tensors()
     except (SafetensorError, RuntimeError, TypeError, OSError):  # whatever it is, our own way names it, or can do it
         return None

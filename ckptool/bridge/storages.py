@@ -133,8 +133,8 @@ class Storages:
         each have a descriptor, and a folder may have more files than a process may."""
         source.check_unchanged()
         try:
-            with source.descriptor() as fd:
-                whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
+            fd = source.descriptor()
+            whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
         except RuntimeError as error:
             why = str(error).splitlines()[0][:300]
             raise FileChanged(f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False") from error

@@ -113,11 +113,6 @@ class Storage:
         return self.data.length
 
     @property
-    def twin(self) -> bool:
-        """The name of `deduplicated` in 0.1.0."""
-        return self.deduplicated
-
-    @property
     def bytes_id(self) -> int:
         """The same number for storages whose bytes are stored once: those that are one, or are deduplicated."""
         return id(self.data if self.deduplicated else self)
@@ -451,11 +446,6 @@ class Checkpoint(TreeMapping):
     untied: tuple[str, ...] = field(default=(), repr=False)
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def beside(self) -> Mapping[str, Callable[[], Any]]:
-        """The name of `extras` in 0.1.0."""
-        return self.extras
 
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""

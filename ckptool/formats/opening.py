@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.file_objects import source_of
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
+from ckptool.checkpoint.files import Folder, Input, Source, open_input
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
 from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
@@ -88,15 +88,13 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         return Opened(whole, at, whole.source.path if whole.source is not None else "")
     if in_memory(file):
         return Opened(checkpoint_in_memory(file), at, "")
-    if not isinstance(file, (str, os.PathLike)):
-        source = source_of(file)
-        with counting_whole(), unchanged(source):
-            checkpoint = formats.read_source(source)
-        _stand_behind(checkpoint, source, file)
-        return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
-    path, place = split(file)
+    source, place = open_source(file)
     with counting_whole():
-        return Opened(formats.read(path), at if at is not None else place, path)
+        checkpoint = formats.read_source(source)
+    if isinstance(file, (str, os.PathLike)):
+        return Opened(checkpoint, at if at is not None else place, source.path)
+    _stand_behind(checkpoint, source, file)
+    return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
 
 
 def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
@@ -110,9 +108,10 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     return open_input(path), place
 
 
-def _stand_behind(checkpoint: Checkpoint, source: Source, file: Any) -> None:
+def _stand_behind(checkpoint: Checkpoint, source: Input, file: Any) -> None:
     """Sets the position of a file in which another legacy stream may follow to the end of the first, as torch does."""
-    if checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes):
+    follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
+    if follows and isinstance(source, Source):
         from ckptool.formats.torch_legacy import read_stream
 
         end = read_stream(FileRange(source, 0, source.size), name=f"{source}").end

@@ -52,8 +52,7 @@ def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progr
 def _in_kernel(source: Source, offset: int, fd: int, at: int, size: int) -> int | None:
     """The bytes copied, or None where the kernel cannot copy between these files."""
     try:
-        with source.descriptor() as original:
-            copied = os.copy_file_range(original, fd, size, offset, at)
+        copied = os.copy_file_range(source.descriptor(), fd, size, offset, at)
     except OSError as error:
         if error.errno in _CANNOT:
             return None
@@ -64,8 +63,7 @@ def _in_kernel(source: Source, offset: int, fd: int, at: int, size: int) -> int 
 def _through_buffer(source: Source, offset: int, fd: int, at: int, size: int) -> int:
     done = 0
     while done < size:
-        with source.descriptor() as original:
-            data = os.pread(original, min(BUFFER, size - done), offset + done)
+        data = os.pread(source.descriptor(), min(BUFFER, size - done), offset + done)
         if not data:
             break
         write_all(fd, data, at + done)

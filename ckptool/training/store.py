@@ -150,6 +150,7 @@ class Store:
         def begin() -> str:
             self.refuse_others(step - 1, step)
             made.append(NewFolder(os.path.join(self.folder, name_of(step, ".dcp"))))
+            made[0].begin()
             return made[0].path
 
         try:

@@ -225,9 +225,8 @@ class Change:
                 + f" it with a new one: {arg(overwrite=True)}",
             )
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
-        if not asked["container"]:
-            formats.refuse_suffix(path, container, changed.container, str(changed.source or ""))
-        formats.refuse_index(path, container)
+        was_asked = bool(asked["container"])
+        formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)
         # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
         stays = container.name == original.container or (
             asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
@@ -289,7 +288,7 @@ class Change:
         source, asked = original.source, self.asked
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
-        if isinstance(source, Folder) or formats.writer(original.container) is None:
+        if isinstance(source, Folder) or not formats.named(original.container).writable:
             raise UsageError(
                 f"{source} cannot be changed in place: it is of the container {original.container}",
                 "While its files were replaced one by one, the folder would be a mix of two checkpoints."
@@ -426,7 +425,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         raise UsageError(
             what, "What is in memory stays as it is; the result is returned.", f"Leave out {arg(in_place=True)}"
         )
-    is_word = isinstance(path, str) and "/" not in path and not formats.has_suffix(path)
+    is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb != "unbundle":
         option = _OPTIONS.get(verb)
         raise UsageError(

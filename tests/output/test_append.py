@@ -417,7 +417,7 @@ def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None
     from ckptool.output import durable
 
     path = ARCHIVES["by torch"](10, tmp_path)
-    os.link(path, tmp_path / f"{durable._prefix(str(path))}0123456789abcdef.tmp")
+    os.link(path, durable.hidden_name(str(path)))
     append_in_place(*edit(path, prefixed))
     assert_same_objects(load(path), value(10, "module."))
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]

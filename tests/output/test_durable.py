@@ -370,7 +370,7 @@ def test_a_living_writers_temporary_file_is_left_alone(live: subprocess.Popen[by
 
 
 def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
-    for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", durable._prefix("out") + "x"):
+    for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", Path(durable.hidden_name("out", "x")).name):
         (tmp_path / name).write_bytes(b"theirs")
     before = names(tmp_path)
     replace_file(file_plan(), tmp_path / "out")
@@ -387,7 +387,7 @@ def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
     def slow(fd: int, operation: int) -> None:
         if not swept:
             swept.append(1)
-            durable._sweep(str(tmp_path / "out"))
+            durable.sweep_folder(str(tmp_path))
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow)

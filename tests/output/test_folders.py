@@ -68,9 +68,10 @@ def test_an_existing_folder_is_replaced_whole(old: Path, way: str) -> None:
 def test_the_exchange_is_really_used(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         return
-    monkeypatch.setattr(folders, "_put_aside", lambda *args: pytest.fail("two renames"))
+    rename, renamed = os.rename, list[object]()
+    monkeypatch.setattr(os, "rename", lambda *names: renamed.append(names) or rename(*names))
     replace_folder(plan(), old, overwrite=True, replaceable=["b"])
-    assert contents(old) == NEW
+    assert contents(old) == NEW and len(renamed) == 1  # which does not rename onto a folder with files in it
 
 
 @pytest.mark.parametrize("extra", ["config.json", "tokenizer", "\x1b[31m", "sub"])

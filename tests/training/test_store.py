@@ -216,8 +216,7 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:
     store = made(tmp_path, 1)
-    prefix = durable._prefix(name_of(1))
-    (tmp_path / "checkpoints" / f"{prefix}0123456789abcdef.tmp").write_bytes(b"half")
+    Path(durable.hidden_name(str(tmp_path / "checkpoints" / name_of(1)))).write_bytes(b"half")
     store.commit(1, STATE, {})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
 
