@@ -12,6 +12,9 @@ import sys
 def main() -> int:
     """Runs the command line that the program was started with; does not come back."""
     forget_working_directory()
+    import gc
+
+    gc.disable()  # it would search imports and trees again and again; nothing here lives long enough to be collected
     if sys.argv[1:2] == ["--complete"]:  # a shell asks, while somebody types: without what it needs not
         from ckptool.cli.completion import complete
 

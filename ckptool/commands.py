@@ -173,9 +173,9 @@ class Option(NamedTuple):
     """A parameter on the command line.  flags: its names; none for an argument.  metavar: what stands for its value.
 
     panel: the part of the help that it stands in.  least: the smallest number.  choices: those of a `Literal`.
-    parse: makes the value of what was typed.  several: a list of texts.  each: the same, and the function is called for
-    each of them.  needed: must be given, although Python has a default for it; optional: the reverse.  hidden: not in
-    the help.
+    parse: makes the value of the flag and what was typed.  several: a list of texts.  each: the same, and the function
+    is called for each of them.  needed: must be given, although Python has a default for it; optional: the reverse.
+    hidden: not in the help.
     """
 
     help: str
@@ -184,7 +184,7 @@ class Option(NamedTuple):
     panel: str | None = None
     least: float | None = None
     choices: tuple[str, ...] = ()
-    parse: Callable[[Any], Any] | None = None
+    parse: Callable[[str, Any], Any] | None = None
     several: bool = False
     each: bool = False
     needed: bool = False
@@ -235,6 +235,11 @@ def option(names: str, text: str, **more: Any) -> Option:
     """An option as its help prints it, its names and what stands for its value (`-o --out OUT`), then the text."""
     flags = tuple(word for word in names.split() if word.startswith("-"))
     return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
+
+
+def repeated(names: str, text: str, **more: Any) -> Option:
+    """An option that may be given several times, as its help says."""
+    return option(names, text, several=True, **more)
 
 
 def argument(metavar: str, text: str, show_default: bool = False, **more: Any) -> Option:

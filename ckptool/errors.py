@@ -1,35 +1,4 @@
-"""Every error that ckptool raises on purpose.
-
-    CkptoolError                    something could not be done              exit 2
-    ├── UsageError                  the request makes no sense               usage
-    │   └── MissingKey              no such name or address; also a KeyError usage
-    ├── NoMatch                     a rule or prefix named matches nothing   no-match        exit 1
-    ├── FileProblem                 the system refused a file operation      io
-    │   ├── FileMissing             no such file; a FileNotFoundError        io
-    │   ├── NoPermission            also a PermissionError                   io
-    │   ├── IsAFolder               also an IsADirectoryError                io
-    │   ├── NotAFolder              below a file; a NotADirectoryError       io
-    │   ├── BrokenLink              a link that leads to nothing             broken-link
-    │   ├── FileChanged             the input changed while it was read      file-changed
-    │   └── DiskFull                not enough room for the output           disk-full
-    ├── NotACheckpoint              the bytes are something else             not-a-checkpoint
-    ├── Unsupported                 known, but not read or written here      unsupported
-    ├── Truncated                   the file ends too early                  truncated
-    ├── Corrupt                     the bytes contradict themselves          corrupt
-    │   └── BadTensor               a tensor that its storage cannot hold    bad-tensor
-    ├── Ambiguous                   two readers would see two files          ambiguous
-    ├── LimitExceeded               more work than the file's size allows    limit-exceeded
-    ├── UnsafeObject                an unknown call would be passed on       unsafe-global
-    ├── Conflict                    carrying on would lose or mix data       conflict
-    │   └── OutputExists            the target is there already              output-exists
-    ├── OnlyAPart                   a rank's share, one shard: not a whole   part
-    ├── VerifyFailed                the output differs from what was meant   verify-failed
-    ├── MissingExtra                an optional package is not installed     missing-extra
-    ├── UserCodeFailed              the user's own module raised an error    user-code
-    ├── PlanRefused                 a warm start that was not accepted       plan-refused    exit 1
-    ├── NoneValid                   of a run's checkpoints none is whole     none-valid      exit 3
-    ├── NotFinite                   a loss or gradient is NaN or infinite    non-finite
-    └── RunFailed                   a process of its own failed or was killed run-failed
+"""Every error that ckptool raises on purpose, each class with its code and its exit code where that is not 2.
 
 An error has three parts: what happened (it names the path and the thing), what it means, and what to type.
 Each is one line: characters that cannot be printed are escaped where they enter it.
@@ -44,6 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from errno import EEXIST
 from typing import Any
 
@@ -78,12 +48,17 @@ class CkptoolError(Exception):
         return "\n".join(in_python(part) for part in (self.what, self.why, self.fix) if part)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sends its three parts to another process."""
-        return type(self), (self.what, self.why, self.fix)
+        """Sends its three parts to another process, and the number and file of the system's error."""
+        system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
+        return type(self), (self.what, self.why, self.fix), system
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
-        return self if printable(place) in self.what else type(self)(f"{place}: " + self.what, self.why, self.fix)
+        if printable(place) in self.what:
+            return self
+        found = copy(self)
+        CkptoolError.__init__(found, f"{place}: " + self.what, self.why, self.fix)
+        return found
 
 
 class UsageError(CkptoolError, ValueError, code="usage"):
@@ -130,15 +105,6 @@ class FileProblem(CkptoolError, code="io"):
         """The same error, with the `errno` and `filename` of the system's."""
         self.errno, self.filename = number, os.fspath(path)
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Sends its number and file along."""
-        return *super().__reduce__(), {"errno": self.errno, "filename": self.filename}
-
-    def within(self, place: str) -> CkptoolError:
-        """The same error, saying where it happened, with the same number and file."""
-        found = super().within(place)
-        return found.about(self.errno, self.filename) if isinstance(found, FileProblem) and self.filename else found
 
 
 class FileMissing(FileProblem, FileNotFoundError):

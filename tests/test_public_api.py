@@ -124,25 +124,6 @@ def test_every_public_function_is_a_verb() -> None:
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_error_is_in_the_drawing() -> None:
-    drawing = errors.__doc__ or ""
-    drawn = dict(re.findall(r"^[ │├└─]*([A-Z]\w+) .*?([a-z-]+)(?: +exit \d)?$", drawing, re.MULTILINE))
-    assert drawn.keys() == {error.__name__ for error in CLASSES}
-    for error in CLASSES:
-        if error is not errors.CkptoolError:
-            assert drawn[error.__name__] == error.code
-
-
-def test_the_drawing_shows_the_bases() -> None:
-    lines = [line for line in (errors.__doc__ or "").splitlines() if "──" in line]
-    parents: list[str] = []
-    for line in lines:
-        depth, name = (line.index("── ") - 5) // 4, line.split("── ")[1].split()[0]
-        parents[depth:] = [name]
-        above = parents[depth - 1] if depth else "CkptoolError"
-        assert getattr(errors, name).__bases__[0] is getattr(errors, above)
-
-
 @looped("error", CLASSES)
 def test_error(error: type[errors.CkptoolError]) -> None:
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", error.code)

@@ -7,14 +7,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any
 
 from ckptool import formats
-from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, listing
+from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
 from ckptool.checkpoint import Checkpoint, FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
@@ -53,8 +53,10 @@ _STEP_IN_NAME = re.compile(r"(?:global_?step|checkpoint|step|iter(?:ation)?)[-_=
 _EPOCH_IN_NAME = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)  # but not in `step-2`
 
 
-def _in_utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+_UTC = Unit(
+    json=lambda seconds: datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds"),
+    schema={"type": "string", "format": "date-time"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class ScannedFile:
     step: int | None
     epoch: int | None
     bytes: Bytes
-    modified: Annotated[float, Unit(json=_in_utc, schema={"type": "string", "format": "date-time"})]
+    modified: Annotated[float, _UTC]
     holds: tuple[str, ...]
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
@@ -175,9 +177,7 @@ class Scan(Report):
     def told(
         self,
         *,
-        quiet: Annotated[
-            bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
-        ] = False,
+        quiet: Annotated[bool, option("-q --quiet", "With --latest-good only its path, else the exit code.")] = False,
     ) -> Told:
         """A folder: one line per checkpoint. A file: what its pickles would call."""
         last = self.latest if self.latest_only else None
@@ -212,17 +212,15 @@ class Scan(Report):
             if any(some for _, some in calls):
                 yield ""
                 yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
-                yield from (f"  {self._relative(file)}: {_names(file, some)}" for file, some in calls if some)
+                for file, some in calls:
+                    # Of a folder with the file in which it is, where that is beside the checkpoint itself.
+                    ends = [max(call.places[0].find(": "), 0) if os.path.isdir(file.path) else 0 for call in some]
+                    pairs = zip(some, ends, strict=True)
+                    names = [call.name + f" in {call.places[0][:end]}" * bool(end) for call, end in pairs]
+                    yield from [f"  {self._relative(file)}: {listed(names, 4)}"] if some else []
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)
-
-
-def _names(file: ScannedFile, calls: Sequence[Call]) -> str:
-    """What it names; of a folder, with the file in which that is, where it is beside the checkpoint itself."""
-    is_folder = os.path.isdir(file.path)
-    beside = (call.places[0].partition(": ")[0] if is_folder and ": " in call.places[0] else "" for call in calls)
-    return listed([call.name + (f" in {name}" if name else "") for call, name in zip(calls, beside, strict=True)], 4)
 
 
 # What is looked at ----------------------------------------------------------------------------------------------------
@@ -305,29 +303,15 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             if entry.is_dir(follow_symlinks=False):
                 if not entry.name.startswith(".") or _is_checkpoint(entry.path):
                     below.append(entry.path)
-            elif _is_file(entry):
+            elif entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path):
                 suffix = os.path.splitext(entry.name)[1].lower()
-                if suffix in SUFFIXES and entry.name not in _BESIDE and not entry.name.startswith("."):
-                    yield entry.path, True
-                else:
-                    yield entry.path, entry.name.endswith(ARCHIVES) if _is_pickled(entry.path) else None
+                by_name = suffix in SUFFIXES and entry.name not in _BESIDE and not entry.name.startswith(".")
+                is_named: bool | None = by_name or None
+                with suppress(CkptoolError):
+                    if not by_name and is_pickled(Source(entry.path)):
+                        is_named = entry.name.endswith(ARCHIVES)
+                yield entry.path, is_named
         stack.extend(reversed(below))
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    """True for a file, or a link to one; a link that leads to itself is none."""
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
-
-
-def _is_pickled(path: str) -> bool:
-    """True for a file that is a pickle, or has one inside, by its content."""
-    try:
-        return is_pickled(Source(path))
-    except CkptoolError:
-        return False
 
 
 def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
@@ -371,7 +355,15 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
         if problems := verified(open_input(path))[0].problems:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
-    state, problem = _state(path, checkpoint, contents)
+    part = checkpoint.part
+    is_model = any(root.is_model for root in contents.roots)
+    if part is not None and not part.is_complete:
+        state, problem = PART, f"{part.label}: {part.meaning}"
+    elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
+        state, problem = MEMBER, "belongs beside weights, and is not a checkpoint by itself"
+    else:
+        notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
+        state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
     nbytes, modified = _size_of(path)
     beside = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
@@ -387,7 +379,7 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
         path,
         state,
         problem,
-        checkpoint.part,
+        part,
         count,
         checkpoint.container,
         *_progress(tree, path),
@@ -402,16 +394,6 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
 def _damaged(path: str, error: CkptoolError) -> ScannedFile:
     """The row of a file that could not be opened, or was found wrong."""
     return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *_size_of(path), (), (), ())
-
-
-def _state(path: str, checkpoint: Checkpoint, contents: Listing) -> tuple[str, str]:
-    part = checkpoint.part
-    if part is not None and not part.is_complete:
-        return PART, f"{part.label}: {part.meaning}"
-    if members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not any(root.is_model for root in contents.roots):
-        return MEMBER, "belongs beside weights, and is not a checkpoint by itself"
-    notes = [*marks.recovered_notes(checkpoint.metadata), *(note for note in contents.notes if note.code == UNSAFE)]
-    return (notes[0].code, notes[0].message) if notes else (GOOD, "")
 
 
 def _size_of(path: str) -> tuple[int, float]:

@@ -47,7 +47,6 @@ from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
-from ckptool.formats.zip.record import Record
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
@@ -156,7 +155,16 @@ class Verification(Report):
             sums = form(self.checked, "its checksum", "their checksums")
             sums += " (not all data has one)" if self.checksums != ALL else ""
             facts.append(f"{counted(self.checked, 'record')} checked against {sums}")
-        yield bold(self.file or "in memory"), ": ", *self._verdict(), f" ({', '.join(facts)})"
+        if self.problems:
+            codes = {problem.code for problem in self.problems}
+            word = red(_WORDS.get(codes.pop() if len(codes) == 1 else "", "damaged"))
+            verdict: tuple[str, ...] = (word, f", {counted(len(self.problems), 'problem')}")
+        elif not self.fine:
+            verdict = (yellow("intact, but see below" if self.part else "whole, but see below"),)
+        else:
+            only = "fine" if self.part and self.part.is_complete else "fine, but only a part"
+            verdict = (green(f"{only}: {self.part.label}" if self.part and self.part.label else "fine"),)
+        yield bold(self.file or "in memory"), ": ", *verdict, f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
             yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
         yield from _told_problems(self.problems)
@@ -193,17 +201,6 @@ class Verification(Report):
             yield Table([(each.sha256, each.dtype, shape, each.name()) for each, shape in pairs], indent=0)
         yield from (("  ", cyan(" ".join(map(quoted, fix)))) for fix in self.fixes)
         yield from self.notes
-
-    def _verdict(self) -> Iterator[str]:
-        if self.problems:
-            codes = {problem.code for problem in self.problems}
-            yield red(_WORDS.get(codes.pop() if len(codes) == 1 else "", "damaged"))
-            yield f", {counted(len(self.problems), 'problem')}"
-        elif not self.fine:
-            yield yellow("intact, but see below" if self.part else "whole, but see below")
-        else:
-            only = "fine" if self.part and self.part.is_complete else "fine, but only a part"
-            yield green(f"{only}: {self.part.label}" if self.part and self.part.label else "fine")
 
 
 def _told_problems(problems: Sequence[Problem]) -> Told:
@@ -296,12 +293,21 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         problems.append(Problem(note.code, note.message, why, tensors=places))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents, others = {extent} if count else set(), 0
-    for name, member in _members(folder, names, progress, jobs) if folder is not None else ():
-        for problem in member.problems:
-            problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
-        checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
-        extents |= {member.checksums} if member.storages else set()
-        others += 0 if name.partition("/")[0] in own else member.files
+    if folder is not None:
+        paths = [os.path.join(folder.path, name) for name in names]
+        nbytes_of_files = sum(map(os.path.getsize, filter(os.path.isfile, paths))) if jobs > 1 else 0
+        jobs = min(jobs, 1 + nbytes_of_files // WORTH_A_PROCESS)
+        with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
+            for name, path, task in zip(names, paths, tasks, strict=True):
+                try:
+                    member = task(None)
+                except CkptoolError as error:
+                    member = Verification(path, problems=(problem_of(error),))
+                for problem in member.problems:
+                    problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
+                checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
+                extents |= {member.checksums} if member.storages else set()
+                others += 0 if name.partition("/")[0] in own else member.files
     part = checkpoint.part
     if folder is not None and not problems and part is not None and part.kind is PartKind.MEMBERS:
         lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
@@ -331,21 +337,6 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
 def _count(tree: Any) -> int:
     """How many tensors there are, each once, under however many names."""
     return len({id(tensor) for _, tensor in tensors(tree)})
-
-
-def _members(
-    folder: Folder, names: Sequence[str], progress: Progress | None, jobs: int
-) -> Iterator[tuple[str, Verification]]:
-    paths = [os.path.join(folder.path, name) for name in names]
-    if jobs > 1:
-        jobs = min(jobs, 1 + sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) // WORTH_A_PROCESS)
-    with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
-        for name, path, task in zip(names, paths, tasks, strict=True):
-            try:
-                member = task(None)
-            except CkptoolError as error:
-                member = Verification(path, problems=(problem_of(error),))
-            yield name, member
 
 
 def _member(folder: Folder, progress: Progress | None, name: str, _: object) -> Verification:
@@ -440,7 +431,17 @@ def check_archive(archive: Archive, tree: Any, progress: Progress | None = None)
     stretches = [each.data if each.method else FileRange(file, start + each.data_at, each.stored) for each in records]
     sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
     whole = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
-    owners = {} if whole else _owners(records, archive, tree)  # a walk past every name
+    owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
+    by_data = {id(record.data): id(record) for record in records if record.is_used}
+    starts = [start + record.data_at for record in records]
+    for place, storage in _storages_by_address(tree) if not whole else ():  # a walk past every name
+        data = storage.data
+        owner = by_data.get(id(data))
+        if owner is None and isinstance(data, FileRange) and data.file is file:
+            at = bisect_right(starts, data.offset) - 1
+            owner = id(records[at]) if at >= 0 else None
+        if owner is not None:
+            owners[owner].append(place)
     problems: list[Problem] = []
     for record, total in zip(records, sums, strict=True):
         about = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
@@ -459,22 +460,6 @@ def _of_sum(
     elif total != stored:
         why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
         yield Problem("checksum", mismatch(name, stored, total), why, *about)
-
-
-def _owners(records: Sequence[Record], archive: Archive, tree: Any) -> dict[int, list[str]]:
-    """The addresses of the tensors whose data is in each record, by the record's id."""
-    by_data = {id(record.data): id(record) for record in records if record.is_used}
-    starts = [archive.source.start + record.data_at for record in records]
-    owners: dict[int, list[str]] = defaultdict(list)
-    for place, storage in _storages_by_address(tree):
-        data = storage.data
-        owner = by_data.get(id(data))
-        if owner is None and isinstance(data, FileRange) and data.file is archive.source.file:
-            at = bisect_right(starts, data.offset) - 1
-            owner = id(records[at]) if at >= 0 else None
-        if owner is not None:
-            owners[owner].append(place)
-    return owners
 
 
 def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:

@@ -23,7 +23,9 @@ def matcher(pattern: str) -> Matcher:
         try:
             expression = re.compile(pattern[3:])
         except re.error as error:
-            raise UsageError(f"{pattern!r} is not a regular expression: {error}") from None
+            raise UsageError(
+                f"{pattern!r} is not a regular expression: {error}", "It is what stands after re:."
+            ) from None
         return lambda key: expression.search(key) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None

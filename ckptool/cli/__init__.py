@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
-import hashlib  # noqa: F401 (imported when memory has run out, it prints tracebacks of its own)
 import os
 import re
 import signal
@@ -180,7 +178,6 @@ def _as_program() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
     sys.unraisablehook = deliver_signal_again
-    gc.disable()  # it would search the tree again and again; nothing here lives long enough to be collected
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, stop)

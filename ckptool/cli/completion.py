@@ -1,16 +1,16 @@
-r"""Completion: what can stand where somebody types, quoted for the shell that asks.
+"""Completion: what can stand where somebody types.
 
-The shell hands over the line up to the cursor; what comes back continues its last word: verbs, options and their values
-from what the verbs declare, and names in files. These are quoted as the shell's own quoting at the cursor demands: `"`,
-`'`, `\`, or none. Only headers are read, in bounded time, and no error is told: whoever presses TAB is in the middle of
-a sentence.
+The shell hands over the line up to the cursor; what comes back goes on from its last word: verbs, options and their
+values from what the verbs declare, and names in files. What a shell would take apart is not offered: nothing that a
+file calls its tensors is run. Only headers are read, in bounded time, and no error is told: whoever presses TAB is in
+the middle of a sentence.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import re
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -23,6 +23,7 @@ from ckptool.errors import counted, printable
 
 SECONDS = 3
 FILES = 1  # the exit code that asks the shell for names of files
+_PLAIN = re.compile(r"[\w./+@%,:=-]*")  # is itself to every shell, wherever it goes on in a word
 
 
 class Candidate(NamedTuple):
@@ -34,14 +35,6 @@ class Candidate(NamedTuple):
     final: bool = True
 
 
-class Word(NamedTuple):
-    """A word of a line.  raw: as it was typed.  text: as a program gets it.  quote: the one that is open."""
-
-    raw: str
-    text: str
-    quote: str
-
-
 def complete(arguments: Sequence[str]) -> int:
     """Answers a shell: prints what may follow in `SHELL LINE [REPLACED [KEY]]`, and returns the exit code.
 
@@ -49,114 +42,42 @@ def complete(arguments: Sequence[str]) -> int:
     """
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
-    gc.disable()  # as the program does
     answer = sys.stdout.buffer
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         shell, line, *more = arguments
-        *before, current = words_of(line, fish=shell == "fish")
-        found = candidates(with_verb([word.text for word in before[1:]]), current.text)
-        fitting = {each.text: each for each in found or () if _can_follow(each.text, current.text, shell)}
-        answer.write(_answer(shell, current, [fitting[text] for text in sorted(fitting)], more))
+        (*before, typed), is_open = words_of(line)
+        found = candidates(with_verb(before[1:]), typed)
+        rests = {each.text[len(typed) :]: each for each in found or () if each.text.startswith(typed)}
+        plain = {rest: rests[rest] for rest in sorted(rests) if _PLAIN.fullmatch(rest)}
+        only_lists = more[1:] == ["63"] and len(plain) > 1  # TAB for the second time
+        pieces = []
+        for rest, each in plain.items():
+            name = printable(re.sub(r".*[#/](?=.)", "", each.text, flags=re.DOTALL) if "#" in each.text else each.text)
+            about, space = printable(each.about), " " * (each.final and not is_open)
+            if shell == "fish":
+                pieces.append(f"{each.text}\t{about}\0")
+            elif shell == "zsh":
+                pieces.append(f"{rest}\0{space}\0{name}{'  -- ' * bool(about)}{about}\0")
+            else:
+                pieces.append(f"{name}\n" if only_lists else f"{more[0]}{rest}{space}\n")
+        answer.write(os.fsencode("".join(pieces)))
         answer.flush()
     except Exception:  # noqa: BLE001 (the file is somebody's, and so is the line)
         return FILES
     return FILES if found is None else 0
 
 
-def _can_follow(text: str, typed: str, shell: str) -> bool:
-    """True for a word that goes on from what was typed, and can stand on a command line."""
+def words_of(line: str) -> tuple[list[str], bool]:
+    """The words of a line as a program gets them, and whether a quote is open in the last, which is being typed."""
+    words = shlex.shlex(line, posix=True)
+    words.whitespace_split, words.commenters = True, ""
+    found: list[str] = []
     try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair of surrogates
-        return False
-    return text.startswith(typed) and "\0" not in text and not (shell == "fish" and "\t" in text)
-
-
-def _answer(shell: str, current: Word, found: list[Candidate], more: Sequence[str]) -> bytes:
-    """Lines for bash, each with what is put in place of the part that it replaces; for the others pieces that end with
-    NUL."""
-    if shell == "fish":  # which quotes by itself
-        return b"".join(os.fsencode(f"{each.text}\t{printable(each.about)}\0") for each in found)
-    ends = [current.raw + quoted_on(each.text[len(current.text) :], current.quote) for each in found]
-    if current.quote:  # bash closes it, but not behind the same character
-        close = current.quote[-1]
-        closed = [each.final and (shell == "zsh" or end.endswith(close)) for end, each in zip(ends, found, strict=True)]
-        ends = [end + close * is_closed for end, is_closed in zip(ends, closed, strict=True)]
-    if shell == "zsh":
-        listed = [_short(each.text) + (f"  -- {printable(each.about)}" if each.about else "") for each in found]
-        pieces = zip(ends, found, listed, strict=True)
-        return b"".join(os.fsencode(f"{end}\0{' ' * each.final}\0{text}\0") for end, each, text in pieces)
-    start = len(current.raw) - len(more[0])
-    lines = [end[start:] + " " * (each.final and not current.quote) for end, each in zip(ends, found, strict=True)]
-    if more[1:] == ["63"] and len(found) > 1:  # TAB for the second time: they are only listed
-        lines = [_short(each.text) for each in found]
-    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
-
-
-def _short(text: str) -> str:
-    """An address without the file and what is above it."""
-    return printable(re.sub(r".*[#/](?=.)", "", text, flags=re.DOTALL) if "#" in text else text)
-
-
-# Words ----------------------------------------------------------------------------------------------------------------
-
-_ANY = r"(?P<space>\s+)|(?P<plain>[^\s'\"\\$]+|\$(?!'))|"
-_POSIX = re.compile(
-    _ANY + r"""\\(?P<escape>.?)|\$'(?P<ansi>(?:[^'\\]|\\.?)*)'?|'(?P<single>[^']*)'?|"(?P<double>(?:[^"\\]|\\.?)*)"?""",
-    re.DOTALL,
-)
-_FISH = re.compile(
-    _ANY.replace("(?!')", "")
-    + r"""(?P<codes>(?:\\[xX][0-9a-fA-F]{1,2})+|\\u[0-9a-fA-F]{1,4}|\\c?.?)"""
-    + r"""|'(?P<single>(?:[^'\\]|\\.?)*)'?|"(?P<double>(?:[^"\\]|\\.?)*)"?""",
-    re.DOTALL,
-)
-_OPENING = {"ansi": "$'", "single": "'", "double": '"'}
-_CODE = re.compile(r"((?:\\[xX][0-9a-fA-F]{1,2})+)|\\u([0-9a-fA-F]{1,4})|\\c(.)|\\(.)", re.DOTALL)
-_CONTROLS = dict(zip("abefnrtv", "\a\b\x1b\f\n\r\t\v", strict=True))
-
-
-def words_of(line: str, fish: bool = False) -> list[Word]:
-    """The words of a line as a shell takes them apart; the last, which is being typed, is empty after a space."""
-
-    def decoded(code: re.Match[str]) -> str:
-        if code[1]:
-            return os.fsdecode(bytes(int(each, 16) for each in re.split(r"\\[xX]", code[1])[1:]))
-        if code[2]:
-            return chr(int(code[2], 16))
-        return chr(ord(code[3]) & 31) if code[3] else _CONTROLS.get(code[4], code[4])
-
-    words = [Word("", "", "")]
-    for found in (_FISH if fish else _POSIX).finditer(line.lstrip()):
-        kind = found.lastgroup or ""
-        if kind == "space":
-            words.append(Word("", "", ""))
-            continue
-        text, opening = found[kind], _OPENING.get(kind, "")
-        is_open = opening and len(found[0]) == len(opening) + len(text)
-        if kind in ("ansi", "codes"):
-            text = _CODE.sub(decoded, text)
-        elif kind == "double" or (kind == "single" and fish):
-            text = re.sub(r"\\([$`\"\\\n])" if kind == "double" else r"\\([\\'])", r"\1", text)
-        words[-1] = Word(words[-1].raw + found[0], words[-1].text + text, opening if is_open else "")
-    return words
-
-
-def quoted_on(text: str, quote: str = "") -> str:
-    """A text as bash and zsh take it literally where a quote is open, or none is; control characters as codes."""
-    return "".join(c if (c.isascii() and c.isalnum()) or c in "_./-" else _quoted(c, quote) for c in text)
-
-
-def _quoted(c: str, quote: str) -> str:
-    if not c.isprintable() or quote == "$'":
-        code = "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
-        return code if quote == "$'" else f"{quote}$'{code}'{quote}"
-    if quote == "'":
-        return c if c != "'" else r"'\''"
-    if quote:  # a backslash would stay before the `!`, which means history even there
-        return '"\\!"' if c == "!" else f"\\{c}" if c in '$`"\\' else c
-    return c if c.isalnum() or c in "+%@,:" else f"\\{c}"
+        found.extend(words)
+    except ValueError:  # a quote is open, or nothing follows a backslash
+        return [*found, words.token], True
+    return [*found, ""] if line[-1:].isspace() and not line.endswith("\\ ") else found, False
 
 
 # What can stand there -------------------------------------------------------------------------------------------------

@@ -67,7 +67,13 @@ def about(parameter: Parameter) -> str:
     least = f" [at least {option.least:g}]" if option.least is not None and option.least > 0 else ""
     needed = " [required]" if parameter.is_needed and option.flags else ""
     is_told = option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags)
-    return option.help + least + needed + (f" [default: {default}]" if is_told else "")
+    return (
+        option.help
+        + " Repeatable." * (bool(option.flags) and option.several)
+        + least
+        + needed
+        + (f" [default: {default}]" if is_told else "")
+    )
 
 
 def _table(style: Style, title: str, rows: Sequence[tuple[str, str]]) -> list[str]:

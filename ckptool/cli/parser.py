@@ -32,7 +32,7 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
             values[name] = None if default is inspect.Parameter.empty else default
         else:
             value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
-            values[name] = value if option.parse is None else option.parse(value)
+            values[name] = value if option.parse is None else option.parse(option.flags[0], value)
     return values
 
 

@@ -9,7 +9,7 @@ pickled module counts as well, by its state dict; its weights can be read, but n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
-from ckptool.conventions.adapter_keys import adapter_detail
 from ckptool.errors import UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -289,7 +288,7 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
         elif is_optimizer(node):
             yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
         elif isinstance(node, dict) and _is_weights(base + path, node):
-            yield StateDict(path, node, _kind_at(base + path), adapter_detail(node), base=base)
+            yield StateDict(path, node, _kind_at(base + path), _adapter_detail(node), base=base)
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
         else:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
@@ -375,6 +374,15 @@ _OPTIMIZERS = (
     ({"momentum_buffer"}, "SGD momentum"),
     ({"exp_avg"}, "Lion"),
 )
+
+
+def _adapter_detail(node: Mapping[Any, Any]) -> str:
+    joined = "\n".join(key for key in node if type(key) is str)  # the quickest way to look at all of many
+    if not any(part in joined for part in ("lora", "hada_w", "lokr_w")):
+        return ""
+    from ckptool.conventions.adapter_keys import adapter_detail  # of few files
+
+    return adapter_detail(node)
 
 
 def optimizer_detail(node: Any) -> str:

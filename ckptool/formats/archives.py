@@ -23,7 +23,8 @@ from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.record import LEADS_ELSEWHERE, Record
+from ckptool.formats.zip.directory import LEADS_ELSEWHERE
+from ckptool.formats.zip.record import Record
 
 NAME = "archive"
 OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes

@@ -15,7 +15,6 @@ from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note,
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
@@ -41,7 +40,6 @@ from ckptool.formats.zip.salvage import (
     record_of,
     sizes_in,
 )
-from ckptool.pickles.torch_objects import storage_class
 
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
@@ -347,25 +345,22 @@ def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
 # The tree ------------------------------------------------------------------------------------------------------------
 
 
-class _Lossy(torch_zip.RecordStorages):
-    """Gives storages as ever, and stand-ins for those whose record is not whole."""
+class _Lossy:
+    """The records of an archive, and stand-ins for those that are not whole. lost: by the id of their data."""
 
-    def __init__(self, archive: Archive, prefix: str, big_endian: bool, lost: list[LostRecord]) -> None:
-        super().__init__(archive, prefix, big_endian)
+    def __init__(self, archive: Archive, lost: list[LostRecord]) -> None:
+        self.archive = archive
         self.reasons = {record.name: record for record in lost}
         self.lost: dict[int, LostRecord] = {}
 
-    def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
-        known, dtype = storage_class(cls)
-        name, size = self.prefix + key, numel * (dtype.itemsize if dtype else 1)
+    def find(self, name: str, size: int) -> Record | None:
         record = self.archive.records.get(name)
-        if known and numel >= 0 and (record is None or (record.size != size and id(record.data) not in self.lost)):
+        if size >= 0 and (record is None or (record.size != size and id(record.data) not in self.lost)):
             why = self.reasons.get(name) or LostRecord(name, None, size, MISSING if record is None else HEADER)
-            stand_in = Record(self.archive, name, b"", 0, 0, 0, size, size, 0, False)
-            stand_in._data = Computed(size, _gone)
-            self.archive.records[name] = stand_in
-            self.lost[id(stand_in._data)] = replace(why, nbytes=size)
-        return super()._first(cls, key, location, numel)
+            record = self.archive.records[name] = Record(self.archive, name, b"", 0, 0, 0, size, size, 0)
+            record._data, record.is_used = Computed(size, _gone), True
+            self.lost[id(record.data)] = replace(why, nbytes=size)
+        return record
 
 
 def _gone(offset: int, length: int) -> bytes:
@@ -381,8 +376,9 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         return _records_as_bytes(archive, lost)
     order = _small(archive, root, "byteorder")
     _check_order(archive, root, order, lost)
-    lossy = _Lossy(archive, root + "data/", order == "big", lost)
-    decoded = torch_zip.decoded_record(pickle, lossy)
+    lossy = _Lossy(archive, lost)
+    storages_ = torch_zip.RecordStorages(archive, root + "data/", order == "big", lossy.find)
+    decoded = torch_zip.decoded_record(pickle, storages_)
     tree, notes = decoded.root, list[Note]()
     if (shared := whole.get(root + marks.DEDUPLICATED_RECORD)) is not None:
         tree, notes = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))

@@ -19,6 +19,8 @@ from ckptool.checkpoint import Note, Storage, TensorEntry
 from ckptool.checkpoint.tree import Path, address, rebuild, walk
 from ckptool.errors import Corrupt, counted, listed
 
+PICKLE = "ckptool.pickle"  # in the metadata of safetensors: see `whole_tree`
+OLD_TREE = "ckptool"  # in that of 0.1.0: see `old_records`
 DEDUPLICATED = "ckptool.twins"  # in the metadata of safetensors: ties that are none, though their bytes are stored once
 DEDUPLICATED_RECORD = ".ckptool/twins"  # below the root of a zip
 MAX_DEDUPLICATED = 64 << 20  # bytes

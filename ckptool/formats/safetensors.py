@@ -45,7 +45,7 @@ from ckptool.errors import (
     is_text,
     listed,
 )
-from ckptool.formats import marks, tree_record
+from ckptool.formats import marks
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.strict_json import Pairs, members
 
@@ -88,22 +88,25 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
-    whole_tree = tree_record.KEY in metadata
     ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
     separate = _deduplicated(source, metadata.pop(marks.DEDUPLICATED, "[]"))
     tree.update({dropped: _alias(tree[kept], dropped in separate) for dropped, kept in ties.items()})
     metadata = {key: value for key, value in metadata.items() if key not in ties}
-    if whole_tree:
-        from ckptool.formats.tree_record import unpacking
+    pickle, old, discarded, is_whole = metadata.pop(marks.PICKLE, None), metadata.pop(marks.OLD_TREE, None), (), False
+    if pickle is not None:
+        from ckptool.formats import whole_tree
 
-        tree = unpacking.unpack(source.file, tree, metadata)
-        metadata = {key: value for key, value in metadata.items() if key != tree_record.KEY}
-    elif ties:
+        tree, discarded, is_whole = whole_tree.unpack(tree, pickle, str(source))
+    elif old is not None:
+        from ckptool.formats import old_records
+
+        tree, is_whole = old_records.unpack(source.file, tree, old), True
+    if ties and not is_whole:
         names = listed(list(ties), 3)
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
-    return Checkpoint(tree, NAME, metadata, source.file, notes=notes, tensors_only=not whole_tree)
+    return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, tensors_only=not is_whole)
 
 
 def _alias(entry: TensorEntry, separate: bool) -> TensorEntry:
@@ -257,21 +260,24 @@ def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int)
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a safetensors file: the tree must be a dictionary of texts to tensors that the format can hold.
 
-    A tree that was read from a file of `convert --all` is carried again.
-    Exact ties are stored once and recorded as stock `save_model` does. Raises `Unsupported` naming everything that
-    cannot be kept.
+    What was read from a file with the pickle of its tree is written with one again. Exact ties are stored once and
+    recorded as stock `save_model` does. Raises `Unsupported` naming everything that cannot be kept.
     """
     if checkpoint.container == NAME and not checkpoint.tensors_only:
-        from ckptool.formats.tree_record import packing
+        from ckptool.formats import whole_tree
 
-        checkpoint = packing.pack(checkpoint)  # it was read from a file with a whole tree, and stays one
+        checkpoint = whole_tree.pack(checkpoint)
     tensors = holdable(checkpoint)
     stored, ties = without_ties(tensors)
     metadata = {
         key: text
         for key, text in checkpoint.metadata.items()
-        if checkpoint.container == NAME or key in (tree_record.KEY, marks.RECOVERED)
+        if checkpoint.container == NAME or key in (marks.PICKLE, marks.RECOVERED)
     }
+    if checkpoint.container == NAME and getattr(checkpoint.tree, "metadata", None):
+        from ckptool.formats import whole_tree
+
+        metadata |= whole_tree.set_on(checkpoint.tree)
     if clash := sorted(set(metadata) & set(ties)):
         what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
         raise Unsupported(what, "Both would be recorded in one place.")

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, Storage, StorageRef
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.files import Input, Readable
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.plan import Deferred, Plan
 from ckptool.checkpoint.strided import swapped
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, Unsupported, counted, form
+from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import Archive, guard
-from ckptool.formats.zip.record import Record
+from ckptool.formats.zip.directory import ZIP64_VERSION, Archive, guard
+from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, FULL, Record
 from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
@@ -40,15 +39,12 @@ _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """The file that a torch zip was read from: its directory, its root folder, the alignment of its data."""
+    """The file that a torch zip was read from: its directory, its root folder, the alignment of its data, its mark."""
 
     archive: Archive
     root: str
     alignment: int
-
-    def record_of(self) -> dict[int, Record]:
-        """The record that a storage's data is, by the id of the data."""
-        return {id(record.data): record for record in self.archive.records.values() if record.is_used}
+    recovered: str | None
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -61,63 +57,93 @@ def read(source: Readable) -> Checkpoint:
     Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode`
     raise.
     """
-    archive = directory.read_archive(source)
-    pickle = find_pickle(archive)
-    root = pickle.name.removesuffix("data.pkl")
-    # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
-    if root + "constants.pkl" in archive.records or any(name.startswith(root + "code/") for name in archive.records):
-        what = f"{archive.source} is a checkpoint that has records of a TorchScript program as well"
-        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
-    small = small_records(archive, root)
-    storages = RecordStorages(archive, root + "data/", big_endian=small["byteorder"] == "big")
-    decoded = decoded_record(pickle, storages)
+    archive, root, small, storages, decoded = read_pickled(source)
     confirm_the_rest(archive)
-    alignment = _alignment(source, small[".storage_alignment"])
-    # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
-    origin = None if storages.big_endian else Origin(archive, root, alignment)
+    alignment = small.get(".storage_alignment", str(ALIGNMENT))
+    if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
+        raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
     odd = (*archive.notes, *record_notes(archive, root, storages))
     notes = (*odd, *decoded.notes, *protocol_notes(decoded.protocol))
-    metadata = {name: text for name, text in small.items() if text is not None}
-    if (mark := _mark_in(archive, root)) is not None:
-        metadata[marks.RECOVERED] = mark
+    metadata, mark = dict(small), archive.records.get(root + marks.RECOVERED_RECORD)
+    if mark is not None:
+        metadata[marks.RECOVERED] = mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")
         notes += marks.recovered_notes(metadata)
     tree = decoded.root
     if (shared := archive.records.get(root + marks.DEDUPLICATED_RECORD)) is not None:
         tree, told = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
         notes += tuple(told)
+    # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
+    origin = Origin(archive, root, int(alignment), metadata.get(marks.RECOVERED)) if not storages.big_endian else None
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
+
+
+class Pickled(NamedTuple):
+    """A zip of torch's and the pickle in it. small: the texts of the short records that are there, by name."""
+
+    archive: Archive
+    root: str
+    small: dict[str, str]
+    storages: RecordStorages
+    decoded: Decoded
+
+
+def read_pickled(source: Readable, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False) -> Pickled:
+    """The directory, the short records and the pickle of an archive; script: which may hold a program.
+
+    Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
+    what `read_archive` and `decode` raise.
+    """
+    archive = directory.read_archive(source)
+    records, pickle = archive.records, find_pickle(archive)
+    root = pickle.name.removesuffix("data.pkl")
+    # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
+    if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
+        what = f"{source} is a checkpoint that has records of a TorchScript program as well"
+        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
+    for record in records.values():
+        if record.name.count("/") == 1:
+            record.confirm()  # under another name in its own header, it would say something to one reader alone
+    said = {name: records[root + name].contents(MAX_SMALL) for name in _SMALL if root + name in records}
+    small = {name: content.decode("utf-8", "replace").strip() for name, content in said.items()}
+    version = small.get("version")
+    if (second := records.get(root + ".data/version")) is not None:
+        other = second.contents(MAX_SMALL).decode("utf-8", "replace").strip()
+        if version not in (None, other):
+            what = f"{source} has two version records that disagree"
+            raise Ambiguous(what, "Some versions of torch read the one, some the other.")
+        version = version or other
+    if version is None:
+        raise Corrupt(f"{source}: it has no record {root}version", "torch refuses such a file.")
+    if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
+        raise Corrupt(f"{source}: its version record says {version[:40]!r}")
+    if said.get("byteorder", b"little") not in (b"little", b"big"):  # torch compares the bytes
+        raise Corrupt(
+            f"{source}: its byteorder record says {said['byteorder'].decode('utf-8', 'replace')!r}",
+            "torch refuses such a file.",
+        )
+    storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
+    return Pickled(archive, root, small, storages, decoded_record(pickle, storages, builders))
 
 
 def find_pickle(archive: Archive) -> Record:
     """The one `data.pkl` of an archive; raises `Ambiguous` for two, and says what else a zip without one is."""
-    pickles = [
-        record for name, record in archive.records.items() if name.endswith("/data.pkl") and name.count("/") == 1
-    ]
+    source, records = archive.source, archive.records
+    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
-        names = " and ".join(str(record) for record in pickles)
-        raise Ambiguous(
-            f"{archive.source} holds two checkpoints ({names})", "Readers would disagree about which of them it is."
-        )
-    if not pickles:
-        if other := next((name for name in archive.records if name.lower().endswith("/data.pkl")), None):
-            what = f"{archive.source} has no data.pkl, but {other}"
-            raise Ambiguous(what, "torch takes it for one, other readers do not.")
-        raise _other_zip(archive)
-    root = pickles[0].name.removesuffix("data.pkl")
-    if f"{root}.data/extern_modules" in archive.records:
-        raise _other_zip(archive)
-    if outside := [name for name in archive.records if not name.startswith(root)]:
-        raise Ambiguous(
-            f"{archive.source} has records outside its folder {root}: {outside[0]}",
-            "A checkpoint has one folder; torch refuses what has more, other readers do not.",
-        )
-    return pickles[0]
+        names = " and ".join(str(records[name]) for name in pickles)
+        what = f"{source} holds two checkpoints ({names})"
+        raise Ambiguous(what, "Readers would disagree about which of them it is.")
+    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
+    root = pickles[0].removesuffix("data.pkl") if pickles else ""
+    if not pickles or f"{root}.data/extern_modules" in records:
+        from ckptool.formats.unrecognized import other_zip
 
-
-def _other_zip(archive: Archive) -> CkptoolError:
-    from ckptool.formats.unrecognized import other_zip
-
-    return other_zip(archive.source, archive.records)
+        raise other_zip(source, records)
+    if outside := [name for name in records if not name.startswith(root)]:
+        what = f"{source} has records outside its folder {root}: {outside[0]}"
+        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
+    return records[pickles[0]]
 
 
 def confirm_the_rest(archive: Archive) -> None:
@@ -125,33 +151,6 @@ def confirm_the_rest(archive: Archive) -> None:
     for record in archive.records.values():
         if not record.is_used:
             record.confirm()
-
-
-def small_records(archive: Archive, root: str) -> dict[str, str | None]:
-    """The short records on how an archive was written; raises `Corrupt` for an unknown byte order or version."""
-    for record in archive.records.values():
-        if record.name.count("/") == 1:
-            record.confirm()  # under another name in its own header, it would say something to one reader alone
-    small = {name: _small_record(archive, root + name) for name in _SMALL}
-    version, other = small["version"], _small_record(archive, root + ".data/version")
-    if None not in (version, other) and version != other:
-        what = f"{archive.source} has two version records that disagree"
-        raise Ambiguous(what, "Some versions of torch read the one, some the other.")
-    version = version or other
-    if version is None:
-        raise Corrupt(f"{archive.source}: it has no record {root}version", "torch refuses such a file.")
-    if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
-        raise Corrupt(f"{archive.source}: its version record says {version[:40]!r}")
-    order = archive.records.get(f"{root}byteorder")
-    if order is not None and order.contents(MAX_SMALL) not in (b"little", b"big"):  # torch compares the bytes
-        said = order.contents(MAX_SMALL).decode("utf-8", "replace")
-        raise Corrupt(f"{archive.source}: its byteorder record says {said!r}", "torch refuses such a file.")
-    return small
-
-
-def _small_record(archive: Archive, name: str) -> str | None:
-    record = archive.records.get(name)
-    return record.contents(MAX_SMALL).decode("utf-8", "replace").strip() if record is not None else None
 
 
 def inflated_limit(stored: int) -> int:
@@ -170,94 +169,60 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
     return decoded
 
 
-def _alignment(source: Readable, text: str | None) -> int:
-    if text is None:
-        return ALIGNMENT
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 1 << 15:
-        raise Corrupt(f"{source}: its .storage_alignment record says {text[:40]!r}")
-    return int(text)
-
-
+@dataclass(slots=True, eq=False)
 class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
-    prefix: the folder of the records (`archive/data/`).
+    prefix: the folder of the records (`archive/data/`).  find: the record of a name, which should have so many bytes.
+    refs: by key and class.
     """
 
-    def __init__(self, archive: Archive, prefix: str, big_endian: bool) -> None:
-        self.archive, self.prefix, self.big_endian = archive, prefix, big_endian
-        self.by_class: dict[Global, dict[str, StorageRef]] = {}
+    archive: Archive
+    prefix: str
+    big_endian: bool
+    find: Callable[[str, int], Record | None] | None = None
+    refs: dict[str, dict[Global, StorageRef]] = field(default_factory=dict)
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
 
         The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
         """
-        try:
-            tag, cls, key, location, numel = pid
-            ref = self.by_class[cls].get(key)
-        except (KeyError, TypeError, ValueError):
-            tag, cls, key, location, numel = self._checked(pid)
-            ref = self.by_class.get(cls, {}).get(key)
-        if ref is None or tag != "storage" or type(numel) is not int:
-            return self._first(*self._checked(pid)[1:])
-        if location != ref.storage.location or numel * _width(ref.dtype) != ref.storage.data.length:
-            raise self._contradiction(key)
-        return ref
-
-    @staticmethod
-    def _checked(pid: Any) -> tuple[Any, ...]:
-        if type(pid) is tuple and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
-            tag, cls, key, location, numel = pid[:5]
-            texts = type(key) is str and type(location) is str
-            if tag == "storage" and type(cls) is Global and texts and type(numel) is int:
-                return pid[:5]
-        raise Corrupt("a persistent id that names no storage", "torch writes one for each storage, for nothing else.")
-
-    def _first(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
+        is_plain = type(pid) is tuple and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
+        if not is_plain or (*map(type, pid[:5]),) != _PID or pid[0] != "storage":
+            what = "a persistent id that names no storage"
+            raise Corrupt(what, "torch writes one for each storage, for nothing else.")
+        _, cls, key, location, numel = pid[:5]
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
-        record = self.archive.records.get(self.prefix + key)
-        if record is None:
-            name = (self.prefix + key)[:200]
-            what = f"the storage {key[:200]} has no record {name} in the archive"
-            raise Corrupt(what, "Its data is not in the file.")
-        if numel < 0 or numel * _width(dtype) != record.size:
-            there = f"its record {record} has {record.size:,} bytes"
-            what = f"the storage {key} should have {numel} elements; {there}"
-            raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
-        storage = self._known(key, location, dtype) if record.is_used else None
-        if storage is None:
-            crc = record.crc if self.archive.has_checksums else None
-            storage = Storage(record.data, location, crc)
-            if self.big_endian:
-                data = swapped(storage, dtype)
-                storage = storage if data is storage.data else Storage(data, location)
-        ref = self.by_class.setdefault(cls, {})[key] = StorageRef(storage, dtype)
+        name, size = self.prefix + key, numel * (dtype.itemsize if dtype is not None else 1)
+        refs = self.refs.setdefault(key, {})
+        ref = refs.get(cls)
+        if ref is None:
+            record = self.find(name, size) if self.find is not None else self.archive.records.get(name)
+            if record is None:
+                what = f"the storage {key[:200]} has no record {name[:200]} in the archive"
+                raise Corrupt(what, "Its data is not in the file.")
+            if numel < 0 or size != record.size:
+                there = f"its record {record} has {record.size:,} bytes"
+                what = f"the storage {key} should have {numel} elements; {there}"
+                raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
+            storage = next((other.storage for other in refs.values()), None)
+            if storage is None:
+                storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
+                if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
+                    storage = Storage(data, location)
+            ref = refs[cls] = StorageRef(storage, dtype)
+        # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
+        mixed = len(refs) > 1 and not all(each.dtype is None or each.dtype.name == "u8" for each in refs.values())
+        if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
+            what = f"the storage {key} is described in two ways"
+            raise Corrupt(what, "Readers would disagree about which is right.")
         return ref
 
-    def _known(self, key: str, location: str, dtype: DType | None) -> Storage | None:
-        """The storage of the same record under another storage class, as uint8 and float8 views of one have it.
 
-        So do views of one storage without bytes, of any types.
-        """
-        for refs in self.by_class.values():
-            ref = refs.get(key)
-            if ref is not None:
-                bytes_only = all(kind is None or kind.name == "u8" for kind in (ref.dtype, dtype))
-                if ref.storage.location != location or not (bytes_only or ref.storage.nbytes == 0):
-                    raise self._contradiction(key)
-                return ref.storage
-        return None
-
-    @staticmethod
-    def _contradiction(key: str) -> Corrupt:
-        return Corrupt(f"the storage {key} is described in two ways", "Readers would disagree about which is right.")
-
-
-def _width(dtype: DType | None) -> int:
-    return dtype.itemsize if dtype is not None else 1
+_PID = (str, Global, str, str, int)
 
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
@@ -291,51 +256,58 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
     """
+    from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 
     refuse_unknown(checkpoint, keep_unknown)
-    layout = _Layout(checkpoint.origin if isinstance(checkpoint.origin, Origin) else None)
-    layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
-    mark, before = checkpoint.metadata.get(marks.RECOVERED), None
-    if layout.origin is None:
-        _lay_out_new(layout)
+    origin = checkpoint.origin if isinstance(checkpoint.origin, Origin) else None
+    keys, layout = _Keys(origin), ZipLayout(origin.alignment if origin else ALIGNMENT)
+    root, mark = keys.root, checkpoint.metadata.get(marks.RECOVERED)
+    layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
+    if origin is None:
+        for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+            layout.add(root + name, InlineBytes(text))
     else:
-        before = _mark_in(layout.origin.archive, layout.root)
-        for record in layout.origin.archive.by_offset():
-            if record.name != layout.root + marks.RECOVERED_RECORD or before == mark:
-                layout.copy(record)
-        layout.add_fresh()
-    if mark and mark != before:
-        layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
-    if layout.deduplicated and (shared := marks.deduplicated_record(checkpoint.tree)):
-        layout.add(marks.DEDUPLICATED_RECORD, InlineBytes(shared))
-    return layout.zip.finish()
+        anew = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
+        anew |= {root + marks.RECOVERED_RECORD} if mark != origin.recovered else set()
+        archive = origin.archive
+        for record in archive.by_offset():
+            if record.name in anew or (record.name.startswith(root + "data/") and record not in keys.used):
+                continue
+            # A reader that knows the record's directory entry alone has to know how large its descriptor is.
+            is_usual = record.descriptor_size in (DESCRIPTOR.size, DESCRIPTOR64.size)
+            is_usual = not record.descriptor_size or (is_usual and record.central[6] < ZIP64_VERSION)
+            is_aligned = (layout.at - record.header) % origin.alignment == 0
+            fits = record.zip64 or max(record.size, layout.at) < FULL
+            if fits and is_aligned and is_usual and not record.method and archive.has_checksums:
+                begin = archive.source.start + record.header
+                whole = FileRange(archive.source.file, begin, record.end - record.header, record.confirm)
+                layout.add_old(record, whole)
+            else:
+                layout.add(record.name, record.data, record.crc if archive.has_checksums else None)
+    for key, storage in keys.fresh:
+        layout.add(f"{root}data/{key}", storage.data, storage.crc)
+    if origin is None:
+        layout.add(root + "version", InlineBytes(b"3\n"))
+        # 40 digits that name the contents, as torch's do (by another hash), from the sums of all records before, the
+        # pickle's first: those of the bytes that were written, so that the same contents have the same name wherever
+        # they came from.
+        sums = [*layout.sums]
+
+        def identity() -> bytes:
+            joined = b"".join(total.value.to_bytes(4, "little") for total in sums)
+            return f"{sums[0].value:020d}{zlib.crc32(joined):020d}".encode()
+
+        layout.add(f"{root}.data/serialization_id", Deferred(40, identity))
+    if mark and (origin is None or mark != origin.recovered):
+        layout.add(root + marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
+    if keys.deduplicated and (shared := marks.deduplicated_record(checkpoint.tree)):
+        layout.add(root + marks.DEDUPLICATED_RECORD, InlineBytes(shared))
+    return layout.finish()
 
 
-def _mark_in(archive: Archive, root: str) -> str | None:
-    """The mark of a recovered archive; None for any other."""
-    record = archive.records.get(root + marks.RECOVERED_RECORD)
-    return record.contents(marks.MAX_RECORD).decode("utf-8", "replace") if record is not None else None
-
-
-def _lay_out_new(layout: _Layout) -> None:
-    layout.add(".format_version", InlineBytes(b"1"))
-    layout.add(".storage_alignment", InlineBytes(str(ALIGNMENT).encode()))
-    layout.add("byteorder", InlineBytes(b"little"))
-    layout.add_fresh()
-    layout.add("version", InlineBytes(b"3\n"))
-    layout.zip.add_late(f"{layout.root}.data/serialization_id", _ID_DIGITS, _identity)
-
-
-_ID_DIGITS = 40
-
-
-def _identity(sums: Sequence[int]) -> bytes:
-    """40 digits that name the contents, as torch's do (by another hash). sums: of all records, the pickle first.
-
-    They are those of the bytes that were written, so that the same contents have the same name wherever they came from.
-    """
-    return f"{sums[0]:020d}{zlib.crc32(b''.join(value.to_bytes(4, 'little') for value in sums)):020d}".encode()
+# torch looks for the end records in the last 69,562 bytes, Python's zipfile in the last 65,557.
+GUARD_EVERY = 65_000
 
 
 def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
@@ -343,54 +315,47 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
 
     None where it cannot or should not be: the tree came from another container, or much of the data is new.
     """
+    from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 
     origin = checkpoint.origin
     if not isinstance(origin, Origin):
         return None
     refuse_unknown(checkpoint, keep_unknown)
-    archive = origin.archive
+    archive, root, keys = origin.archive, origin.root, _Keys(origin)
     if archive.edits >= directory.MAX_EDITS:
         what = f"{archive.source} was edited in place {archive.edits} times already"
         why = "Every edit leaves its old pickle and directory inside; it is time to write a new file."
         raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
-    layout = _Layout(origin, begin=archive.end)
-    layout.add("data.pkl", InlineBytes(encode(checkpoint.tree, layout.key_of)))
-    if layout.deduplicated or origin.root + marks.DEDUPLICATED_RECORD in archive.records:
+    # In an archive without checksums, a new record has none either: else the zeros of the others would count.
+    layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)
+    layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
+    if keys.deduplicated or root + marks.DEDUPLICATED_RECORD in archive.records:
         return None  # which tensors share a record is written anew with every change
-    if 4 * sum(storage.nbytes for _, storage in layout.fresh) > archive.end:
+    if 4 * sum(storage.nbytes for _, storage in keys.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
-    layout.add_fresh()
+    for key, storage in keys.fresh:
+        layout.add(f"{root}data/{key}", storage.data, storage.crc)
     for record in archive.by_offset():
-        if record.name != f"{origin.root}data.pkl":
-            layout.zip.enter_moved(record, record.header)
-    plan = layout.zip.finish()
+        if record.name != root + "data.pkl":
+            layout.add_old(record)
+    plan = layout.finish()
     return Plan(plan.files, keep=archive.end, guard=guard(archive.end_records), guard_every=GUARD_EVERY)
 
 
-# torch looks for the end records in the last 69,562 bytes, Python's zipfile in the last 65,557.
-GUARD_EVERY = 65_000
+class _Keys:
+    """The keys of storages in a new archive, and which of them are `used` old records', which `fresh` ones."""
 
-
-class _Layout:
-    """The records of a new archive: those of the old file that are still used, and those of its own."""
-
-    def __init__(self, origin: Origin | None, begin: int = 0) -> None:
-        from ckptool.formats.zip.writer import ZipLayout
-
-        self.origin = origin
-        self.records = origin.record_of() if origin else {}
+    def __init__(self, origin: Origin | None) -> None:
+        records = origin.archive.records if origin else {}
         self.root = origin.root if origin else "archive/"
-        self.alignment = origin.alignment if origin else ALIGNMENT
-        # Appended to an archive without checksums, a record has none either: else the zeros of the others would count.
-        checksums = not begin or origin is None or origin.archive.has_checksums
-        self.zip = ZipLayout(self.alignment, begin, checksums)
+        self.records = {id(record.data): record for record in records.values() if record.is_used}
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.deduplicated: dict[tuple[int, str], str] = {}  # the same by data and location
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
-        self.taken = {name.removeprefix(self.root + "data/") for name in origin.archive.records} if origin else set()
-        self.numbers = itertools.count()
+        taken = {name.removeprefix(self.root + "data/") for name in records}
+        self.free = (key for n in itertools.count() if (key := str(n)) not in taken)
 
     def key_of(self, storage: Storage) -> str:
         """The key of a storage: its old record's, unless another storage has that (two that became different stay
@@ -402,7 +367,7 @@ class _Layout:
         if key is None:
             record = self.records.get(id(storage.data))
             if record is None or record in self.used:
-                key = next(key for n in self.numbers if (key := str(n)) not in self.taken)
+                key = next(self.free)
                 self.fresh.append((key, storage))
             else:
                 self.used.add(record)
@@ -411,30 +376,3 @@ class _Layout:
         if storage.deduplicated:
             self.deduplicated[id(storage.data), storage.location] = key
         return key
-
-    def add(self, name: str, data: Data, crc: int | None = None) -> None:
-        """A record of our own under the root. `crc`, if known, is checked."""
-        self.zip.add(self.root + name, data, crc)
-
-    def copy(self, record: Record) -> None:
-        """Adds a record of the old file that the tree uses: whole where it moves by a multiple of the alignment."""
-        from ckptool.formats.zip.writer import needs_zip64
-
-        archive, name = record.archive, record.name.removeprefix(self.root)
-        if name in ("data.pkl", marks.DEDUPLICATED_RECORD) or (name.startswith("data/") and record not in self.used):
-            return
-        if not record.name.startswith(self.root):
-            return  # its name leads out of the folder
-        fits = record.zip64 or not needs_zip64(record.size, self.zip.at)
-        aligned = (self.zip.at - record.header) % self.alignment == 0
-        if fits and aligned and not record.method and archive.has_checksums and record.is_torch_like:
-            place = archive.source.start + record.header
-            whole = FileRange(archive.source.file, place, record.end - record.header, record.confirm)
-            self.zip.add_copy(record, whole)
-        else:
-            self.add(name, record.data, record.crc if archive.has_checksums else None)
-
-    def add_fresh(self) -> None:
-        """The storages that the old file does not have, in the order in which the tree mentions them."""
-        for key, storage in self.fresh:
-            self.add(f"data/{key}", storage.data, storage.crc)

@@ -29,10 +29,9 @@ from ckptool.formats.torch_zip import (
     RecordStorages,
     confirm_the_rest,
     decoded_record,
-    find_pickle,
     inflated_limit,
+    read_pickled,
     record_notes,
-    small_records,
 )
 from ckptool.formats.torch_zip import detect as is_zip
 from ckptool.formats.zip import directory
@@ -57,17 +56,11 @@ def read(source: Readable) -> Checkpoint:
 
     Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `read_archive` and `decode` raise.
     """
-    archive = directory.read_archive(source)
-    pickle = find_pickle(archive)
-    root = pickle.name.removesuffix("data.pkl")
-    small = small_records(archive, root)
-    big_endian = small["byteorder"] == "big"
-    storages = RecordStorages(archive, root + "data/", big_endian)
-    decoded = decoded_record(pickle, storages, _BUILDERS)
+    archive, root, small, storages, decoded = read_pickled(source, _BUILDERS, script=True)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
         what = f"{source} is a checkpoint that has the records of a TorchScript program as well"
         raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
-    program = _Program(archive, root, big_endian)
+    program = _Program(archive, root, storages.big_endian)
     confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())
     # Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered.
@@ -79,7 +72,7 @@ def read(source: Readable) -> Checkpoint:
             if note.code != "deflated"
         ],
     )
-    metadata = {"class": decoded.root.name, **{name: text for name, text in small.items() if text is not None}}
+    metadata = {"class": decoded.root.name, **small}
     discarded = (*decoded.discarded, *program.runs())
     return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, extras=program.beside())
 

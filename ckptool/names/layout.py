@@ -33,8 +33,8 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted,
 from ckptool.facts import LIVE, Report, Told, bold, dim
 from ckptool.names.arithmetic import Unbound, parse_arithmetic
 from ckptool.names.pattern import Name, parse_name
-from ckptool.names.rule_files import rules_tree, scalar_text
-from ckptool.names.rules import FUNCTIONS, LOOK, Translation, dropped, items, translation_of
+from ckptool.names.rule_files import FUNCTIONS, dropping, items, rules_tree, scalar_text, translation_of
+from ckptool.names.rules import LOOK, Translation
 from ckptool.names.scope import Scope
 
 FOLDER = "layouts"
@@ -228,7 +228,7 @@ def without_base(rules: Translation, base: str) -> Translation:
     return replace(
         rules,
         rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
-        drop=tuple(dropped(each.pattern.removeprefix(base), each.place) for each in rules.drop),
+        drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
         unfill=tuple(replace(fill, name=bare(fill.name)) for fill in rules.unfill),
         tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import comb, prod
 
+from ckptool.checkpoint.patterns import Matcher
 from ckptool.errors import UsageError, counted
 from ckptool.names.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 
@@ -129,6 +130,16 @@ class Name:
             match = self.expression.fullmatch(groups[""])
             return match.expand(self.text) if match else groups[""]
         return "".join([piece if isinstance(piece, str) else _filled(piece, groups, lookup) for piece in self.pieces])
+
+
+@dataclass(frozen=True)
+class Glob(Name):
+    """A pattern that is only matched, as those of `--only`: `*` crosses dots, `re:` is searched for."""
+
+    matches: Matcher = field(kw_only=True)
+
+    def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
+        return {"": key} if self.matches(key) else None
 
 
 def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str:

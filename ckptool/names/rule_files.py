@@ -1,11 +1,45 @@
-"""Files of rules: YAML as a tree with the lines in which its parts stand."""
+"""Files of rules: YAML, whose errors name the line.
+
+rules:                                   # the first that matches a key counts
+  - 'blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0'
+  - 'experts.{e}.w1.weight => experts.w1 : stack 0 over e'
+variables: {heads: num_attention_heads}  # by --set, else of these, else of config.json beside the file
+ranges: {l: layers_per_block}            # how many values a variable has, where arithmetic in names has to be solved
+drop: ['*.rotary_emb.inv_freq']          # keys that are left out
+tied: {lm_head.weight: wte.weight}       # second names of the old side's tensors, which the new side's files leave out
+fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only the new side has
+optional: ['head.{p} => classifier.{p}', [RULE, RULE]]       # rules that may match nothing; in a list, all or none
+
+How tensor and pipeline parallelism divide a model:
+
+join:                                  # patterns of whole keys; the first that matches counts
+  '*.word_embeddings.weight': {vocab: 50257}
+  '*.linear_qkv.*': {qkv: {heads: n_heads, kv_heads: n_kv_heads or n_heads, head_dim: 128}}  # of config.json, too
+  '*.linear_fc1.*': glu
+  '*.linear_proj.weight': row
+  '*': replicated
+layers: [decoder.layers]               # a pipeline stage counts its own layers from 0
+unstack: [decoder.layers]              # one tensor for all layers becomes one for each
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ckptool.errors import UsageError, printable
+from ckptool.checkpoint.patterns import matcher
+from ckptool.commands import FILE, FOLDER, OUT, Slot, command
+from ckptool.errors import UsageError, listed, printable
+from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.names.chain import Operation
+from ckptool.names.joining import JOIN_WAYS
+from ckptool.names.pattern import Glob, parse_name, split_names
+from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, ZeroFill, parse_rules
 
+JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
+FUNCTIONS = ("size", "count", "root")
 MAX_RULES = 16 << 20  # bytes of a file of them
 
 
@@ -53,3 +87,227 @@ def scalar_text(node: Any) -> str:
 def line_of(node: Any, path: str) -> str:
     """Where a part of a file stands: `rules.yaml, line 3`."""
     return f"{printable(path)}, line {node.start_mark.line + 1}"
+
+
+def items(node: Any, path: str, kind: str, look: str = LOOK) -> list[Any]:
+    """What is in a list or mapping of a YAML file. Raises `UsageError` for something else in its place."""
+    if getattr(node, "id", "") != kind:
+        where = line_of(node, path) if node is not None else f"{printable(path)}, line 1"
+        raise UsageError(f"{where}: not a {'list' if kind == 'sequence' else 'mapping'}", "", look)
+    return list(node.value)
+
+
+def _once(node: Any, path: str, known: Collection[str] = (), look: str = LOOK) -> dict[str, Any]:
+    """The values of a mapping by their keys, none of which stands there twice. known: the keys that there are."""
+    found: dict[str, Any] = {}
+    for key, value in items(node, path, "mapping", look):
+        name = _name(key, path, look)
+        if name in found:
+            raise UsageError(f"{line_of(key, path)}: {name!r} stands there twice", "Only one can count.", look)
+        if known and name not in known:
+            raise UsageError(f"{line_of(key, path)}: {name!r} is none of {listed(list(known))}", "", look)
+        found[name] = value
+    return found
+
+
+def _name(node: Any, path: str, look: str = JOIN_LOOK) -> str:
+    if getattr(node, "id", "") != "scalar":
+        raise UsageError(f"{line_of(node, path)}: a list or mapping where a name should be", "", look)
+    return str(node.value)
+
+
+# Rules that change tensors -------------------------------------------------------------------------------------------
+
+
+def all_rules(texts: Iterable[str], path: str | None = None) -> Translation:
+    """The rules in texts, then those of a file with what goes with them."""
+    translation = Translation(()) if path is None else read_rules(path)
+    return replace(translation, rules=(*(rule for text in texts for rule in parse_rules(text)), *translation.rules))
+
+
+def renaming(texts: Iterable[str], path: str | None = None) -> tuple[Rule, ...]:
+    """The rules in texts, then those of a file, that give keys other names and leave the tensors as they are.
+
+    Raises `UsageError` for one that does more, or that has a variable on the right side alone.
+    """
+    translation = all_rules(texts, path)
+    for rule in translation.rules:
+        if not rule.only_renames:
+            raise rule.error("it changes tensors", "Here rules only rename.", _TRANSLATE)
+        (old,), (new,) = rule.old, rule.new
+        known = {*old.variables.values()} | {f"{{{name}}}" for each in old.sums for name in each.names}
+        wanted = [*new.variables.values(), *(f"{{{name}}}" for each in new.sums for name in sorted(each.names))]
+        if unbound := [each for each in wanted if each not in known]:
+            raise rule.error(f"{unbound[0]} is not on the left side", "Every variable on the right must be bound.")
+    if not translation.only_renames:
+        raise UsageError(f"{path} has more than rules that rename", "Here rules only rename.", _TRANSLATE)
+    return translation.rules
+
+
+_TRANSLATE = f"Change tensors: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
+
+
+def read_rules(path: str) -> Translation:
+    """The rules of a YAML file, also a plain list of them, or a mapping of OLD to NEW. Raises `UsageError` that points
+    at the line, `FileProblem`."""
+    node = rules_tree(path, LOOK)
+    pairs = node.value if getattr(node, "id", "") == "mapping" else []
+    if pairs and scalar_text(pairs[0][0]) not in (*_SECTIONS, *_JOIN_SECTIONS):
+        return Translation(_rules(node, path))
+    return translation_of(node, path)
+
+
+def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translation:
+    """The rules in a YAML tree. other: sections that are someone else's."""
+    if getattr(node, "id", "") == "sequence":
+        return Translation(_rules(node, path))
+    if getattr(node, "id", "") != "mapping":
+        raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
+    sections = _once(node, path, (*_SECTIONS, *_JOIN_SECTIONS, *other))
+    parts, join = (
+        {name: readers[name](value, path) for name, value in sections.items() if name in readers}
+        for readers in (_SECTIONS, _JOIN_SECTIONS)
+    )
+    parts |= {"join": JoinRules(path, **join)} if join else {}
+    parts["rules"] = (*parts.get("rules", ()), *parts.pop("optional", ()))
+    return Translation(**parts)
+
+
+def _rules(node: Any, path: str) -> tuple[Rule, ...]:
+    """The rules of a list, or of a mapping of OLD to NEW."""
+    if getattr(node, "id", "") == "mapping":
+        texts = [(f"{scalar_text(old)} => {scalar_text(new)}", line_of(old, path)) for old, new in node.value]
+    else:
+        texts = [(_rule_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
+    return tuple(rule for text, place in texts for rule in parse_rules(text, place))
+
+
+def _rule_text(node: Any) -> str:
+    if getattr(node, "id", "") == "mapping" and len(node.value) == 1:  # `- a => b : transpose`, without quotes
+        return " : ".join(scalar_text(each) for each in node.value[0])
+    return scalar_text(node)
+
+
+def _optional(node: Any, path: str) -> tuple[Rule, ...]:
+    found: list[list[Rule]] = []
+    for each in items(node, path, "sequence"):
+        is_group = getattr(each, "id", "") == "sequence"
+        rules = _rules(each, path) if is_group else parse_rules(_rule_text(each), line_of(each, path))
+        found += [[*rules]] if is_group else [[rule] for rule in rules]
+    return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
+
+
+def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
+    def read(node: Any, path: str) -> dict[str, Arithmetic]:
+        found = {}
+        for key, value in items(node, path, "mapping"):
+            try:
+                found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
+            except UsageError as error:
+                raise error.within(line_of(key, path)) from None
+        return found
+
+    return read
+
+
+def _patterns(node: Any, path: str) -> tuple[Rule, ...]:
+    return tuple(dropping(scalar_text(each), line_of(each, path)) for each in items(node, path, "sequence"))
+
+
+def dropping(pattern: str, place: str = "") -> Rule:
+    """The rule that leaves out the keys of a pattern. Raises `UsageError` for an invalid expression."""
+    return Rule(pattern, place, (Glob(pattern, matches=matcher(pattern)),), ())
+
+
+def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
+    return tuple((scalar_text(name), scalar_text(other)) for name, other in items(node, path, "mapping"))
+
+
+_FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
+
+
+def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
+    found = []
+    for each in items(node, path, "sequence"):
+        match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
+        if match is None:
+            what = f"{place}: {text!r} is not of the form NEW => zeros [SIZE, …] like OLD"
+            raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
+        new, sizes, old = match.groups()
+        try:
+            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
+            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
+        except UsageError as error:
+            raise error.within(place) from None
+    return tuple(found)
+
+
+_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "rules": _rules,
+    "optional": _optional,
+    "variables": _expressions(FUNCTIONS),
+    "ranges": _expressions(FUNCTIONS),
+    "drop": _patterns,
+    "drop_new": _patterns,
+    "tied": _ties,
+    "tied_new": _ties,
+    "fill": _fills,
+}
+
+
+# Rules that join ranks -----------------------------------------------------------------------------------------------
+
+
+def read_join_rules(path: str) -> JoinRules:
+    """The rules of a YAML file. Raises `UsageError` that points at the line, `FileProblem` for an unreadable file."""
+    node = rules_tree(path, JOIN_LOOK)
+    if "rules" in [scalar_text(key) for key, _ in items(node, path, "mapping", JOIN_LOOK)]:
+        what = f"{path} has rules that change tensors, and convert only joins ranks"
+        fix = f"Join and change in one step: {command('translate', FOLDER, rules_file=FILE, out=OUT)}"
+        raise UsageError(what, "", fix)
+    found = _once(node, path, _JOIN_SECTIONS, JOIN_LOOK)
+    return JoinRules(path, **{name: _JOIN_SECTIONS[name](each, path) for name, each in found.items()})
+
+
+def _joins(node: Any, path: str) -> tuple[Rule, ...]:
+    return tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items())
+
+
+def _join(pattern: str, node: Any, path: str) -> Rule:
+    """`PATTERN: WAY`, `PATTERN: {WAY: NUMBER}` or `PATTERN: {WAY: {NAME: NUMBER, …}}`."""
+    place, given = line_of(node, path), None
+    if getattr(node, "id", "") == "mapping" and len(node.value) == 1:
+        ((way, given),) = _once(node, path, look=JOIN_LOOK).items()
+    else:
+        way = _name(node, path)
+    if way not in JOIN_WAYS:
+        raise UsageError(f"{place}: {way!r} is no way of joining", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
+    needed = JOIN_WAYS[way].numbers
+    values = {} if given is None else {needed[0] if len(needed) == 1 else "": given}
+    if getattr(given, "id", "") == "mapping":
+        values = _once(given, path, look=JOIN_LOOK)
+    texts = {name: _name(value, path) for name, value in values.items()}
+    if texts.keys() != set(needed) or not all(text if name == "like" else _COUNT(text) for name, text in texts.items()):
+        what = f"{place}: {way} takes {listed(needed) if needed else 'no numbers'}"
+        raise UsageError(what, "Each is a whole number above zero." if needed else "", JOIN_LOOK)
+    counts = {name: int(text) for name, text in texts.items() if name != "like" and text.isdigit()}
+    if counts.get("heads", 0) % counts.get("kv_heads", 1):
+        raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
+    try:
+        numbers = tuple(parse_arithmetic(texts[name]) for name in needed if name != "like")
+        matched = Glob(pattern, matches=matcher(pattern))
+    except UsageError as error:
+        raise error.within(place) from None
+    return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, words=texts.get("like", "")),))
+
+
+_COUNT = re.compile("[1-9][0-9]{0,11}|.*[^0-9].*", re.DOTALL).fullmatch  # a number above zero, or an expression
+
+
+def _prefixes(node: Any, path: str) -> tuple[str, ...]:
+    """The names in a list, or one by itself."""
+    names = node.value if getattr(node, "id", "") == "sequence" else [node]
+    return tuple(_name(each, path).removesuffix(".") for each in names)
+
+
+_JOIN_SECTIONS: dict[str, Callable[[Any, str], Any]] = {"join": _joins, "layers": _prefixes, "unstack": _prefixes}

@@ -1,14 +1,4 @@
-"""Rules that change tensors: `OLD[, OLD …] => NEW[, NEW …] [: OPERATION [| OPERATION …]]`, and the files of them.
-
-rules:                                   # the first that matches a key counts
-  - 'blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0'
-  - 'experts.{e}.w1.weight => experts.w1 : stack 0 over e'
-variables: {heads: num_attention_heads}  # by --set, else of these, else of config.json beside the file
-ranges: {l: layers_per_block}            # how many values a variable has, where arithmetic in names has to be solved
-drop: ['*.rotary_emb.inv_freq']          # keys that are left out
-tied: {lm_head.weight: wte.weight}       # second names of the old side's tensors, which the new side's files leave out
-fill: ['h.{n}.ln.bias => zeros [d0] like h.{n}.ln.weight']   # tensors that only the new side has
-optional: ['head.{p} => classifier.{p}', [RULE, RULE]]       # rules that may match nothing; in a list, all or none
+"""Rules that change tensors: `OLD[, OLD …] => NEW[, NEW …] [: OPERATION [| OPERATION …]]`.
 
 Reversed, the sides are exchanged and the inverse operations come in inverse order. `NAME beside KEY`, behind the new
 names, chooses among several rules on the way back: the first whose KEY is present.
@@ -17,22 +7,17 @@ names, chooses among several rules on the way back: the first whose KEY is prese
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
-from ckptool.checkpoint.patterns import Matcher, matcher
-from ckptool.commands import FILE, OUT, Slot, arg, command
+from ckptool.commands import FILE, arg, command
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed
-from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
+from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import Operation, parse_operation
-from ckptool.names.joining import JOIN_SECTIONS, JoinRules, join_sections
 from ckptool.names.pattern import Name, parse_expressions, parse_name, split_names
-from ckptool.names.rule_files import line_of, rules_tree, scalar_text
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
-FUNCTIONS = ("size", "count", "root")
 TAKEN_BEFORE = "no key, or only keys that an earlier rule takes"
 WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
 _ARROW = re.compile(r"\s*=>\s*")
@@ -56,20 +41,6 @@ class Rule:
     reverses: bool = False
     group: int = 0
     beside: tuple[Name | None, Name | None] = (None, None)
-
-    def __call__(self, key: str) -> str | None:
-        """The new key by a rule that only renames; None where it does not match.
-
-        Raises `UsageError` where a number would be negative.
-        """
-        begin, end = self.old[0].ends
-        groups = self.old[0].match(key) if key.startswith(begin) and key.endswith(end) else None
-        if groups is None:
-            return None
-        try:
-            return self.new[0].fill(groups)
-        except UsageError as error:
-            raise error.within(key) from None
 
     @property
     def only_renames(self) -> bool:
@@ -135,12 +106,17 @@ class ZeroFill:
 
 
 @dataclass(frozen=True, slots=True)
-class DropPattern:
-    """A pattern of keys that are left out."""
+class JoinRules:
+    """How ranks are joined: each of `join` has one operation, of `JOIN_WAYS`.
 
-    pattern: str
-    place: str
-    matches: Matcher
+    layers, unstack: prefixes of names, after which the number of a layer stands or is to stand.
+    """
+
+    path: str
+    join: tuple[Rule, ...] = ()
+    layers: tuple[str, ...] = ()
+    unstack: tuple[str, ...] = ()
+    optional: bool = False  # rules need not match, as those for any model of a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +131,8 @@ class Translation:
     rules: tuple[Rule, ...]
     variables: dict[str, Arithmetic] = field(default_factory=dict)
     ranges: dict[str, Arithmetic] = field(default_factory=dict)
-    drop: tuple[DropPattern, ...] = ()
-    drop_new: tuple[DropPattern, ...] = ()
+    drop: tuple[Rule, ...] = ()
+    drop_new: tuple[Rule, ...] = ()
     fill: tuple[ZeroFill, ...] = ()
     unfill: tuple[ZeroFill, ...] = ()
     join: JoinRules | None = None
@@ -261,40 +237,6 @@ def _counted(rule: Rule, op: Operation, count: int, bound: set[str], names: int)
     return parts, replace(op, parts=parts)
 
 
-def all_rules(texts: Iterable[str], path: str | None = None) -> Translation:
-    """The rules in texts, then those of a file with what goes with them."""
-    translation = Translation(()) if path is None else read_rules(path)
-    return replace(translation, rules=(*(rule for text in texts for rule in parse_rules(text)), *translation.rules))
-
-
-def renaming(texts: Iterable[str], path: str | None = None) -> tuple[Rule, ...]:
-    """The rules in texts, then those of a file, that give keys other names and leave the tensors as they are.
-
-    Raises `UsageError` for one that does more, or that has a variable on the right side alone.
-    """
-    translation = all_rules(texts, path)
-    for rule in translation.rules:
-        if not rule.only_renames:
-            raise rule.error("it changes tensors", "Here rules only rename.", _TRANSLATE)
-        (old,), (new,) = rule.old, rule.new
-        known = {*old.variables.values()} | {f"{{{name}}}" for each in old.sums for name in each.names}
-        wanted = [*new.variables.values(), *(f"{{{name}}}" for each in new.sums for name in sorted(each.names))]
-        if unbound := [each for each in wanted if each not in known]:
-            raise rule.error(f"{unbound[0]} is not on the left side", "Every variable on the right must be bound.")
-    if not translation.only_renames:
-        raise UsageError(f"{path} has more than rules that rename", "Here rules only rename.", _TRANSLATE)
-    return translation.rules
-
-
-_TRANSLATE = f"Change tensors: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
-
-
-def first_match(rules: Iterable[Rule], key: str) -> tuple[Rule | None, str]:
-    """The first of rules that rename which takes a key, and the key's new name."""
-    found = ((rule, new) for rule in rules if (new := rule(key)) is not None)
-    return next(found, (None, key))
-
-
 def refuse_idle(idle: Iterable[Rule], matches: str, why: str) -> None:
     """Raises `NoMatch` for the first of rules that match no key."""
     for rule in idle:
@@ -304,130 +246,6 @@ def refuse_idle(idle: Iterable[Rule], matches: str, why: str) -> None:
             why,
             f"See the keys: {command('inspect', FILE, all=True)}",
         )
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def read_rules(path: str) -> Translation:
-    """The rules of a YAML file, also a plain list of them, or a mapping of OLD to NEW. Raises `UsageError` that points
-    at the line, `FileProblem`."""
-    node = rules_tree(path, LOOK)
-    pairs = node.value if getattr(node, "id", "") == "mapping" else []
-    if pairs and scalar_text(pairs[0][0]) not in (*_SECTIONS, *JOIN_SECTIONS):
-        return Translation(_rules(node, path))
-    return translation_of(node, path)
-
-
-def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translation:
-    """The rules in a YAML tree. other: sections that are someone else's."""
-    known = (*_SECTIONS, *JOIN_SECTIONS, *other)
-    if getattr(node, "id", "") == "sequence":
-        return Translation(_rules(node, path))
-    if getattr(node, "id", "") != "mapping":
-        raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
-    sections: dict[str, Any] = {}
-    for key, value in node.value:
-        name = scalar_text(key)
-        if name not in known or name in sections:
-            what = "stands there twice" if name in sections else f"is none of {listed([*_SECTIONS, *JOIN_SECTIONS])}"
-            raise UsageError(f"{line_of(key, path)}: {name!r} {what}", "", LOOK)
-        sections[name] = value
-    parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
-    join = {name: value for name, value in sections.items() if name in JOIN_SECTIONS}
-    parts |= {"join": join_sections(join, path)} if join else {}
-    parts["rules"] = (*parts.get("rules", ()), *parts.pop("optional", ()))
-    return Translation(**parts)
-
-
-def items(node: Any, path: str, kind: str) -> list[Any]:
-    """What is in a list or mapping of a YAML file. Raises `UsageError` for something else in its place."""
-    if getattr(node, "id", "") != kind:
-        raise UsageError(f"{line_of(node, path)}: not a {'list' if kind == 'sequence' else 'mapping'}", "", LOOK)
-    return list(node.value)
-
-
-def _rules(node: Any, path: str) -> tuple[Rule, ...]:
-    """The rules of a list, or of a mapping of OLD to NEW."""
-    if getattr(node, "id", "") == "mapping":
-        texts = [(f"{scalar_text(old)} => {scalar_text(new)}", line_of(old, path)) for old, new in node.value]
-    else:
-        texts = [(_rule_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
-    return tuple(rule for text, place in texts for rule in parse_rules(text, place))
-
-
-def _rule_text(node: Any) -> str:
-    if getattr(node, "id", "") == "mapping" and len(node.value) == 1:  # `- a => b : transpose`, without quotes
-        return " : ".join(scalar_text(each) for each in node.value[0])
-    return scalar_text(node)
-
-
-def _optional(node: Any, path: str) -> tuple[Rule, ...]:
-    found: list[list[Rule]] = []
-    for each in items(node, path, "sequence"):
-        is_group = getattr(each, "id", "") == "sequence"
-        rules = _rules(each, path) if is_group else parse_rules(_rule_text(each), line_of(each, path))
-        found += [[*rules]] if is_group else [[rule] for rule in rules]
-    return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
-
-
-def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
-    def read(node: Any, path: str) -> dict[str, Arithmetic]:
-        found = {}
-        for key, value in items(node, path, "mapping"):
-            try:
-                found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
-            except UsageError as error:
-                raise error.within(line_of(key, path)) from None
-        return found
-
-    return read
-
-
-def _patterns(node: Any, path: str) -> tuple[DropPattern, ...]:
-    texts = [(scalar_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
-    return tuple(dropped(text, place) for text, place in texts)
-
-
-def dropped(pattern: str, place: str) -> DropPattern:
-    """A pattern of keys that are left out. Raises `UsageError` for an invalid expression."""
-    return DropPattern(pattern, place, matcher(pattern))
-
-
-def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
-    return tuple((scalar_text(name), scalar_text(other)) for name, other in items(node, path, "mapping"))
-
-
-_FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
-
-
-def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
-    found = []
-    for each in items(node, path, "sequence"):
-        match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
-        if match is None:
-            what = f"{place}: {text!r} is not of the form NEW => zeros [SIZE, …] like OLD"
-            raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
-        new, sizes, old = match.groups()
-        try:
-            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
-            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
-        except UsageError as error:
-            raise error.within(place) from None
-    return tuple(found)
-
-
-_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
-    "rules": _rules,
-    "optional": _optional,
-    "variables": _expressions(FUNCTIONS),
-    "ranges": _expressions(FUNCTIONS),
-    "drop": _patterns,
-    "drop_new": _patterns,
-    "tied": _ties,
-    "tied_new": _ties,
-    "fill": _fills,
-}
 
 
 def parse_setting(text: str) -> tuple[str, int]:

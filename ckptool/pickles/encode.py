@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
@@ -37,14 +37,19 @@ _pack_uint = struct.Struct("<I").pack
 _pack_float = struct.Struct(">d").pack
 
 _SET, _FROZENSET = Global("__builtin__", "set"), Global("__builtin__", "frozenset")
-_COMPLEX, _BYTES, _BYTEARRAY = (
-    Global("__builtin__", "complex"),
-    Global("__builtin__", "bytes"),
-    Global("__builtin__", "bytearray"),
-)
+_COMPLEX = Global("__builtin__", "complex")
+_BYTES, _BYTEARRAY = Global("__builtin__", "bytes"), Global("__builtin__", "bytearray")
 _ENCODE = Global("_codecs", "encode")
 
-Steps = Generator[Any, None, None]
+
+class _Call(NamedTuple):
+    """A call that only one place refers to, as an argument of another."""
+
+    fn: Global
+    args: tuple[Any, ...]
+
+
+_NO_HOOKS = _Call(ORDERED_DICT, ())
 
 
 def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
@@ -58,360 +63,264 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 
 
 class _Encoder:
-    """Writes one pickle. protocol: raised on the way where something needs it; names follow its rules then."""
+    """Writes one pickle. protocol: raised on the way where something needs it; all is written again with it then."""
 
     def __init__(self, key_of: Callable[[Storage], str], protocol: int = 2) -> None:
         self.key_of = key_of
+        self.protocol = protocol
         self.out = bytearray(b"\x80\x02")
         self.count = 0  # values memoized so far
-        self.texts: dict[Any, bytes] = {}  # text, bytes or name -> the opcode that recalls it
-        self.objects: dict[int, bytes] = {}  # id of a container -> the opcode that recalls it
-        self.begun: dict[int, int] = {}  # id of a set -> how many objects were stored when it was begun
-        self.protocol = protocol
-        self.names_as_in_python_3 = protocol > 2
+        self.memo: dict[Any, bytes] = {}  # text, bytes, name, or the id of another value -> the opcode that recalls it
+        self.begun: dict[int, int] = {}  # id of a set -> how much could be recalled when it was begun
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
 
     def run(self, tree: Any) -> bytes:
-        if not self._leaf(tree):
-            pending: list[Iterator[Any]] = [self._steps(tree)]
-            while pending:
-                for child in pending[-1]:  # a child that is not a leaf: go down, and come back here
-                    pending.append(self._steps(child))
+        pending: list[Iterator[Any]] = [iter((tree,))]
+        while pending:
+            for part in pending[-1]:
+                if not self._leaf(part):  # go down, and come back here
+                    pending.append(self._container(part))
                     break
-                else:
-                    pending.pop()
+            else:
+                pending.pop()
         self.out[1] = self.protocol
         self.out += b"."
         return bytes(self.out)
+
+    def _recalled(self, key: Any, unfinished: bytes = b"") -> bool:
+        """Recalls what was written before; says whether it was. unfinished: opcodes that drop what was begun of it."""
+        recall = self.memo.get(key)
+        if recall is None:
+            return False
+        self.out += unfinished + recall
+        return True
+
+    def _put(self, key: Any = None) -> None:
+        """Memoizes what is on top of the stack; by its key it is recalled, and without one never."""
+        index = self.count
+        self.count += 1
+        raw, put, get = (bytes([index]), b"q", b"h") if index < 256 else (_pack_uint(index), b"r", b"j")
+        self.out += put + raw
+        if key is not None:
+            self.memo[key] = get + raw
 
     # Leaves: everything that refers to no container ---------------------------------------------------------------
 
     def _leaf(self, value: Any) -> bool:
         """Writes `value` if it has no containers in it, or was written before; says whether it did."""
-        kind = type(value)
+        kind, out = type(value), self.out
         if kind is str:
-            self._text(value)
+            if not self._recalled(value):
+                raw = value.encode("utf-8", "surrogatepass")
+                out += b"X" + _pack_uint(len(raw)) + raw
+                self._put(value)
         elif kind is int:
-            self.out += integer(value)
-        elif kind is TensorEntry:
-            if not self._recalled(value):
-                self._entry(value)
+            out += integer(value)
         elif value is None:
-            self.out += b"N"
+            out += b"N"
         elif kind is bool:
-            self.out += b"\x88" if value else b"\x89"
+            out += b"\x88" if value else b"\x89"
         elif kind is float:
-            self.out += b"G" + _pack_float(value)
-        elif kind is Global:
-            self._global(value)
+            out += b"G" + _pack_float(value)
         elif kind is tuple and not value:
-            self.out += b")"
-        elif kind is bytes or kind is ByteString:
-            self._bytes(value)
-        elif kind is complex:
+            out += b")"
+        elif kind is StorageRef:
+            self._storage(value.storage, value.dtype)
+        elif kind is Global:
             if not self._recalled(value):
-                self._global(_COMPLEX)
-                self.out += (
-                    b"G" + _pack_float(value.real) + b"G" + _pack_float(value.imag) + b"\x86" + self._put() + b"R"
-                )
-                self._memoize(value)
+                if "." in value.name:
+                    self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
+                module, name = in_python_3(value) if self.protocol > 2 else (value.module, value.name)
+                out += f"c{module}\n{name}\n".encode()
+                self._put(value)
+        elif kind is bytes or kind is ByteString:
+            key = (kind, value)
+            if self._recalled(key):
+                pass
+            elif kind is ByteString:
+                out += b"T" + _pack_uint(len(value)) + value
+                self._put(key)
+            elif value:
+                self._call(_ENCODE, (value.decode("latin-1"), "latin1"), key)
+            else:
+                self._call(_BYTES, (), key)
+        elif self._recalled(id(value)):
+            pass
+        elif kind is TensorEntry:
+            self._tensor(value)
+        elif kind is complex:
+            self._call(_COMPLEX, (value.real, value.imag), id(value))
+        elif kind is bytearray:
+            self._call(_BYTEARRAY, (bytes(value),) if value else (), id(value))
+        elif kind is LazyBytes:  # nobody else has the same, so its text is not remembered
+            if value.mutable:
+                self._leaf(_BYTEARRAY)
+            raw = value.whole().decode("latin-1").encode()
+            self._leaf(_ENCODE)
+            out += b"X" + _pack_uint(len(raw)) + raw
+            self._leaf("latin1")
+            out += b"\x86R\x85R" if value.mutable else b"\x86R"
+            self._put(id(value))
         else:
-            return self._recalled(value) if kind is not StorageRef else self._storage(value.storage, value.dtype)
-        return True
-
-    def _put(self) -> bytes:
-        """The opcode that memoizes what is on top of the stack."""
-        index = self.count
-        self.count += 1
-        return b"q" + bytes([index]) if index < 256 else b"r" + _pack_uint(index)
-
-    def _recalled(self, value: Any) -> bool:
-        recall = self.objects.get(id(value))
-        if recall is None:
             return False
-        self.out += recall
         return True
 
-    def _memoize(self, value: Any) -> None:
-        put = self._put()
-        self.out += put
-        self.objects[id(value)] = (b"h" if put[0] == 0x71 else b"j") + put[1:]
+    def _call(self, fn: Global, args: tuple[Any, ...], key: Any = None) -> None:
+        self._leaf(fn)
+        self._arguments(args)
+        self.out += b"R"
+        self._put(key)
 
-    def _memoize_text(self, value: Any, opcode: bytes) -> None:
-        put = self._put()
-        self.out += opcode + put
-        self.texts[value] = (b"h" if put[0] == 0x71 else b"j") + put[1:]
-
-    def _text(self, text: str) -> None:
-        recall = self.texts.get(text)
-        if recall is not None:
-            self.out += recall
-        else:
-            raw = text.encode("utf-8", "surrogatepass")
-            self._memoize_text(text, b"X" + _pack_uint(len(raw)) + raw)
-
-    def _global(self, name: Global) -> None:
-        recall = self.texts.get(name)
-        if recall is not None:
-            self.out += recall
+    def _arguments(self, args: tuple[Any, ...]) -> None:
+        """A tuple that only one place refers to: of leaves, calls, and tuples and dictionaries of leaves."""
+        if not args:
+            self.out += b")"
             return
-        if "." in name.name:
-            self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
-        module, attribute = in_python_3(name) if self.names_as_in_python_3 else (name.module, name.name)
-        self._memoize_text(name, b"c" + module.encode() + b"\n" + attribute.encode() + b"\n")
-
-    def _bytes(self, value: bytes) -> None:
-        key = (type(value), value)
-        recall = self.texts.get(key)
-        if recall is not None:
-            self.out += recall
-        elif type(value) is ByteString:
-            self._memoize_text(key, b"T" + _pack_uint(len(value)) + value)
-        elif not value:
-            self._global(_BYTES)
-            self._memoize_text(key, b")R")
-        else:
-            self._global(_ENCODE)
-            self._text(value.decode("latin-1"))
-            self._text("latin1")
-            self.out += b"\x86" + self._put()
-            self._memoize_text(key, b"R")
-
-    # Tensors -----------------------------------------------------------------------------------------------------
-
-    def _entry(self, entry: TensorEntry) -> None:
-        out, flags = self.out, entry.flags
-        typed = entry.dtype.storage is not None
-        # `_rebuild_tensor_v3` cannot say it: torch's own files of this kind do not load.
-        later = flags.requires_grad and not (typed or flags.parameter)
-        if flags.parameter:
-            self._global(REBUILD_PARAMETER)
-        if later:
-            self._global(REBUILD_FROM_TYPE)
-            out += b"("
-        self._global(REBUILD_TENSOR_V2 if typed else REBUILD_TENSOR_V3)
-        if later:
-            self._global(TENSOR)
-        out += b"(("
-        self._storage(entry.storage, entry.dtype if typed else None, opened=True)
-        out += integer(entry.offset)
-        self._sizes(entry.shape)
-        self._sizes(entry.stride)
-        out += b"\x88" if flags.requires_grad and typed and not flags.parameter else b"\x89"
-        self._no_hooks()
-        if not typed:
-            self._global(Global("torch", entry.dtype.torch))
-        if flags.conj or flags.neg:
-            self._true_by_name([name for name in ("conj", "neg") if getattr(flags, name)])
-        out += b"t" + self._put()
-        if later:
-            self._true_by_name(["requires_grad"])
-            out += b"t" + self._put()
-        out += b"R"
-        if flags.parameter:
-            out += self._put()
-            out += b"\x88" if flags.requires_grad else b"\x89"
-            self._no_hooks()
-            out += b"\x87" + self._put() + b"R"
-        self._memoize(entry)
-
-    def _storage(self, storage: Storage, dtype: DType | None, opened: bool = False) -> bool:
-        """A persistent id: `("storage", class, key, location, number of elements)`."""
-        if self.types.setdefault(id(storage), dtype) is not dtype:
-            self._refuse_two_types(storage, dtype)
-        if not opened:
+        if len(args) > 3:
             self.out += b"("
-        self._text("storage")
-        self._global(UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage)))
-        self._text(self.key_of(storage))
-        self._text(storage.location)
-        self.out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + b"t" + self._put() + b"Q"
-        return True
+        for arg in args:
+            kind = type(arg)
+            if kind is tuple:
+                self._arguments(arg)
+            elif kind is _Call:
+                self._call(arg.fn, arg.args)
+            elif kind is dict:
+                self.out += b"}"
+                self._put()
+                for part in self._items(arg):
+                    self._leaf(part)
+            else:
+                self._leaf(arg)
+        self.out += _TUPLE[min(len(args), 4)]
+        self._put()
 
-    def _refuse_two_types(self, storage: Storage, dtype: DType | None) -> None:
-        """torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together.
+    def _tensor(self, entry: TensorEntry) -> None:
+        flags, typed = entry.flags, entry.dtype.storage is not None
+        # `_rebuild_tensor_v3` cannot say that a gradient is wanted: torch's own files of this kind do not load.
+        later = flags.requires_grad and not (typed or flags.parameter)
+        wanted = flags.requires_grad and typed and not flags.parameter
+        storage = StorageRef(entry.storage, entry.dtype if typed else None)
+        args: tuple[Any, ...] = (storage, entry.offset, entry.shape, entry.stride, wanted, _NO_HOOKS)
+        if not typed:
+            args += (Global("torch", entry.dtype.torch),)
+        if flags.conj or flags.neg:
+            args += ({name: True for name in ("conj", "neg") if getattr(flags, name)},)
+        call = _Call(REBUILD_TENSOR_V2 if typed else REBUILD_TENSOR_V3, args)
+        if later:
+            call = _Call(REBUILD_FROM_TYPE, (call.fn, TENSOR, args, {"requires_grad": True}))
+        if flags.parameter:
+            call = _Call(REBUILD_PARAMETER, (call, flags.requires_grad, _NO_HOOKS))
+        self._call(call.fn, call.args, id(entry))
 
-        A storage without bytes is none to torch: it makes a new one for each tensor.
+    def _storage(self, storage: Storage, dtype: DType | None) -> None:
+        """A persistent id: `("storage", class, key, location, number of elements)`.
+
+        torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together. A
+        storage without bytes is none to torch: it makes a new one for each tensor.
         """
-        first = self.types[id(storage)]
-        if storage.nbytes and not all(kind is None or kind.name == "u8" for kind in (first, dtype)):
+        first = self.types.setdefault(id(storage), dtype)
+        if first is not dtype and storage.nbytes and not {first and first.name, dtype and dtype.name} <= {"u8", None}:
             raise Conflict(
                 f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}",
                 "torch can neither save nor load that: it would read both as one type.",
             )
+        of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
+        size = storage.nbytes // (dtype.itemsize if dtype else 1)
+        self._arguments(("storage", of, self.key_of(storage), storage.location, size))
+        self.out += b"Q"
 
-    def _sizes(self, sizes: tuple[int, ...]) -> None:
-        if not sizes:
-            self.out += b")"
-            return
-        if len(sizes) > 3:
-            self.out += b"("
-        self.out += b"".join(map(integer, sizes))
-        self.out += _TUPLE[min(len(sizes), 4)] + self._put()
+    # Containers: generators of their parts, which are written where they are given ----------------------------------
 
-    def _no_hooks(self) -> None:
-        self._global(ORDERED_DICT)
-        self.out += b")R" + self._put()
-
-    def _true_by_name(self, names: list[str]) -> None:
-        """A dictionary in which each of one or two names is true."""
-        self.out += b"}" + self._put()
-        self.out += b"(" * (len(names) > 1)
-        for name in names:
-            self._text(name)
-            self.out += b"\x88"
-        self.out += b"s" if len(names) == 1 else b"u"
-
-    # Containers: generators that give the children they cannot write themselves ------------------------------------
-
-    def _steps(self, value: Any) -> Steps:
+    def _container(self, value: Any) -> Iterator[Any]:
+        out, key = self.out, id(value)
         if isinstance(value, OrderedDict):
-            return self._ordered_dict(value)
-        for kind, steps in self._STEPS:
-            if isinstance(value, kind):
-                return steps(self, value)
-        raise Unsupported(
-            f"a value of type {type(value).__name__} cannot be written",
-            "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets.",
-        )
-
-    def _each(self, values: Any) -> Steps:
-        for value in values:
-            if not self._leaf(value):
-                yield value
-
-    def _tuple(self, value: tuple[Any, ...]) -> Steps:
-        if len(value) > 3:
-            self.out += b"("
-        yield from self._each(value)
-        # It contains itself, and was written on the way: drop the parts, recall the whole.
-        if id(value) in self.objects:
-            self.out += (b"1" if len(value) > 3 else b"0" * len(value)) + self.objects[id(value)]
+            self._leaf(ORDERED_DICT)
+            out += b")R"
+            self._put(key)
+            yield from self._items(value, exact=False)
+            if value.attributes is not None:
+                yield value.attributes
+                out += b"b"
+        elif isinstance(value, dict):
+            out += b"}"
+            self._put(key)
+            yield from self._items(value)
+        elif isinstance(value, list):
+            out += b"]"
+            self._put(key)
+            yield from self._elements(value)
+        elif isinstance(value, tuple):
+            if len(value) > 3:
+                out += b"("
+            yield from value
+            # It may contain itself, and was written on the way then.
+            if not self._recalled(key, b"1" if len(value) > 3 else b"0" * len(value)):
+                out += _TUPLE[min(len(value), 4)]
+                self._put(key)
+        elif isinstance(value, (Object, Composite)):
+            yield from self._object(value.made if isinstance(value, Composite) else value, key)
+        elif isinstance(value, Set):
+            # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was
+            # stored on the way.
+            if self.begun.get(key) == len(self.memo):
+                raise Unsupported(
+                    "a set that contains itself cannot be written",
+                    "Protocol 2, which every torch reads, cannot express it.",
+                )
+            self.begun[key] = len(self.memo)
+            self._leaf(_FROZENSET if value.frozen else _SET)
+            out += b"]"
+            self._put()
+            yield from self._elements(value.items)
+            if not self._recalled(key, b"00"):
+                out += b"\x85"
+                self._put()
+                out += b"R"
+                self._put(key)
         else:
-            self.out += _TUPLE[min(len(value), 4)]
-            self._memoize(value)
+            raise Unsupported(
+                f"a value of type {type(value).__name__} cannot be written",
+                "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets.",
+            )
 
-    def _list(self, value: list[Any]) -> Steps:
-        self.out += b"]"
-        self._memoize(value)
-        yield from self._appends(value)
-
-    def _appends(self, values: list[Any], one: bytes = b"a", many: bytes = b"e") -> Steps:
+    def _elements(self, values: list[Any], one: bytes = b"a", many: bytes = b"e") -> Iterator[Any]:
         for start in range(0, len(values), _BATCH):
-            batch = values[start : start + _BATCH]
             alone = len(values) == 1 and one != b""
-            self.out += b"(" * (not alone)
-            yield from self._each(batch)
+            self.out += b"" if alone else b"("
+            yield from values[start : start + _BATCH]
             self.out += one if alone else many
 
-    def _dict(self, value: dict[Any, Any]) -> Steps:
-        self.out += b"}"
-        self._memoize(value)
-        yield from self._items(value, exact=True)
-
-    def _items(self, value: dict[Any, Any], exact: bool) -> Steps:
+    def _items(self, value: dict[Any, Any], exact: bool = True) -> Iterator[Any]:
         """A plain dict closes its last batch as the others; of other mappings a last single item stands alone."""
         items = iter(value.items())
-        left = len(value)
-        while left:
-            batch = list(islice(items, _BATCH))
-            left -= len(batch)
+        while batch := list(islice(items, _BATCH)):
             alone = len(batch) == 1 and (len(value) == 1 or not exact)
-            self.out += b"(" * (not alone)
-            for key, item in batch:
-                if not self._leaf(key):
-                    yield key
-                if not self._leaf(item):
-                    yield item
+            self.out += b"" if alone else b"("
+            for item in batch:
+                yield from item
             self.out += b"s" if alone else b"u"
         if exact and value and len(value) % _BATCH == 0:
             self.out += b"(u"  # Python's pickler finds out that a plain dict is at its end by an empty batch
 
-    def _ordered_dict(self, value: OrderedDict) -> Steps:
-        self._global(ORDERED_DICT)
-        self.out += b")R"
-        self._memoize(value)
-        yield from self._items(value, exact=False)
-        if value.attributes is not None:
-            yield from self._each([value.attributes])
-            self.out += b"b"
-
-    def _set(self, value: Set) -> Steps:
-        # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was stored on
-        # the way.
-        if self.begun.get(id(value)) == len(self.objects):
-            raise Unsupported(
-                "a set that contains itself cannot be written",
-                "Protocol 2, which every torch reads, cannot express it.",
-            )
-        self.begun[id(value)] = len(self.objects)
-        self._global(_FROZENSET if value.frozen else _SET)
-        self.out += b"]" + self._put()
-        yield from self._appends(value.items)
-        if id(value) in self.objects:
-            self.out += b"00" + self.objects[id(value)]
-            return
-        self.out += b"\x85" + self._put() + b"R"
-        self._memoize(value)
-
-    def _bytearray(self, value: bytearray) -> Steps:
-        self._global(_BYTEARRAY)
-        if value:
-            self._bytes(bytes(value))
-            self.out += b"\x85" + self._put()
-        else:
-            self.out += b")"
-        self.out += b"R"
-        self._memoize(value)
-        yield from ()
-
-    def _long(self, value: LazyBytes) -> Steps:
-        """As `_bytes`, but nobody else has the same, so it is not remembered by its contents."""
-        if value.mutable:
-            self._global(_BYTEARRAY)
-        raw = value.whole().decode("latin-1").encode()
-        self._global(_ENCODE)
-        self.out += b"X" + _pack_uint(len(raw)) + raw
-        self._text("latin1")
-        self.out += b"\x86R"
-        if value.mutable:
-            self.out += b"\x85R"
-        self._memoize(value)
-        yield from ()
-
-    def _object(self, made: Object, whole: Any = None) -> Steps:
-        whole = made if whole is None else whole
-        yield from self._each([made.fn, made.args])
+    def _object(self, made: Object, key: int) -> Iterator[Any]:
+        parts = [made.fn, made.args]
         if made.kwargs is not None:
-            yield from self._each([made.kwargs])
+            parts.append(made.kwargs)
             self.protocol = 4
-        if id(whole) in self.objects:  # one of its own arguments refers to it
-            self.out += (b"0" * (3 if made.kwargs is not None else 2)) + self.objects[id(whole)]
+        yield from parts
+        if self._recalled(key, b"0" * len(parts)):  # one of its own arguments refers to it
             return
         self.out += b"R" if made.how == "call" else b"\x92" if made.kwargs is not None else b"\x81"
-        self._memoize(whole)
+        self._put(key)
         if made.elements is not None:
             if made.adds:
                 self.protocol = 4
-                yield from self._appends(made.elements or [], one=b"", many=b"\x90")
-            else:
-                yield from self._appends(made.elements or [])
+            yield from self._elements(made.elements, *((b"", b"\x90") if made.adds else ()))
         if made.items is not None:
             yield from self._items(made.items, exact=False)
         if made.state is not MISSING:
-            yield from self._each([made.state])
+            yield made.state
             self.out += b"b"
-
-    _STEPS: tuple[tuple[type, Callable[[Any, Any], Steps]], ...] = (
-        (dict, _dict),
-        (list, _list),
-        (tuple, _tuple),
-        (Object, _object),
-        (Composite, lambda self, value: self._object(value.made, value)),
-        (Set, _set),
-        (bytearray, _bytearray),
-        (LazyBytes, _long),
-    )
 
 
 def in_python_3(name: Global) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,9 +64,8 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
     name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with
     the byte.
     """
-    lexer = _Lexer(data, offset)
     try:
-        return lexer.run()
+        return _Lexer(data, offset).run()
     except CkptoolError as error:
         raise error.within(name) from None
 
@@ -83,41 +82,30 @@ def decode_lazily(
 ) -> Decoded:
     """The tree of a skeleton (see `decode`), with a plain value for each stub that no builder used.
 
-    It is decoded again with those values in place of the stubs: `begin` is called before each time, `finish` after.
-    Raises `LimitExceeded` for such a value of more than 64 MiB, and what `decode` raises.
+    It is decoded again with those values in place of the stubs, and then, if it must be, with those of all: `begin` is
+    called before each time, `finish` after. Raises `LimitExceeded` for such a value of more than 64 MiB, and what
+    `decode` raises.
     """
-
-    def run(stubs: Sequence[Any]) -> Decoded:
+    plain: set[StubbedValue] = set()
+    while True:
+        total = len(made.data)
+        for stub in made.stubs:
+            if stub in plain:
+                check_size(stub)
+                total += stub.data.length
+        if total > MAX_SKELETON:
+            raise _too_long(total)
+        stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
         begin()
-        return finish(
+        decoded = finish(
             decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place)
         )
-
-    stubs: list[Any] = list(made.stubs)
-    decoded = run(stubs)
-    for everything in (False, True):
-        left = (
-            {stub.of or stub for stub in leaves((decoded.root, decoded.discarded), StubbedValue)}
-            if made.stubs
-            else set()
-        )
+        if len(plain) == len(stubs):
+            return decoded
+        left = {stub.of or stub for stub in leaves((decoded.root, decoded.discarded), StubbedValue)}
         if not left:
             return decoded
-        chosen = {id(stub) for stub in made.stubs if everything or stub in left}
-        _check_total(made, chosen)
-        stubs = [whole(stub) if id(stub) in chosen else stub for stub in stubs]
-        decoded = run(stubs)
-    return decoded
-
-
-def _check_total(made: Skeleton, chosen: set[int]) -> None:
-    total = len(made.data)
-    for stub in made.stubs:
-        if id(stub) in chosen:
-            check_size(stub)
-            total += stub.data.length
-    if total > MAX_SKELETON:
-        raise _too_long(total)
+        plain = set(made.stubs) if plain else left
 
 
 def _too_long(size: int) -> LimitExceeded:
@@ -173,168 +161,149 @@ _RUN = _run_of_opcodes(rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n
 
 
 class _Lexer:
-    """Walks the opcodes through a window: `buffer` begins at byte `base` of the data, and is copied up to `start`."""
+    """Walks the opcodes through a window: `buffer` begins at byte `base` of the data; the next opcode is at `pos`."""
 
     run_of_opcodes = _RUN
-    __slots__ = ("base", "buffer", "data", "frame", "limit", "parts", "size", "spots", "start", "stubs")
+    __slots__ = ("base", "buffer", "data", "frame", "parts", "pos", "size", "spots", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
         self.data = data
-        self.base = offset
         self.frame = -1  # where the frame ends that we are in
-        self.parts: list[bytes] = []
+        self.parts: list[bytes] = []  # the skeleton up to the window
         self.size = 0
         self.spots: list[tuple[int, int]] = []
         self.stubs: list[StubbedValue] = []
-        self.start = 0
-        self.buffer = b""
+        self.base, self.pos, self.buffer = offset, 0, b""
         self._move(offset, _FIRST_WINDOW)
 
     def run(self) -> Skeleton:
-        pos, buffer, limit, run_of_opcodes = 0, self.buffer, self.limit, self.run_of_opcodes.match
+        while (op := self._skip()) != _STOP:
+            if op in _SIZED:
+                self._value(op)
+            elif op >= 0:
+                self._other(op)
+            elif self.base + self.pos == self.frame:
+                self.frame = -1
+            else:
+                self._need(1)
+        end = self.base + self.pos + 1
+        if self.frame not in (-1, end):
+            self.pos += 1
+            raise self._corrupt("a frame that goes on after the end of the pickle")
+        self._keep(self.buffer[: self.pos + 1], self.base)
+        return Skeleton(b"".join(self.parts), self.stubs, end, self.spots)
+
+    def _skip(self) -> int:
+        """Goes over what is short; the next opcode, or -1 where the window or the frame ends."""
+        pos, buffer, run_of_opcodes = self.pos, self.buffer, self.run_of_opcodes.match
+        limit = min(len(buffer), self.frame - self.base) if self.frame >= 0 else len(buffer)
         while True:
             run = run_of_opcodes(buffer, pos, limit)
-            pos = run.end() if run else pos
+            self.pos = pos = run.end() if run else pos
             op = buffer[pos] if pos < limit else -1
             width = 4 if op == 0x58 else 1 if op in _SHORT else 0
             begin = pos + 1 + width
-            if width and begin <= limit:
-                size = int.from_bytes(buffer[pos + 1 : begin], "little")
-                if size < LONG_VALUE and begin + size <= limit:
-                    pos = begin + size
-                    continue
-            if op == _STOP:
-                return self._finished(pos + 1)
-            pos = self._slowly(op, pos)
-            buffer, limit = self.buffer, self.limit
-
-    def _slowly(self, op: int, pos: int) -> int:
-        """Goes over an opcode that is rare, or moves the window where it or a frame cuts the opcode."""
-        if op < 0:
-            # Goes on where the window or the frame ends.
-            if self.base + pos == self.frame:
-                self.frame = -1
-                self._set_limit()
-                return pos
-            return self._have(pos, 1)
-        return self._value(op, pos) if op in _SIZED else self._other(op, pos)
-
-    def _finished(self, pos: int) -> Skeleton:
-        end = self.base + pos
-        if self.frame not in (-1, end):
-            raise self._corrupt(pos, "a frame that goes on after the end of the pickle")
-        self._copy(pos)
-        return Skeleton(b"".join(self.parts), self.stubs, end, self.spots)
+            size = int.from_bytes(buffer[pos + 1 : begin], "little")
+            if not width or size >= LONG_VALUE or begin + size > limit:
+                return op
+            pos = begin + size
 
     # One opcode ---------------------------------------------------------------------------------------------------
 
-    def _value(self, op: int, pos: int) -> int:
+    def _value(self, op: int) -> None:
         """Goes over a value with its length in front of it; leaves it out where it is long."""
         width, signed, kind = _SIZED[op]
-        pos = self._have(pos, 1 + width)
-        size = int.from_bytes(self.buffer[pos + 1 : pos + 1 + width], "little", signed=signed)
+        self._need(1 + width)
+        size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 1 + width], "little", signed=signed)
         if size < 0:
-            raise self._corrupt(pos, f"a length of {size:,}")
+            raise self._corrupt(f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
-            raise self._error(
-                LimitExceeded,
-                pos,
-                f"an integer of {counted(size * 8, 'bit')}",
-                f"At most {MAX_INTEGER_BITS:,} are read.",
-            )
-        self._check_room(pos, 1 + width + size)
+            what = f"an integer of {counted(size * 8, 'bit')}"
+            raise self._error(LimitExceeded, what, f"At most {MAX_INTEGER_BITS:,} are read.")
         if size < LONG_VALUE or kind == "integer":
-            return self._have(pos, 1 + width + size) + 1 + width + size
-        begin = self.base + pos + 1 + width
-        self._copy(pos)
-        self._add(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), self.base + pos)
+            self._pass(1 + width + size)
+            return
+        self._check_room(1 + width + size)
+        place = self.base + self.pos
+        begin = place + 1 + width
+        self._move(begin + size, _FIRST_WINDOW)
+        self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), place)
         self.stubs.append(StubbedValue(subrange(self.data, begin, size), kind))
-        return self._move(begin + size, _FIRST_WINDOW)
 
-    def _other(self, op: int, pos: int) -> int:
-        if op in _LINES:
-            for _ in range(_LINES[op]):
-                pos = self._line(pos + 1)
-            return pos + 1
+    def _other(self, op: int) -> None:
         if op in _FIXED:
-            return self._have(pos, 1 + _FIXED[op]) + 1 + _FIXED[op]
-        if op == _FRAME:
-            return self._enter_frame(pos)
-        if op in REFUSED:
-            raise self._error(Unsupported, pos, f"opcode {REFUSED[op]} is not read", "No PyTorch file uses it.")
-        raise self._corrupt(pos, f"0x{op:02x} is not a pickle opcode")
+            self._pass(1 + _FIXED[op])
+        elif op in _LINES:
+            for _ in range(_LINES[op]):
+                self._line()
+            self.pos += 1
+        elif op == _FRAME:
+            self._need(9)
+            if self.frame >= 0:
+                raise self._corrupt("a frame inside a frame")
+            size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 9], "little")
+            begin = self.base + self.pos + 9
+            if begin + size > self.data.length:
+                what = f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left"
+                raise self._error(Corrupt, what, "The file is truncated or malicious.")
+            self.frame = begin + size
+            self.pos += 9
+        elif op in REFUSED:
+            raise self._error(Unsupported, f"opcode {REFUSED[op]} is not read", "No PyTorch file uses it.")
+        else:
+            raise self._corrupt(f"0x{op:02x} is not a pickle opcode")
 
-    def _line(self, pos: int) -> int:
-        """The place of the line break at or after `pos`."""
+    def _line(self) -> None:
+        """Goes to the line break after the next byte."""
+        self.pos += 1
         while True:
-            end = self.buffer.find(b"\n", pos, self.limit)
-            seen = (end if end >= 0 else len(self.buffer)) - pos
+            end = self.buffer.find(b"\n", self.pos, len(self.buffer) if self.frame < 0 else self.frame - self.base)
+            seen = (end if end >= 0 else len(self.buffer)) - self.pos
             if seen > MAX_STRING:
-                raise self._error(LimitExceeded, pos, f"a text of more than {MAX_STRING:,} bytes", "No more are read.")
+                raise self._error(LimitExceeded, f"a text of more than {MAX_STRING:,} bytes", "No more are read.")
             if end >= 0:
-                return end
-            self._check_room(pos, seen + 1)
-            pos = self._move_keeping(pos, 2 * seen + _FIRST_WINDOW)
-
-    def _enter_frame(self, pos: int) -> int:
-        pos = self._have(pos, 9)
-        if self.frame >= 0:
-            raise self._corrupt(pos, "a frame inside a frame")
-        begin = self.base + pos + 9
-        self.frame = begin + int.from_bytes(self.buffer[pos + 1 : pos + 9], "little")
-        if self.frame > self.data.length:
-            what = f"a frame of {self.frame - begin:,} bytes, where {self.data.length - begin:,} are left"
-            raise self._error(Corrupt, pos, what, "The file is truncated or malicious.")
-        self._set_limit()
-        return pos + 9
+                self.pos = end
+                return
+            self._need(seen + 1, 2 * seen + _FIRST_WINDOW)
 
     # The window ---------------------------------------------------------------------------------------------------
 
-    def _have(self, pos: int, length: int) -> int:
-        """Makes sure that `length` bytes from `pos` are in the window; gives the new `pos`."""
-        self._check_room(pos, length)
-        if pos + length <= len(self.buffer):
-            return pos
-        return self._move_keeping(pos, length)
+    def _pass(self, length: int) -> None:
+        self._need(length)
+        self.pos += length
 
-    def _check_room(self, pos: int, length: int) -> None:
-        end = self.base + pos + length
+    def _need(self, length: int, window: int = 0) -> None:
+        """Makes sure that so many bytes from here are in the window."""
+        self._check_room(length)
+        if self.pos + length > len(self.buffer):
+            self._move(self.base + self.pos, max(length, window, _WINDOW))
+
+    def _check_room(self, length: int) -> None:
+        end = self.base + self.pos + length
         if 0 <= self.frame < end:
-            raise self._corrupt(pos, "an opcode that runs past the end of its frame")
+            raise self._corrupt("an opcode that runs past the end of its frame")
         if end > self.data.length:
-            what = f"{length:,} bytes are expected, {self.data.length - self.base - pos:,} are there"
-            raise self._error(Truncated, pos, what, "The pickle was cut off.")
+            what = f"{length:,} bytes are expected, {self.data.length - self.base - self.pos:,} are there"
+            raise self._error(Truncated, what, "The pickle was cut off.")
 
-    def _move_keeping(self, pos: int, length: int) -> int:
-        self._copy(pos)
-        return self._move(self.base + pos, max(length, _WINDOW))
-
-    def _move(self, place: int, length: int) -> int:
+    def _move(self, place: int, length: int) -> None:
+        """Keeps what was passed, and goes on at another place of the data."""
+        self._keep(self.buffer[: self.pos], self.base)
         self.buffer = self.data.read(place, min(length, self.data.length - place))
-        self.base, self.start = place, 0
-        self._set_limit()
-        return 0
+        self.base, self.pos = place, 0
 
-    def _set_limit(self) -> None:
-        self.limit = min(len(self.buffer), self.frame - self.base) if self.frame >= 0 else len(self.buffer)
-
-    def _copy(self, pos: int) -> None:
-        if pos > self.start:
-            self._add(self.buffer[self.start : pos], self.base + self.start)
-            self.start = pos
-
-    def _add(self, part: bytes, place: int) -> None:
+    def _keep(self, part: bytes, place: int) -> None:
         self.spots.append((self.size, place))
         self.parts.append(part)
         self.size += len(part)
         if self.size > MAX_SKELETON:
             raise _too_long(self.size)
 
-    def _corrupt(self, pos: int, what: str) -> CkptoolError:
-        return self._error(Corrupt, pos, what, "The pickle is damaged or malicious.")
+    def _corrupt(self, what: str) -> CkptoolError:
+        return self._error(Corrupt, what, "The pickle is damaged or malicious.")
 
-    def _error(self, kind: type[CkptoolError], pos: int, what: str, why: str) -> CkptoolError:
-        return kind(f"{what} (at byte {self.base + pos:,})", why)
+    def _error(self, kind: type[CkptoolError], what: str, why: str) -> CkptoolError:
+        return kind(f"{what} (at byte {self.base + self.pos:,})", why)
 
 
 # Bytes that need not be a pickle --------------------------------------------------------------------------------------
@@ -356,22 +325,23 @@ class _CallFinder(_Lexer):
     __slots__ = ("named",)
     run_of_opcodes = _STRICT_RUN
 
-    def _other(self, op: int, pos: int) -> int:
+    def _other(self, op: int) -> None:
         if op in b"ci":
-            pos = self._have(pos, min(403, self.data.length - self.base - pos))
-            names = _NAMES.match(self.buffer, pos + 1)
+            self._need(min(403, self.data.length - self.base - self.pos))
+            names = _NAMES.match(self.buffer, self.pos + 1)
             if names is None:
-                raise self._corrupt(pos, "a line that is no name")
+                raise self._corrupt("a line that is no name")
             self.named = True
             if op == ord("i"):
                 raise _Reached
-            return names.end()
+            self.pos = names.end()
+            return
         if op in _LINES and op != ord("V"):
-            raise self._corrupt(pos, "a line that is no value")
+            raise self._corrupt("a line that is no value")
         if op in _CALLS and self.named:
             raise _Reached
         self.named |= op == _STACK_GLOBAL
-        return super()._other(op, pos)
+        super()._other(op)
 
 
 def reaches_a_call(data: Data) -> bool:
@@ -391,29 +361,11 @@ def reaches_a_call(data: Data) -> bool:
 def left_in_file(decoded: Decoded) -> Decoded:
     """The decoded pickle with the data of large arrays as `LazyBytes` instead of a skeleton's stubs."""
     for node in visit((decoded.root, decoded.discarded)):
-        if isinstance(node, Object):
-            _leave_data(node)
+        if not isinstance(node, Object):
+            continue
+        match canonical(node.fn), node.state, node.args:
+            case "numpy.core.multiarray._reconstruct", tuple((*rest, StubbedValue() as stub)), _ if stub.kind != "text":
+                node.state = (*rest, LazyBytes(stub.data, stub.kind == "bytearray"))
+            case "numpy.core.numeric._frombuffer", _, tuple((StubbedValue() as stub, *rest)) if stub.kind != "text":
+                node.args = (LazyBytes(stub.data, stub.kind == "bytearray"), *rest)
     return decoded
-
-
-def _leave_data(node: Object) -> None:
-    called, state, args = canonical(node.fn), node.state, node.args
-    if (
-        called == "numpy.core.multiarray._reconstruct"
-        and type(state) is tuple
-        and state
-        and isinstance(state[-1], StubbedValue)
-    ):
-        node.state = (*state[:-1], _long(state[-1]))
-    elif (
-        called == "numpy.core.numeric._frombuffer"
-        and type(args) is tuple
-        and args
-        and isinstance(args[0], StubbedValue)
-    ):
-        node.args = (_long(args[0]), *args[1:])
-
-
-def _long(stub: StubbedValue) -> StubbedValue | LazyBytes:
-    """A text is no array's data, and stays what it is."""
-    return stub if stub.kind == "text" else LazyBytes(stub.data, stub.kind == "bytearray")

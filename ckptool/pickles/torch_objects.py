@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import isfinite, prod
 from typing import Any
 
@@ -34,11 +33,6 @@ REBUILD_JAGGED = Global("torch.nested._internal.nested_tensor", "_rebuild_njt")
 TENSOR = Global("torch", "Tensor")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 SIZE = Global("torch", "Size")
-
-_FLAGS = {
-    (requires_grad, conj, neg): Flags(requires_grad, False, conj, neg)
-    for requires_grad, conj, neg in product((False, True), repeat=3)
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,36 +113,28 @@ def _no_hooks(hooks: Any) -> bool:
     return hooks is None or (isinstance(hooks, dict) and not hooks)
 
 
-def _tensor_flags(requires_grad: Any, metadata: Any = None) -> Flags | None:
-    if not metadata:
-        return _FLAGS.get((requires_grad, False, False)) if type(requires_grad) is bool else None
-    if not isinstance(metadata, dict) or not set(metadata) <= {"conj", "neg"}:
-        return None
-    key = (requires_grad, metadata.get("conj", False), metadata.get("neg", False))
-    return _FLAGS.get(key) if all(type(flag) is bool for flag in key) else None
-
-
 def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
     return _strided(*args, NO_FLAGS) if len(args) == 4 else NotImplemented
 
 
-def _rebuild_tensor_v2(args: tuple[Any, ...]) -> Any:
+def _rebuild_tensor_v2(args: tuple[Any, ...], dtype: DType | None = None) -> Any:
     if len(args) == 6 and args[4] is False and type(args[5]) is OrderedDict and not args[5]:  # nearly all of them
-        flags: Flags | None = NO_FLAGS
-    elif not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
+        return _strided(args[0], args[1], args[2], args[3], NO_FLAGS, dtype)
+    if not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
         return NotImplemented
-    else:
-        flags = _tensor_flags(args[4], args[6] if len(args) == 7 else None)
-    return NotImplemented if flags is None else _strided(args[0], args[1], args[2], args[3], flags)
+    metadata = (args[6] if len(args) == 7 else None) or {}
+    if not isinstance(metadata, dict) or not set(metadata) <= {"conj", "neg"}:
+        return NotImplemented
+    flags = Flags(args[4], False, metadata.get("conj", False), metadata.get("neg", False))
+    if not all(type(flag) is bool for flag in flags):
+        return NotImplemented
+    return _strided(args[0], args[1], args[2], args[3], flags, dtype)
 
 
 def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
-    if not 7 <= len(args) <= 8 or not _no_hooks(args[5]):
-        return NotImplemented
-    flags, dtype = _tensor_flags(args[4], args[7] if len(args) == 8 else None), dtype_of(args[6])
-    return (
-        NotImplemented if flags is None or dtype is None else _strided(args[0], args[1], args[2], args[3], flags, dtype)
-    )
+    """As the second, with the element type between the hooks and what may follow them."""
+    dtype = dtype_of(args[6]) if len(args) > 6 else None
+    return NotImplemented if dtype is None else _rebuild_tensor_v2(args[:6] + args[7:], dtype)
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
@@ -160,51 +146,37 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
         return Composite(made, data.kind, data.dtype, data.shape, _rebuild_parameter)
     if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
         return NotImplemented
-    flags = Flags(args[1], True, data.flags.conj, data.flags.neg)
-    return data.with_flags(flags)
+    return data.with_flags(data.flags._replace(requires_grad=args[1], parameter=True))
 
 
 # Before torch 0.4, tensors and parameters were made empty or from one another, and given a state.
 
 
-def _tensor_class(dtype: DType) -> Callable[[tuple[Any, ...]], Any]:
+def _empty(dtype: DType, args: tuple[Any, ...] = ()) -> Any:
     """`torch.cuda.FloatTensor()`: an empty tensor, until it is given a state."""
-
-    def build(args: tuple[Any, ...]) -> Any:
-        return NotImplemented if args else TensorEntry(Storage(InlineBytes(b"")), dtype, (0,), (1,))
-
-    return build
+    return NotImplemented if args else TensorEntry(Storage(InlineBytes(b"")), dtype, (0,), (1,))
 
 
 _LISTED = {"f64": "d", "f32": "f", "f16": "e", "i64": "q", "i32": "i", "i16": "h", "i8": "b", "u8": "B"}
 
 
-def _listed_storage(dtype: DType, location: str) -> Callable[[tuple[Any, ...]], Any]:
+def _listed_storage(dtype: DType, location: str, args: tuple[Any, ...]) -> Any:
     """`torch.DoubleStorage([1.0, 2.0])`: the data as a list, as plain pickles of torch before 0.4 hold it."""
-
-    def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 1 or type(args[0]) is not list:
-            return NotImplemented
-        try:
-            content = struct.pack(f"<{len(args[0])}{_LISTED[dtype.name]}", *args[0])
-        except (struct.error, OverflowError):
-            return NotImplemented
-        return StorageRef(Storage(InlineBytes(content), location), dtype)
-
-    return build
+    if len(args) != 1 or type(args[0]) is not list:
+        return NotImplemented
+    try:
+        content = struct.pack(f"<{len(args[0])}{_LISTED[dtype.name]}", *args[0])
+    except (struct.error, OverflowError):
+        return NotImplemented
+    return StorageRef(Storage(InlineBytes(content), location), dtype)
 
 
-def _variable(parameter: bool) -> Callable[[tuple[Any, ...]], Any]:
+def _variable(parameter: bool, args: tuple[Any, ...]) -> Any:
     """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they are given a state."""
-
-    def build(args: tuple[Any, ...]) -> Any:
-        args = args or (TensorEntry(Storage(InlineBytes(b"")), BY_TORCH["float32"], (0,), (1,)),)
-        if len(args) != 1 or type(args[0]) is not TensorEntry or args[0].flags.parameter:
-            return NotImplemented
-        data, flags = args[0], args[0].flags._replace(requires_grad=parameter, parameter=parameter)
-        return data.with_flags(flags)
-
-    return build
+    data = args[0] if args else _empty(BY_TORCH["float32"])
+    if len(args) > 1 or type(data) is not TensorEntry or data.flags.parameter:
+        return NotImplemented
+    return data.with_flags(data.flags._replace(requires_grad=parameter, parameter=parameter))
 
 
 def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
@@ -213,76 +185,142 @@ def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
     `(storage, offset, sizes, strides)`; of variables and parameters `(requires_grad, volatile, hooks)`, or with their
     tensor `(tensor, gradient, hooks, requires_grad, volatile)`. Source: torch/_tensor.py (`__setstate__`).
     """
-    if type(state) is not tuple:
-        return False
-    if len(state) == 4:
-        value = _strided(*state, entry.flags)
-        return isinstance(value, TensorEntry) and value.dtype is entry.dtype and _set_tensor(entry, value)
-    if len(state) == 5:
-        if type(state[0]) is not TensorEntry or not _set_tensor(entry, state[0]):
+    data, wanted, hooks = entry, entry.flags.requires_grad, None
+    match state:
+        case tuple((ref, offset, shape, stride)):
+            data = _strided(ref, offset, shape, stride, entry.flags)
+            if data is NotImplemented or data.dtype is not entry.dtype:
+                return False
+        case tuple((TensorEntry() as data, _, hooks, bool(wanted), _)):
+            pass
+        case tuple((bool(wanted), _, hooks)):
+            pass
+        case _:
             return False
-        state = (state[3], state[4], state[2])
-    if len(state) != 3 or type(state[0]) is not bool or not _no_hooks(state[2]):
+    if not _no_hooks(hooks):
         return False
-    entry.flags = entry.flags._replace(requires_grad=state[0])
-    return True
-
-
-def _set_tensor(entry: TensorEntry, value: TensorEntry) -> bool:
     for name in ("storage", "dtype", "shape", "stride", "offset"):
-        setattr(entry, name, getattr(value, name))
+        setattr(entry, name, getattr(data, name))
+    entry.flags = entry.flags._replace(requires_grad=wanted)
     return True
 
 
 def _newobj(args: tuple[Any, ...]) -> Any:
-    """`copyreg.__newobj__(cls, *args)`: how protocols 0 and 1 spell the opcode of that name."""
+    """`copyreg.__newobj__(cls, *args)`: how protocols 0 and 1 make an object without calling its class."""
     if not args or type(args[0]) is not Global:
         return NotImplemented
-    return _made_new(args[0], args[1:])
+    builder = _TENSOR_CLASSES.get(args[0])
+    value = NotImplemented if builder is None else builder(args[1:])
+    return Object(args[0], args[1:], "new") if value is NotImplemented else value
 
 
-def _made_new(cls: Global, args: tuple[Any, ...]) -> Any:
-    builder = _TENSOR_CLASSES.get(cls)
-    value = NotImplemented if builder is None else builder(args)
-    return Object(cls, args, "new") if value is NotImplemented else value
+def _reconstructor(args: tuple[Any, ...]) -> Any:
+    """`copyreg._reconstructor(cls, object, None)`: the same, without arguments."""
+    match args:
+        case [_, Global(name="object"), None]:
+            return _newobj(args[:1])
+    return NotImplemented
 
 
 _TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     **{
-        Global(module, str(dtype.storage).replace("Storage", "Tensor")): _tensor_class(dtype)
+        Global(module, str(dtype.storage).replace("Storage", "Tensor")): partial(_empty, dtype)
         for module in ("torch", "torch.cuda")
         for dtype in BY_STORAGE.values()
         if dtype.kind != "quantized"
     },
     **{
-        Global(module, str(dtype.storage)): _listed_storage(dtype, location)
+        Global(module, str(dtype.storage)): partial(_listed_storage, dtype, location)
         for module, location in (("torch", "cpu"), ("torch.cuda", "cuda:0"))
         for dtype in BY_STORAGE.values()
         if dtype.name in _LISTED
     },
-    Global("torch.nn.parameter", "Parameter"): _variable(parameter=True),
-    Global("torch.autograd.variable", "Variable"): _variable(parameter=False),
+    Global("torch.nn.parameter", "Parameter"): partial(_variable, True),
+    Global("torch.autograd.variable", "Variable"): partial(_variable, False),
 }
 
 
-def _composite(
-    name: str,
-    understand: Callable[[tuple[Any, ...]], tuple[str, DType | None, Any] | None],
-    module: str = "torch._utils",
-) -> Any:
-    """A builder that keeps the call whole and reads its kind, element type and shape off the arguments."""
-    fn = Global(module, name)
+# Calls that are kept whole; their kind, element type and shape are read off the arguments.
 
-    def build(args: tuple[Any, ...]) -> Any:
-        understood = understand(args)
-        if understood is None:
-            return NotImplemented
-        kind, dtype, shape = understood
-        if kind == JAGGED:
-            return jagged(fn, dtype, args)
-        return Composite(Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None, build)
 
-    return fn, build
+def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
+    facts = _facts(fn.name, args)
+    if facts is None:
+        return NotImplemented
+    kind, dtype, shape = facts
+    if kind == JAGGED:
+        return jagged(fn, dtype, args)
+    return Composite(
+        Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None, partial(_composite, fn)
+    )
+
+
+def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
+    """What the tensor of a rebuild call is; None where torch does not write these arguments."""
+    match (name, *args):
+        case ["_rebuild_parameter_with_state", TensorEntry() | Composite() as data, _, hooks, _] if _no_hooks(hooks):
+            return "parameter with attributes", data.dtype, data.shape
+        case ["_rebuild_device_tensor_from_cpu_tensor", TensorEntry() | Composite() as data, _, _, _]:
+            return "device", data.dtype, data.shape
+        case ["_rebuild_device_tensor_from_numpy" | "_rebuild_xla_tensor", Object(state=state), dtype, _, _]:
+            return "device", dtype_of(dtype), state[1] if type(state) is tuple and len(state) == 5 else None
+        case ["_rebuild_meta_tensor_no_storage", dtype, shape, _, _] if dtype_of(dtype):
+            return "meta", dtype_of(dtype), shape
+        case ["_rebuild_wrapper_subclass", Global() as cls, dtype, shape, _, _, _, _, *_]:
+            return str(cls), dtype_of(dtype), shape
+        case ["_rebuild_nested_tensor", TensorEntry() as values, _, _, _]:
+            return "nested", values.dtype, None
+        case ["_rebuild_qtensor", StorageRef(dtype=DType() as dtype) as ref, at, shape, stride, scheme, _, hooks] if (
+            _no_hooks(hooks)
+        ):
+            if dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
+                check_view(ref.storage, dtype, shape, stride, at)
+            check_quantization(scheme, _as_sizes(shape))
+            return "quantized", dtype, shape
+        case ["_rebuild_sparse_csr_tensor", tuple((_, _, TensorEntry() as values, size)) as parts]:
+            check_compressed("sparse csr", parts[:3], _as_sizes(size))
+            return "sparse csr", values.dtype, size
+        case ["_rebuild_sparse_tensor", Object(args=of), tuple(parts)]:
+            layout = str(of[0]).removeprefix("torch.").replace("_", " ") if of else "sparse"
+            match parts:
+                case [indices, TensorEntry() as values, size, *_] if "coo" in layout:
+                    check_coordinates(indices, values, _as_sizes(size))
+                    return layout, values.dtype, size
+                case [_, _, TensorEntry() as values, size, *_] if "coo" not in layout:
+                    check_compressed(layout, parts[:3], _as_sizes(size))
+                    return layout, values.dtype, size
+        case ["_rebuild_from_type" | "_rebuild_from_type_v2", fn, Global() as cls, tuple(inner), *rest] if (
+            len(rest) < 2
+        ):
+            # another rebuild call, the class to view its result as, and attributes
+            if fn is REBUILD_JAGGED:  # `_rebuild_njt({"values": …, "offsets": …, …})`
+                part = inner[0].get("values") if len(inner) == 1 and isinstance(inner[0], dict) else None
+                return (JAGGED, part.dtype, None) if isinstance(part, (TensorEntry, Composite)) else None
+            builder = BUILDERS.get(fn) if type(fn) is Global and fn.module == "torch._utils" else None
+            made = builder(inner) if builder is not None else None
+            if isinstance(made, (TensorEntry, Composite)):
+                return ("with attributes" if str(cls) in _PLAIN else str(cls)), made.dtype, made.shape
+    return None
+
+
+_PLAIN = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+
+
+def _from_type(args: tuple[Any, ...]) -> Any:
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: a tensor as it is, if it only requires gradients.
+
+    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in
+    place").
+    """
+    if len(args) == 4 and args[:2] == (REBUILD_TENSOR_V3, TENSOR) and args[3] == {"requires_grad": True}:
+        made = _rebuild_tensor_v3(args[2]) if type(args[2]) is tuple else NotImplemented
+        return replace(made, flags=made.flags._replace(requires_grad=True)) if type(made) is TensorEntry else made
+    return _composite(REBUILD_FROM_TYPE, args)
+
+
+def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:
+    """A nested tensor of the jagged layout; its parts are in a dictionary that may not be filled yet."""
+    return Composite(Object(fn, args), JAGGED, dtype, None, partial(jagged, fn, dtype))
 
 
 def _as_sizes(value: Any) -> tuple[int, ...]:
@@ -296,115 +334,6 @@ def _as_sizes(value: Any) -> tuple[int, ...]:
     raise BadTensor("a tensor whose shape is not a list of numbers", _DAMAGED)
 
 
-def _tensor_like(value: Any) -> bool:
-    return isinstance(value, (TensorEntry, Composite))
-
-
-def _parameter_with_state(args: tuple[Any, ...]) -> Any:
-    if len(args) != 4 or not _tensor_like(args[0]) or not _no_hooks(args[2]):
-        return None
-    return "parameter with attributes", args[0].dtype, args[0].shape
-
-
-def _from_type(args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(func, type, args, state)`: another rebuild call, and the class to view its result as."""
-    if len(args) not in (3, 4) or type(args[1]) is not Global or type(args[2]) is not tuple:
-        return None
-    if args[0] is REBUILD_JAGGED:
-        # `_rebuild_njt({"values": …, "offsets": …, …})`: a nested tensor of the jagged layout.
-        values = args[2][0].get("values") if len(args[2]) == 1 and isinstance(args[2][0], dict) else None
-        return (JAGGED, values.dtype, None) if isinstance(values, (TensorEntry, Composite)) else None
-    builder = BUILDERS.get(args[0]) if type(args[0]) is Global and args[0].module == "torch._utils" else None
-    inner = builder(args[2]) if builder is not None else NotImplemented
-    if not _tensor_like(inner):
-        return None
-    plain = str(args[1]) in (
-        "torch.Tensor",
-        "torch._tensor.Tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.nn.parameter.Buffer",
-    )
-    return ("with attributes" if plain else f"{args[1]}"), inner.dtype, inner.shape
-
-
-def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:
-    """A nested tensor of the jagged layout; its parts are in a dictionary that may not be filled yet."""
-    return Composite(Object(fn, args), JAGGED, dtype, None, partial(jagged, fn, dtype))
-
-
-def _with_grad(args: tuple[Any, ...]) -> Any:
-    """The tensor that `_rebuild_from_type_v2` makes, where its only attribute is that it requires gradients.
-
-    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in
-    place").
-    """
-    if (
-        len(args) != 4
-        or args[1] is not TENSOR
-        or args[3] != {"requires_grad": True}
-        or args[0] is not REBUILD_TENSOR_V3
-    ):
-        return _FROM_TYPE[1](args)
-    made = _rebuild_tensor_v3(args[2]) if type(args[2]) is tuple else NotImplemented
-    return replace(made, flags=made.flags._replace(requires_grad=True)) if type(made) is TensorEntry else made
-
-
-def _quantized(args: tuple[Any, ...]) -> Any:
-    if len(args) != 7 or type(args[0]) is not StorageRef or args[0].dtype is None or not _no_hooks(args[6]):
-        return None
-    if args[0].dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
-        check_view(args[0].storage, args[0].dtype, args[2], args[3], args[1])
-    check_quantization(args[4], _as_sizes(args[2]))
-    return "quantized", args[0].dtype, args[2]
-
-
-def _sparse(args: tuple[Any, ...]) -> Any:
-    """`(layout, (indices, values, size[, is_coalesced]))`, or `(layout, (compressed, plain, values, size))`."""
-    if len(args) != 2 or not isinstance(args[0], Object) or type(args[1]) is not tuple or len(args[1]) < 3:
-        return None
-    layout = str(args[0].args[0]).removeprefix("torch.").replace("_", " ") if args[0].args else "sparse"
-    at = 1 if "coo" in layout else 2
-    values, size = args[1][at : at + 2] if len(args[1]) > at + 1 else (None, None)
-    if not isinstance(values, TensorEntry):
-        return None
-    if at == 1:
-        check_coordinates(args[1][0], values, _as_sizes(size))
-    else:
-        check_compressed(layout, args[1][:3], _as_sizes(size))
-    return layout, values.dtype, size
-
-
-def _sparse_csr(args: tuple[Any, ...]) -> Any:
-    if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) != 4 or not isinstance(args[0][2], TensorEntry):
-        return None
-    check_compressed("sparse csr", args[0][:3], _as_sizes(args[0][3]))
-    return "sparse csr", args[0][2].dtype, args[0][3]
-
-
-def _nested(args: tuple[Any, ...]) -> Any:
-    return ("nested", args[0].dtype, None) if len(args) == 4 and isinstance(args[0], TensorEntry) else None
-
-
-def _meta(args: tuple[Any, ...]) -> Any:
-    return ("meta", dtype_of(args[0]), args[1]) if len(args) == 4 and dtype_of(args[0]) else None
-
-
-def _wrapper(args: tuple[Any, ...]) -> Any:
-    return (str(args[0]), dtype_of(args[1]), args[2]) if len(args) >= 7 and type(args[0]) is Global else None
-
-
-def _device_numpy(args: tuple[Any, ...]) -> Any:
-    if len(args) != 4 or not isinstance(args[0], Object):
-        return None
-    state = args[0].state
-    shape = state[1] if type(state) is tuple and len(state) == 5 else None
-    return "device", dtype_of(args[1]), shape
-
-
-def _device_cpu_tensor(args: tuple[Any, ...]) -> Any:
-    return ("device", args[0].dtype, args[0].shape) if len(args) == 4 and _tensor_like(args[0]) else None
-
-
 # Checks of their parts, as far as shapes and numbers go: the values of indices are not read. Source: torch 2.13,
 # aten/src/ATen/native/sparse/{ValidateCompressedIndicesCommon.h,SparseTensor.cpp}, ATen/quantized/Quantizer.cpp.
 
@@ -414,13 +343,7 @@ def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
     if not (isinstance(indices, TensorEntry) and isinstance(values, TensorEntry)):
         return
     where, what = indices.shape, values.shape
-    if (
-        len(where) != 2
-        or not what
-        or where[1] != what[0]
-        or where[0] + len(what) - 1 != len(size)
-        or what[1:] != size[where[0] :]
-    ):
+    if len(where) != 2 or what[:1] != where[1:] or where[0] > len(size) or what[1:] != size[where[0] :]:
         raise BadTensor(
             f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} "
             f"and values of shape {list(what)}"
@@ -468,18 +391,6 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-# All together --------------------------------------------------------------------------------------------------------
-
-
-def _reconstructor(args: tuple[Any, ...]) -> Any:
-    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object without calling its class."""
-    if len(args) != 3 or type(args[0]) is not Global or args[2] is not None:
-        return NotImplemented
-    return _made_new(args[0], ()) if isinstance(args[1], Global) and args[1].name == "object" else NotImplemented
-
-
-_FROM_TYPE = _composite("_rebuild_from_type_v2", _from_type, "torch._tensor")
-
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
@@ -487,25 +398,22 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_PARAMETER: _rebuild_parameter,
     **PLAIN_BUILDERS,
     **_TENSOR_CLASSES,
-    **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
-    **dict(
-        (
-            _composite("_rebuild_parameter_with_state", _parameter_with_state),
-            (_FROM_TYPE[0], _with_grad),
-            _composite("_rebuild_from_type_v2", _from_type, "torch.tensor"),
-            _composite("_rebuild_from_type", _from_type, "torch._tensor"),
-            _composite("_rebuild_from_type", _from_type, "torch.tensor"),
-            _composite("_rebuild_qtensor", _quantized),
-            _composite("_rebuild_sparse_tensor", _sparse),
-            _composite("_rebuild_sparse_csr_tensor", _sparse_csr),
-            _composite("_rebuild_nested_tensor", _nested),
-            _composite("_rebuild_meta_tensor_no_storage", _meta),
-            _composite("_rebuild_wrapper_subclass", _wrapper),
-            _composite("_rebuild_device_tensor_from_numpy", _device_numpy),
-            _composite("_rebuild_xla_tensor", _device_numpy),
-            _composite("_rebuild_device_tensor_from_cpu_tensor", _device_cpu_tensor),
+    **{
+        fn: partial(_composite, fn)
+        for module, names in (
+            (
+                "torch._utils",
+                """_rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor
+                _rebuild_nested_tensor _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_xla_tensor
+                _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
+            ),
+            ("torch._tensor", "_rebuild_from_type"),
+            ("torch.tensor", "_rebuild_from_type _rebuild_from_type_v2"),
         )
-    ),
+        for fn in (Global(module, name) for name in names.split())
+    },
+    REBUILD_FROM_TYPE: _from_type,
+    **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
 }
 

@@ -25,7 +25,7 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.formats import marks
-from ckptool.formats.sidecar import holds
+from ckptool.formats.whole_tree import holds
 
 MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 

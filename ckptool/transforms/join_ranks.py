@@ -3,9 +3,8 @@
 A tensor in a rank's file becomes blocks of the whole one; nothing is read before it is written. What is no weight
 (optimizer, random states, arguments) stays what each rank saved, under `ranks`.
 
-Source: megatron/core/tensor_parallel/layers.py (rows and columns), transformer/mlp.py (halves of gated linear units),
-transformer/attention.py (groups of heads), megatron/training/checkpointing.py (`mp_rank_TT_PPP`, `model0` of virtual
-stages), llama/generation.py (`consolidated.XX.pth`).
+Source: megatron/training/checkpointing.py (`mp_rank_TT_PPP`, `model0` of virtual stages), llama/generation.py
+(`consolidated.XX.pth`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.names.arithmetic import Lookup
-from ckptool.names.joining import JOIN_LOOK, JoinRule, JoinRules, read_join_rules
+from ckptool.names.joining import JOIN_WAYS
+from ckptool.names.rule_files import JOIN_LOOK, read_join_rules
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, JoinRules, Rule, refuse_idle
+from ckptool.names.steps import steps_of
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"
@@ -63,7 +65,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _RankTensor:
     """A tensor in the file of a rank."""
 
     entry: TensorEntry
@@ -205,33 +207,44 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 
 def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> tuple[dict[str, Any], Joiner]:
     joiner, model = Joiner(str(folder)), dict[str, Any]()
-    pieces: dict[str, list[_Piece]] = {}
+    shares: dict[str, list[_RankTensor]] = {}
     for name, rank, value in _named(ranks, rules.layers):
         if isinstance(value, TensorEntry):
-            pieces.setdefault(name, []).append(_Piece(value, rank.tensor, rank.name))
+            shares.setdefault(name, []).append(_RankTensor(value, rank.tensor, rank.name))
         else:
             model.setdefault(name, value)
-    ruled = {name: next((rule for rule in rules.join if rule.matches(name)), None) for name in pieces}
-    if lacking := [name for name, rule in ruled.items() if rule is None]:
-        what = f"{rules.path} has no rule for {counted(len(lacking), 'tensor')}: {listed(lacking, 4)}"
+    found = steps_of(rules.join, shares)
+    if found.rest:
+        what = f"{rules.path} has no rule for {counted(len(found.rest), 'tensor')}: {listed(found.rest, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
-    if not rules.optional and (idle := [rule for rule in rules.join if rule not in ruled.values()]):
-        raise NoMatch(f"{idle[0]} matches no tensor that no rule before it does", "Patterns match whole names.")
+    if not rules.optional:
+        refuse_idle((rule for rule in rules.join if rule.origin not in found.used), TAKEN_BEFORE, WHOLE_KEY)
     world = max(rank.tensor for rank in ranks) + 1
-    for name, rule in ruled.items():
-        assert rule is not None
-        if rule.kind == "skip":
+    for step in found.steps:
+        (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
+        if op.name == "skip":
             continue
-        like = pieces[rule.like][0].entry.shape if rule.like in pieces else ()
-        fitting = _Fitting(joiner.where, name, rule.bound(lookup), pieces[name], world, like)
-        model[name] = fitting.first(joiner) if rule.kind == "first" else fitting.join(joiner)
-        if name in joiner.different and rule.kind != "first":
+        like = shares[op.words][0].entry.shape if op.words in shares else ()
+        try:
+            values = [each.value(lookup) for each in op.numbers]
+        except UsageError as error:
+            raise error.within(rule.place) from None
+        numbers = dict(zip(JOIN_WAYS[op.name].numbers, values, strict=False))
+        if any(number < 1 for number in values):
+            what = f"{_said(rule)} has {numbers}"
+            raise UsageError(what, "Each is a whole number above zero.", JOIN_LOOK)
+        model[name] = _joined(joiner, name, rule, numbers, shares[name], world, like)
+        if name in joiner.different and op.name != "first":
             raise Conflict(
                 f"{joiner.where}: {name}: {joiner.different[name]}",
-                f"By {rule}, they should be the same.",
+                f"By {_said(rule)}, they should be the same.",
                 "If each has its own part, name the way in which it is divided; if one will do: first.",
             )
     return model, joiner
+
+
+def _said(rule: Rule) -> str:
+    return f"the rule {rule.text!r} ({rule.place})"
 
 
 def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
@@ -265,97 +278,65 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{above}{key}", value
 
 
-@dataclass(frozen=True, slots=True)
-class _Fitting:
-    """The pieces of one tensor, and the rule that says how they fit. world: the number of tensor-parallel ranks.
-
+def _joined(
+    joiner: Joiner,
+    name: str,
+    rule: Rule,
+    of: dict[str, int],
+    shares: list[_RankTensor],
+    world: int,
+    like: tuple[int, ...],
+) -> TensorEntry:
+    """The whole tensor, in the way that a rule names. of: its numbers.  world: how many ranks there are.
     like: the shape of the tensor that the rule names.
+
+    Raises `UsageError` where the shares do not fit the rule, and what `Joiner.tensor` raises.
     """
 
-    where: str
-    name: str
-    rule: JoinRule
-    pieces: list[_Piece]
-    world: int
-    like: tuple[int, ...] = ()
+    def unfit(what: str) -> UsageError:
+        return UsageError(f"{joiner.where}: {name} {what}", f"That does not fit {_said(rule)}.", JOIN_LOOK)
 
-    def first(self, joiner: Joiner) -> TensorEntry:
-        return joiner.replicated(self.name, [Piece(piece.entry, (), piece.owner) for piece in self.pieces])
-
-    def join(self, joiner: Joiner) -> TensorEntry:
-        """The whole tensor. Raises `UsageError` where the pieces do not fit, and what `Joiner.tensor` raises."""
-        shape, dtype = self.pieces[0].entry.shape, self.pieces[0].entry.dtype
-        if self.rule.kind == "replicated":
-            chunks = [Piece(piece.entry, (0,) * len(piece.entry.shape), piece.owner) for piece in self.pieces]
-            return joiner.tensor(self.name, shape, dtype, chunks)
-        if self.rule.kind == "heads" and (same := self._ranks_of_a_head()) > 1:
-            pieces = [replace(piece, tensor=piece.tensor // same) for piece in self.pieces]
-            return replace(self, pieces=pieces, world=self.world // same).join(joiner)
-        axis = self._axis()
-        sizes = {piece.tensor: piece.entry.shape[axis : axis + 1] for piece in self.pieces}
-        if len(shape) <= axis:
-            raise self._unfit(f"has {counted(len(shape), 'dimension')}")
-        if lacking := [str(rank) for rank in range(self.world) if rank not in sizes]:
-            raise self._unfit(f"is not in the files of tensor rank {listed(lacking, 4)}")
-        lengths = [sizes[rank][0] if sizes[rank] else 0 for rank in range(self.world)]
-        total = self._checked(axis, lengths)
-        chunks = [chunk for piece in self.pieces for chunk in self._blocks(piece, axis, lengths)]
-        return joiner.tensor(self.name, (*shape[:axis], total, *shape[axis + 1 :]), dtype, chunks)
-
-    def _ranks_of_a_head(self) -> int:
-        """How many ranks in a row have the same rows, since there are fewer heads than ranks."""
-        heads = self.rule.numbers["heads"]
-        if self.world > heads and self.world % heads:
-            raise self._unfit(
-                f"is in {counted(self.world, 'rank')}, which {counted(heads, 'head')} cannot be divided over"
-            )
-        return max(1, self.world // heads)
-
-    def _axis(self) -> int:
-        """The dimension along which the pieces are divided: by `width`, that which makes the rows as long as `like`."""
-        if self.rule.kind != "width":
-            return int(self.rule.kind == "row")
-        shape = self.pieces[0].entry.shape
-        widths = {piece.tensor: sum(piece.entry.shape[-1:]) for piece in self.pieces}
-        if self.like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
-            given = f"is {list(shape)} in {counted(self.world, 'file')}"
-            raise self._unfit(f"{given}, and {self.rule.like} is {list(self.like)}: a file may be missing")
-        return int(self.like != shape[-1:])
-
-    def _checked(self, axis: int, lengths: list[int]) -> int:
-        """The length of the whole on the axis, if the numbers of the rule say the same."""
-        total, numbers = sum(lengths), self.rule.numbers
-        if self.rule.kind == "qkv":
-            expected = (numbers["heads"] + 2 * numbers["kv_heads"]) * numbers["head_dim"]
-            if total != expected:
-                raise self._unfit(
-                    f"has {counted(total, 'row')} in all, and {expected:,} would be queries, keys and values"
-                )
-        if self.rule.kind == "vocab" and total < numbers["rows"]:
-            raise self._unfit(f"has {counted(total, 'row')} in all")
-        return min(total, numbers.get("rows", total))
-
-    def _blocks(self, piece: _Piece, axis: int, lengths: list[int]) -> Iterator[Piece]:
-        """The parts of a rank's tensor that lie together in the whole one."""
-        numbers = self.rule.numbers
-        queries = numbers["heads"] // numbers["kv_heads"] if self.rule.kind == "qkv_blocks" else 1
-        parts = {"glu": (1, 1), "qkv_blocks": (queries, 1, 1)}.get(self.rule.kind, (1,))
-        if any(length % sum(parts) for length in lengths):
-            raise self._unfit(f"has {listed(sorted(map(str, set(lengths))))} rows, not a multiple of {sum(parts)}")
-        of_whole = numbers.get("rows", sum(lengths))
+    (op,) = rule.chain
+    way, shape, dtype = JOIN_WAYS[op.name], shares[0].entry.shape, shares[0].entry.dtype
+    if way.axis is None:
+        whole = [Piece(each.entry, (0,) * len(each.entry.shape), each.owner) for each in shares]
+        return joiner.replicated(name, whole) if op.name == "first" else joiner.tensor(name, shape, dtype, whole)
+    axis, copies = way.axis, 1
+    if op.name == "heads" and world > of["heads"]:  # ranks in a row have the same rows
+        if world % of["heads"]:
+            raise unfit(f"is in {counted(world, 'rank')}, which {counted(of['heads'], 'head')} cannot be divided over")
+        copies = world // of["heads"]
+    if op.name == "width":  # along the dimension that makes the rows as long as `like`
+        widths = {each.tensor: sum(each.entry.shape[-1:]) for each in shares}
+        if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
+            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.words} is {list(like)}"
+            raise unfit(f"{given}: a file may be missing")
+        axis = int(like != shape[-1:])
+    if len(shape) <= axis:
+        raise unfit(f"has {counted(len(shape), 'dimension')}")
+    lengths_of = {each.tensor // copies: sum(each.entry.shape[axis : axis + 1]) for each in shares}
+    if lacking := [str(rank) for rank in range(world // copies) if rank not in lengths_of]:
+        raise unfit(f"is not in the files of tensor rank {listed(lacking, 4)}")
+    lengths = [lengths_of[rank] for rank in range(world // copies)]
+    total = sum(lengths)
+    rows, parts = way.rows(of) if way.rows else total, way.parts(of)
+    if total < rows or (way.rows_are and total != rows):
+        would = f", and {rows:,} would be {way.rows_are}" if way.rows_are else ""
+        raise unfit(f"has {counted(total, 'row')} in all{would}")
+    if any(length % sum(parts) for length in lengths):
+        raise unfit(f"has {listed(sorted(map(str, set(lengths))))} rows, not a multiple of {sum(parts)}")
+    blocks = []
+    for each in shares:
+        rank = each.tensor // copies
+        if each.entry.shape[axis : axis + 1] != (lengths[rank],):
+            raise unfit(f"is {list(each.entry.shape)} in {each.owner}, another shape than elsewhere")
+        own = lengths[rank] // sum(parts)
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
-            own = lengths[piece.tensor] // sum(parts)
-            begin = (sum(lengths) * before + sum(lengths[: piece.tensor]) * part) // sum(parts)
-            size = max(0, min(own * part, of_whole - begin))  # padding lies behind
-            if piece.entry.shape[axis : axis + 1] == (lengths[piece.tensor],):
-                entry = piece.entry.narrow(axis, own * before, size)
-                at = tuple(min(begin, of_whole) * (each == axis) for each in range(len(entry.shape)))
-                yield Piece(entry, at, piece.owner)
-            else:
-                raise self._unfit(f"is {list(piece.entry.shape)} in {piece.owner}, another shape than elsewhere")
-
-    def _unfit(self, what: str) -> UsageError:
-        return UsageError(f"{self.where}: {self.name} {what}", f"That does not fit {self.rule}.", JOIN_LOOK)
+            begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)
+            entry = each.entry.narrow(axis, own * before, max(0, min(own * part, rows - begin)))  # padding lies behind
+            at = tuple(min(begin, rows) * (number == axis) for number in range(len(entry.shape)))
+            blocks.append(Piece(entry, at, each.owner))
+    return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
 
 
 # Stacked layers ------------------------------------------------------------------------------------------------------

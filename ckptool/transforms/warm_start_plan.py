@@ -43,7 +43,9 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.commands import FILE, arg, command, several
 from ckptool.conventions.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle, renaming
+from ckptool.names.rule_files import renaming
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
+from ckptool.names.steps import renamed
 from ckptool.transforms.casting import EXACT, LOSSY, conversion, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
 
@@ -198,12 +200,12 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[st
     """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
     used: set[tuple[str, str]] = set()
     names, unwrapped = {}, []
+    found = renamed(rules, dict.fromkeys(form for key in tensors for form in (key, without_wrappers(key))))
     for key in tensors:
-        forms = dict.fromkeys((key, without_wrappers(key)))
-        tried = ((rule, name, rule(name)) for rule in rules for name in forms)
-        rule, name, new = next((found for found in tried if found[2] is not None), (None, key, key))
-        used |= {rule.origin} if rule is not None else set()
-        names[key] = str(new)
+        forms = [form for form in (key, without_wrappers(key)) if form in found]
+        name = min(forms, key=lambda form: rules.index(found[form][0]), default=key)
+        used |= {found[name][0].origin} if forms else set()
+        names[key] = found[name][1] if forms else key
         unwrapped += [key] if name != key else []
     refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())

@@ -11,7 +11,7 @@ from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.scan import scan
 from ckptool.analysis.verify import Problem, problem_of, verified
 from ckptool.checkpoint.files import Source
-from ckptool.commands import argument, option, verb
+from ckptool.commands import argument, option, repeated, verb
 from ckptool.errors import CkptoolError, counted, listed, quoted
 from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
 from ckptool.facts import size as size_text
@@ -50,10 +50,8 @@ class GitCheck(Report):
 def git_check(
     file: Annotated[str, argument("FILE", "Files to be committed.", each=True)],
     *,
-    max_size: Annotated[
-        float, option("--max-size MB", "Largest file that git may store without git-lfs.", least=0)
-    ] = 10,
-    allow: Annotated[Collection[str], option("--allow CODE", "Accept this problem. Repeatable.", several=True)] = (),
+    max_size: Annotated[float, option("--max-size MB", "Largest file that git may store by itself.", least=0)] = 10,
+    allow: Annotated[Collection[str], repeated("--allow CODE", "Accept this problem.")] = (),
 ) -> GitCheck:
     """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
 

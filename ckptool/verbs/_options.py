@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint.paths import file_problem, refused_place
 from ckptool.checkpoint.workers import Progress
-from ckptool.commands import OUT, Watched, argument, command, option
+from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, split
 
@@ -30,9 +30,15 @@ ChangedAt = Annotated[
 _PAYS = "Work on N files at a time, each in its own process. Pays for many files, with several cores or slow storage."
 Jobs = Annotated[int, option("--jobs N", _PAYS)]
 Texts = str | Sequence[str]
-_MATCH = "Only keys that match; * also matches dots, re: starts a regular expression. Repeatable."
-Only = Annotated[Texts, option("--only PATTERN", _MATCH, several=True)]
-Exclude = Annotated[Texts, option("--exclude PATTERN", "Skip keys that match. Repeatable.", several=True)]
+_MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
+Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
+Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
+AGAINST = option(
+    "--against TARGET", "The model: a checkpoint, a spec, or your own code, file.py:factory, pkg.module:factory."
+)
+LIKE = option("--like DIR", "Take config and tokenizer for an output folder from this one, of the same model.")
+Size = str | int | None
+SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
     bool, option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.")
 ]
@@ -72,21 +78,20 @@ def was_redirected(words: Iterable[str]) -> bool:
 
 
 def pairs(
-    option: str, example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
-) -> Callable[[Iterable[str]], dict[str, str]]:
+    example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
+) -> Callable[[str, Iterable[str]], dict[str, str]]:
     """What makes a dictionary of `OLD=NEW`; the last `=` separates, so that addresses may have one, unless `split`
     does."""
 
-    def parse(texts: Iterable[str]) -> dict[str, str]:
+    def parse(flag: str, texts: Iterable[str]) -> dict[str, str]:
         found: list[tuple[str, str]] = []
         for text in texts:
             old, _, new = split(text, "=")
             if not (old and new):
-                raise UsageError(
-                    f"{option} {text!r} is not of the form OLD=NEW", "Both sides are needed.", f"For example: {example}"
-                )
+                what = f"{flag} {text!r} is not of the form OLD=NEW"
+                raise UsageError(what, "Both sides are needed.", f"For example: {flag} {example}")
             found.append((old, new))
-        return once(option, found)
+        return once(flag, found)
 
     return parse
 
@@ -100,17 +105,13 @@ def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def numbers(flag: str) -> Callable[[str], list[float]]:
-    """What makes numbers of `0.5,0.3,0.2`."""
-
-    def parse(text: str) -> list[float]:
-        try:
-            return [float(part) for part in text.split(",")]
-        except ValueError:
-            example = f"For example: {flag} 0.5,0.3,0.2"
-            raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
-
-    return parse
+def numbers(flag: str, text: str) -> list[float]:
+    """Numbers of `0.5,0.3,0.2`."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        example = f"For example: {flag} 0.5,0.3,0.2"
+        raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
 
 
 def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict, TypeVar
 
 from ckptool import formats
@@ -33,7 +34,7 @@ from ckptool.errors import (
     listed,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
-from ckptool.formats import Format, members, sidecar, tree_record
+from ckptool.formats import Format, marks, members
 from ckptool.formats.in_memory import LIVE as IN_MEMORY
 from ckptool.formats.in_memory import Memory, in_objects
 from ckptool.formats.marks import RECOVERED_NOTE
@@ -57,7 +58,6 @@ else:
     Unpack = None  # of `**options: Unpack[Save]`, which nobody evaluates
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
-_OPTIONS = {"add-module": "prefix", "cast": "dtype", "remap": "to", "strip-module": "prefix"}  # that habit puts second
 _Change = TypeVar("_Change", bound="Change")
 
 
@@ -240,14 +240,14 @@ class Change:
         else:
             refuse_extras(changed, container)
             _refuse_repeated(original)
-            if changed.part is not None and tree_record.KEY not in changed.metadata:
+            if changed.part is not None and marks.PICKLE not in changed.metadata:
                 before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
-            if container.tensors_only and not changed.tensors_only and tree_record.KEY not in changed.metadata:
+            if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
                 entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
                 notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
@@ -255,10 +255,8 @@ class Change:
             beside = beside or model_folder(original, changed.tree)
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if sidecar.NAME in plan.files and not plan.notes:
-            details.append(f"{sidecar.NAME} keeps what {container.name} has no place for, and ckptool gives it back")
         meant = changed if expected is None else expected
-        notes += plan.notes + self.put(plan, path, inputs, lambda: verifier(meant))
+        notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
 
     def written(
@@ -310,21 +308,19 @@ class Change:
         if plan is None:
             plan = container.write(changed, keep_unknown=keep_unknown)
             own = replace(self, asked={**asked, "overwrite": True})
-            notes += own.put(plan, source.path, inputs, lambda: verifier(changed))
+            notes += own.put(plan, source.path, inputs, partial(check_written, changed))
             return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
         if not asked["dry_run"]:
             if not os.access(source.path, os.W_OK):
                 what = f"cannot change {source}: no permission to write to it"
                 raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
-            # The old records were checked before, and stay where they are.
-            verify = verifier(changed, checksums=False) if asked["verify"] else None
 
             def confirm(path: str) -> None:
                 for given in inputs:
                     if given is not source:
                         given.check_unchanged()
-                if verify is not None:
-                    verify(path)
+                if asked["verify"]:  # the old records were checked before, and stay where they are
+                    check_written(changed, path, checksums=False)
 
             append_in_place(plan, source, verify=confirm, progress=asked["progress"])
         nbytes = plan.keep + plan.nbytes
@@ -335,25 +331,27 @@ class Change:
         plan: Plan,
         target: str,
         inputs: Sequence[Input],
-        verify: Callable[[], Callable[[str], None]],
+        verify: Callable[[str], None],
         replaceable: Iterable[str] | None = None,
     ) -> tuple[Note, ...]:
         """Writes a plan under its name, or looks whether that could be done; the notes of that.
 
-        verify: gives what proves it.  replaceable: files in a folder of that name, if not those of a checkpoint.
+        verify: proves it.  replaceable: files in a folder of that name, if not those of a checkpoint.
         """
         asked, folder = self.asked, os.path.dirname(target)
-        overwrite, makes_folder = bool(asked["overwrite"]), asked["make_folder"] and not os.path.lexists(folder or ".")
+        options: Any = {"overwrite": bool(asked["overwrite"])}
+        if asked["make_folder"] and not os.path.lexists(folder or "."):
+            if asked["dry_run"]:
+                return ()
+            make_folder(folder)
         if not asked["dry_run"]:
-            if makes_folder:
-                make_folder(folder)
-            options: Any = {"overwrite": overwrite, "inputs": inputs, "progress": asked["progress"]}
-            return put_in_place(plan, target, replaceable, verify=verify() if asked["verify"] else None, **options)
-        if not makes_folder and set(plan.files) == {""}:
-            check_target(target, overwrite=overwrite)
-        elif not makes_folder:
+            options |= {"inputs": inputs, "progress": asked["progress"]}
+            return put_in_place(plan, target, replaceable, verify=verify if asked["verify"] else None, **options)
+        if set(plan.files) == {""}:
+            check_target(target, **options)
+        else:
             known = _files_at(target) if replaceable is None else replaceable
-            check_folder(target, overwrite=overwrite, replaceable={*known, *plan.files})
+            check_folder(target, replaceable={*known, *plan.files}, **options)
         return ()
 
 
@@ -427,13 +425,9 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         )
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb != "unbundle":
-        option = _OPTIONS.get(verb)
-        raise UsageError(
-            f"{verb} would write a file called {path!r}",
-            "That is where the output is named, and this is the suffix of no container.",
-            (f"An option is given by its name: {option}={path!r}; " if option else "")
-            + f"to write it all the same: container={formats.DEFAULT!r}",
-        )
+        why = "That is where the output is named, and this is the suffix of no container. An option has a name."
+        fix = f"To write it all the same: container={formats.DEFAULT!r}"
+        raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
     asked: Any = dict.fromkeys(SaveInPlace.__annotations__) | options
     return Change(verb, None if path is None else path_of(verb, path), asked, memory and path is None)
 
@@ -567,41 +561,33 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
     except CkptoolError:
         return set()
     if not isinstance(found.source, Folder):
-        return {os.path.basename(found.source.path), sidecar.NAME} if found.source else set()
+        return {os.path.basename(found.source.path)} if found.source else set()
     left = (name for name in found.source.names if re.fullmatch(formats.named(found.container).leftovers, name))
     names = {*found.source.files, *left}
-    return {*names, sidecar.NAME} if not any("/" in name for name in names) else set()  # folders are not replaced
+    return names if not any("/" in name for name in names) else set()  # folders are not replaced
 
 
-def verifier(expected: Checkpoint, *, checksums: bool = True) -> Callable[[str], None]:
-    """Reads the output again, compares every tensor and entry with what was meant, and data with its checksums."""
+def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) -> None:
+    """Reads an output again, and compares every tensor and entry with what was meant, and data with its checksums.
+
+    Raises `VerifyFailed` where they differ, also where torch cannot find a name that it found in what was meant.
+    """
     from ckptool.analysis.diff import diff
     from ckptool.analysis.verify import refuse_damaged
 
-    def verify(path: str) -> None:
-        written = formats.read(path)
-        container = formats.named(written.container)
-        found = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
-        problem = next((f"{each.address} differs in {', '.join(each.aspects)}" for each in found.changed), "")
-        if not problem and not found.same:
-            problem = (
-                f"{counted(len(found.only_left), 'entry is', 'entries are')} missing, "
-                f"{counted(len(found.only_right), 'entry is', 'entries are')} new"
-                + (", the order or ties differ" if found.order_differs or found.ties else "")
-            )
-        if not problem and not _unreadable_names(expected):
-            problem = _unreadable_names(written)
-        if problem:
-            raise VerifyFailed(
-                f"{path} did not read back as it was written: {problem}",
-                "The disk or the memory may be failing. The output was not kept.",
-            )
-        if checksums:
-            refuse_damaged(written)
-
-    return verify
-
-
-def _unreadable_names(checkpoint: Checkpoint) -> str:
-    """The note on names that torch cannot find; empty where it finds them all."""
-    return next((note.message for note in checkpoint.notes if note.code == "nested-name"), "")
+    written = formats.read(path)
+    container = formats.named(written.container)
+    found = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
+    problems = [f"{each.address} differs in {', '.join(each.aspects)}" for each in found.changed]
+    if not problems and not found.same:
+        missing = counted(len(found.only_left), "entry is", "entries are")
+        new = counted(len(found.only_right), "entry is", "entries are")
+        other = ", the order or ties differ" if found.order_differs or found.ties else ""
+        problems = [f"{missing} missing, {new} new{other}"]
+    lost, meant = ([note.message for note in each.notes if note.code == "nested-name"] for each in (written, expected))
+    problems += lost if not meant else []
+    if problems:
+        what = f"{path} did not read back as it was written: {problems[0]}"
+        raise VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")
+    if checksums:
+        refuse_damaged(written)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.commands import Watched, argument, option
+from ckptool.commands import Watched, argument, repeated
 from ckptool.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ PathLike = str | os.PathLike[str]
 Say = Callable[[str], Any]
 Set = Annotated[
     str | Sequence[str],
-    option("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000. Repeatable.", several=True),
+    repeated("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000."),
 ]
 Folder = Annotated[PathLike, argument("RUN", "The folder of a run.")]
 RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]

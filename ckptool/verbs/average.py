@@ -9,7 +9,7 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address
-from ckptool.commands import arg, argument, option, several, verb
+from ckptool.commands import arg, argument, option, repeated, several, verb
 from ckptool.conventions.state_dicts import is_beside, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
@@ -20,6 +20,9 @@ from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.merging import merge_of
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
+
+Weights = Sequence[float] | None
+Numbers = float | Sequence[float] | None
 
 
 @verb(
@@ -35,24 +38,12 @@ def average(
     ],
     out: Out = None,
     *,
-    weights: Annotated[
-        Sequence[float] | None,
-        option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers("--weights")),
-    ] = None,
-    weight: Annotated[
-        Texts, option("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'. Repeatable.", several=True)
-    ] = (),
-    ema: Annotated[
-        float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
-    ] = None,
+    weights: Annotated[Weights, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers)] = None,
+    weight: Annotated[Texts, repeated("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'.")] = (),
+    ema: Annotated[float | None, option("--ema DECAY", "A moving average over the files in order.")] = None,
     method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
-    base: Annotated[
-        CheckpointLike | None, option("--base FILE", "The model whose differences task-arithmetic, ties and dare add.")
-    ] = None,
-    density: Annotated[
-        float | Sequence[float] | None,
-        option("--density D", "Share of the differences that ties and dare keep (0.5).", parse=numbers("--density")),
-    ] = None,
+    base: Annotated[CheckpointLike | None, option("--base FILE", "What task-arithmetic, ties and dare add to.")] = None,
+    density: Annotated[Numbers, option("--density D", "Share that ties and dare keep (0.5).", parse=numbers)] = None,
     scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
     t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
     seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,

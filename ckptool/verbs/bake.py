@@ -13,6 +13,8 @@ from ckptool.transforms import bake as folding
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
 
+Form = Literal["plain", "old", "new"]
+
 
 @verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
 def bake(
@@ -20,9 +22,7 @@ def bake(
     out: Out = None,
     *,
     at: ChangedAt = None,
-    form: Annotated[
-        Literal["plain", "old", "new"], option("--form", "plain folds; old and new rename the parts of weight norm.")
-    ] = "plain",
+    form: Annotated[Form, option("--form", "plain folds; old and new rename the parts of weight norm.")] = "plain",
     **options: Unpack[SavePart],
 ) -> Written | Any:
     """Folds weight norm and pruning into plain weights, in all model weights of a file or the part `at`.

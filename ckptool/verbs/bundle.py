@@ -13,7 +13,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, several, verb
+from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
@@ -35,22 +35,15 @@ from ckptool.verbs._options import IsPart, Out, Texts, pairs
 from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
+_MEMBER = "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change."
+Names = Mapping[str, str] | None
+_renamed = pairs("G=generator", str.partition)
 _EXAMPLE = f"For example: {command('bundle', out='gan.tar', members=_MEMBERS, values={'epoch': 3})}"
 
 
 def _words(
-    words: Annotated[
-        Sequence[str],
-        argument(
-            "NAME=FILE|NAME:=JSON|FILE",
-            "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change.",
-            several=True,
-        ),
-    ] = (),
-    add: Annotated[
-        Sequence[str],
-        option("--add NAME=FILE", "Add a member (or NAME:=JSON) to the bundle. Repeatable.", several=True),
-    ] = (),
+    words: Annotated[Sequence[str], argument("NAME=FILE|NAME:=JSON|FILE", _MEMBER, several=True)] = (),
+    add: Annotated[Sequence[str], repeated("--add NAME=FILE", "Add a member (or NAME:=JSON) to the bundle.")] = (),
     **options: Any,
 ) -> dict[str, Any]:
     base = None
@@ -88,16 +81,8 @@ def bundle(
     *,
     values: Mapping[str, Any] | None = None,
     file: CheckpointLike | None = None,
-    drop: Annotated[Texts, option("--drop NAME", "Drop a member of the bundle. Repeatable.", several=True)] = (),
-    rename: Annotated[
-        Mapping[str, str] | None,
-        option(
-            "--rename OLD=NEW",
-            "Rename a member of the bundle. Repeatable.",
-            several=True,
-            parse=pairs("--rename", "--rename G=generator", str.partition),
-        ),
-    ] = None,
+    drop: Annotated[Texts, repeated("--drop NAME", "Drop a member of the bundle.")] = (),
+    rename: Annotated[Names, repeated("--rename OLD=NEW", "Rename a member of the bundle.", parse=_renamed)] = None,
     from_folder: Annotated[PathLike | None, option("--from DIR", "Reassemble what unbundle wrote to DIR.")] = None,
     part: IsPart = False,
     **options: Unpack[SaveInPlace],

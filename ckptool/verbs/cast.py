@@ -27,16 +27,12 @@ SHOWN = 12  # weights that are listed without -n
 def cast(
     file: ChangedFiles,
     out: Out = None,
-    dtype: Annotated[
-        object, option("--dtype DTYPE", "bf16, f16, f32, float8_e4m3fn, …", needed=True, show_default=False)
-    ] = None,
+    dtype: Annotated[object, option("--dtype DTYPE", "bf16, f16, f32, float8_e4m3fn, …", needed=True)] = None,
     *,
     at: ChangedAt = None,
     only: Only = (),
     exclude: Exclude = (),
-    dequantize: Annotated[
-        bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
-    ] = False,
+    dequantize: Annotated[bool, option("--dequantize", "Compute weights of fp8, GPTQ, AWQ, … from scales.")] = False,
     block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
     **options: Unpack[SavePart],
 ) -> Written | Any:

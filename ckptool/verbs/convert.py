@@ -22,7 +22,7 @@ from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded.writing import divided
-from ckptool.formats.tree_record import packing
+from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
@@ -36,9 +36,13 @@ from ckptool.transforms.flatten import (
     siblings,
     transient,
 )
-from ckptool.verbs._options import At, Exclude, Files, IsPart, Only, Out
+from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
+Ties = Literal["record", "copy"]
+OptimizerForm = Literal["names", "ids", "flat"] | None
+_AGAINST = "A model, its spec or code: names for an optimizer's state, shapes for FSDP's flat parameters."
+_RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
@@ -57,44 +61,16 @@ def convert(
     all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = (),
     exclude: Exclude = (),
-    ties: Annotated[
-        Literal["record", "copy"], option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
-    ] = "record",
-    weights_only: Annotated[
-        bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
-    ] = False,
-    shard_size: Annotated[
-        str | int | None,
-        option(
-            "--shard-size SIZE", "Write a folder of safetensors shards of at most 5GB, 500MiB, … each, with an index."
-        ),
-    ] = None,
+    ties: Annotated[Ties, option("--ties", "Tied tensors: once, and recorded, or copied for each name.")] = "record",
+    weights_only: Annotated[bool, option("--weights-only", "Plain values where torch.load refuses others.")] = False,
+    shard_size: Annotated[Size, SHARD_SIZE] = None,
     part: IsPart = False,
-    optimizer_as: Annotated[
-        Literal["names", "ids", "flat"] | None,
-        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY."),
-    ] = None,
-    against: Annotated[
-        CheckpointLike | None,
-        option(
-            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
-        ),
-    ] = None,
-    like: Annotated[
-        PathLike | None, option("--like DIR", "Copy config and tokenizer from this folder of the same model.")
-    ] = None,
-    rules_file: Annotated[
-        PathLike | None,
-        option(
-            "--rules FILE.yaml", "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
-    ] = None,
-    shard_dim: Annotated[
-        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
-    ] = None,
+    optimizer_as: Annotated[OptimizerForm, option("--optimizer-as", "By name, number, or as state.NAME.KEY.")] = None,
+    against: Annotated[CheckpointLike | None, option("--against MODEL", _AGAINST)] = None,
+    like: Annotated[PathLike | None, LIKE] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES)] = None,
+    ranks: Annotated[int | None, option("--ranks N", "Shard a .dcp folder for N ranks; any number loads it.")] = None,
+    shard_dim: Annotated[int | None, option("--shard-dim D", "With --ranks: shard along this dimension (0).")] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -273,7 +249,7 @@ def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str],
         raise UsageError(
             f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out", "", fix
         )
-    packed = replace(packing.pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
+    packed = replace(pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
     return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any
 
-from ckptool.analysis.diff import Diff, diff_files
-from ckptool.commands import argument, option, verb
+from ckptool.analysis.diff import IGNORABLE, Diff, diff_files
+from ckptool.commands import argument, option, repeated, verb
 from ckptool.formats.opening import CheckpointLike
 from ckptool.verbs._options import Texts
+
+_KINDS = f"{', '.join(IGNORABLE)}; separate several by commas."
 
 
 def _words(quiet: bool = False, as_json: bool = False) -> dict[str, Any]:
@@ -21,24 +23,11 @@ def diff(
     right: Annotated[CheckpointLike, argument("B", "Another.")],
     *,
     atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", least=0)] = 0.0,
-    rtol: Annotated[
-        float, option("--rtol X", "Relative tolerance: the same, as a share of the value in B.", least=0)
-    ] = 0.0,
-    ignore: Annotated[
-        str | Collection[str],
-        option(
-            "--ignore KIND",
-            "device, dtype, order, prefix, strides, ties, requires_grad, metadata; separate several by commas.",
-            several=True,
-        ),
-    ] = (),
+    rtol: Annotated[float, option("--rtol X", "Relative tolerance: the same, as a share of B's.", least=0)] = 0.0,
+    ignore: Annotated[str | Collection[str], repeated("--ignore KIND", _KINDS)] = (),
     stat: bool = True,
-    only: Annotated[
-        Texts, option("--only PATTERN", "Compare only what matches; read nothing else. Repeatable.", several=True)
-    ] = (),
-    strict: Annotated[
-        bool, option("--strict", "Another order of keys, or another _metadata, is a difference, too.")
-    ] = False,
+    only: Annotated[Texts, repeated("--only PATTERN", "Compare only what matches; read nothing else.")] = (),
+    strict: Annotated[bool, option("--strict", "Another order of keys, another _metadata differ, too.")] = False,
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 

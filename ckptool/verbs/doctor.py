@@ -9,7 +9,11 @@ from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import argument, command, option, verb
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.opening import CheckpointLike, open_file
-from ckptool.verbs._options import standard_input
+from ckptool.verbs._options import AGAINST, standard_input
+
+
+def _message(_: str, text: str) -> str:
+    return standard_input() if text == "-" else text
 
 
 @verb(
@@ -18,22 +22,10 @@ from ckptool.verbs._options import standard_input
     ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
 )
 def doctor(
-    file: Annotated[
-        CheckpointLike | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
-    ] = None,
+    file: Annotated[CheckpointLike | None, argument("FILE", "What does not load, or FILE#ADDRESS for a part.")] = None,
     *,
-    against: Annotated[
-        CheckpointLike | None,
-        option("--against TARGET", "The model to load it into: a checkpoint, a spec, or file.py:factory."),
-    ] = None,
-    error: Annotated[
-        str | None,
-        option(
-            "--error TEXT|-",
-            "Explain this error message; - reads it from standard input.",
-            parse=lambda text: standard_input() if text == "-" else text,
-        ),
-    ] = None,
+    against: Annotated[CheckpointLike | None, AGAINST] = None,
+    error: Annotated[str | None, option("--error TEXT|-", "This text; -: from standard input.", parse=_message)] = None,
 ) -> Diagnosis:
     """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 

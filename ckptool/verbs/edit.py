@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.commands import arg, option, several, verb
+from ckptool.commands import arg, repeated, several, verb
 from ckptool.errors import UsageError
 from ckptool.transforms import edit as edits
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
+
+Values = Mapping[str, Any] | None
+_FILES = pairs("state_dict/fc.bias=bias.npy")
+
+
+def _assignments(flag: str, texts: Iterable[str]) -> dict[str, Any]:
+    return once(flag, list(map(edits.parse_assignment, texts)))
 
 
 @verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
@@ -19,27 +26,9 @@ def edit(
     file: ChangedFiles,
     out: Out = None,
     *,
-    drop: Annotated[
-        Texts, option("--drop PATTERN", "Drop matching entries below the address. Repeatable.", several=True)
-    ] = (),
-    set: Annotated[
-        Mapping[str, Any] | None,
-        option(
-            "--set PATH:=JSON",
-            "Set a plain value: epoch:=3. Repeatable.",
-            several=True,
-            parse=lambda texts: once("--set", list(map(edits.parse_assignment, texts))),
-        ),
-    ] = None,
-    tensor: Annotated[
-        Mapping[str, Any] | None,
-        option(
-            "--tensor PATH=FILE.npy",
-            "Give a tensor new values. Repeatable.",
-            several=True,
-            parse=pairs("--tensor", "--tensor state_dict/fc.bias=bias.npy"),
-        ),
-    ] = None,
+    drop: Annotated[Texts, repeated("--drop PATTERN", "Drop matching entries below the address.")] = (),
+    set: Annotated[Values, repeated("--set PATH:=JSON", "Set a plain value: epoch:=3.", parse=_assignments)] = None,
+    tensor: Annotated[Values, repeated("--tensor PATH=FILE.npy", "Give a tensor new values.", parse=_FILES)] = None,
     at: ChangedAt = None,
     **options: Unpack[SavePart],
 ) -> Written | Any:

@@ -18,12 +18,8 @@ def eval(
     run: Folder,
     set: Set = (),
     *,
-    checkpoint: Annotated[
-        str | int | None, option("--checkpoint STEP", "A step, best or newest. Default: the best.", show_default=False)
-    ] = None,
-    on: Annotated[
-        Literal["val", "test"], option("--on", "Evaluate on data.val (or what is held out), or on data.test.")
-    ] = "val",
+    checkpoint: Annotated[str | int | None, option("--checkpoint STEP", "A step, best (default) or newest.")] = None,
+    on: Annotated[Literal["val", "test"], option("--on", "On data.val (or what is held out), or data.test.")] = "val",
 ) -> Evaluated:
     """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
 from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
-from ckptool.commands import option, several, verb
+from ckptool.commands import option, repeated, several, verb
 from ckptool.formats.opening import open_file
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 
 if TYPE_CHECKING:
     from ckptool.analysis.statistics import Statistics
+
+_ONLY = "Only tensors and entries whose address or key matches; * also matches dots and slashes."
 
 
 def _of_run(file: str) -> Any:
@@ -36,17 +38,8 @@ def inspect(
     file: Files,
     *,
     at: At = None,
-    stats: Annotated[
-        bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data.")
-    ] = False,
-    only: Annotated[
-        Texts,
-        option(
-            "--only PATTERN",
-            "Only tensors and entries whose address or key matches; * also matches dots and slashes. Repeatable.",
-            several=True,
-        ),
-    ] = (),
+    stats: Annotated[bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN, Inf. Reads all data.")] = False,
+    only: Annotated[Texts, repeated("--only PATTERN", _ONLY)] = (),
 ) -> Listing:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from ckptool.commands import option, verb
+from ckptool.commands import option, repeated, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, open_whole
@@ -13,6 +13,8 @@ from ckptool.transforms.lora.schemes import SCHEMES, convert
 from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
+
+Files = CheckpointLike | Sequence[CheckpointLike]
 
 
 @verb(
@@ -25,10 +27,7 @@ def lora_convert(
     out: Out = None,
     *,
     to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.", show_default=False)],
-    base: Annotated[
-        CheckpointLike | Sequence[CheckpointLike],
-        option("--base FILE", "A model that it is for: resolves kohya's names. Repeatable.", several=True),
-    ] = (),
+    base: Annotated[Files, repeated("--base FILE", "A model that it is for: resolves kohya's names.")] = (),
     fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: ConfigOption = None,
     **options: Unpack[Save],

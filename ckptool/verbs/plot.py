@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckptool.commands import option, several, verb
+from ckptool.commands import repeated, several, verb
 from ckptool.formats.opening import refuse_address
 from ckptool.training.history import RunHistory, history_of
 from ckptool.training.inspect_run import folder_of
@@ -16,9 +16,7 @@ from ckptool.verbs._training import RunFolder
 def plot(
     run: RunFolder,
     *,
-    only: Annotated[
-        Texts, option("--only NAME", "Draw only this curve, or those that match a pattern. Repeatable.", several=True)
-    ] = (),
+    only: Annotated[Texts, repeated("--only NAME", "Only this curve, or those that match a pattern.")] = (),
 ) -> RunHistory:
     """The loss, the learning rate and the metrics of a run over its steps, with its saves, resumes and stops.
 

@@ -11,16 +11,12 @@ from ckptool.errors import UsageError
 from ckptool.training.reports import CommandProof, Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
+_WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
+_PROCESSES = "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU."
+
 
 def _words(
-    words: Annotated[
-        Sequence[str],
-        argument(
-            "run.yaml | -- COMMAND",
-            "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder.",
-            several=True,
-        ),
-    ],
+    words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)],
 ) -> dict[str, Any]:
     own = len(words) > 1 or "{run}" in words[0]
     return {"config": None if own else words[0], "command": words if own else ()}
@@ -40,15 +36,7 @@ def prove(
     kills: Annotated[int, option("--kills N", "Number of kills.", least=1)] = 5,
     seed: Annotated[int, option("--seed N", "Seed of where the kills fall.")] = 0,
     exhaustive: Annotated[bool, option("--exhaustive", "Kill a short run at every file-system event too.")] = False,
-    processes: Annotated[
-        int | None,
-        option(
-            "--processes N",
-            "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU.",
-            least=1,
-            show_default=False,
-        ),
-    ] = None,
+    processes: Annotated[int | None, option("--processes N", _PROCESSES, least=1)] = None,
     timeout: Annotated[float, option("--timeout SECONDS", "For one process of a command.", least=1)] = 600,
     say: Annotated[Say | None, Watched("status")] = None,
 ) -> Proof | CommandProof:

@@ -23,6 +23,7 @@ from ckptool.transforms.recover import Restored, restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
+_FILL = "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +133,10 @@ class Recovery(Report):
 
 @verb(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
-    file: Annotated[
-        CheckpointLike, argument("FILE", "A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.")
-    ],
+    file: Annotated[CheckpointLike, argument("FILE", "A cut or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
     out: Out = None,
     *,
-    fill_from: Annotated[
-        CheckpointLike | None,
-        option(
-            "--fill-from OTHER",
-            "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it.",
-        ),
-    ] = None,
+    fill_from: Annotated[CheckpointLike | None, option("--fill-from OTHER", _FILL)] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     keep_unknown: KeepUnknown = False,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from ckptool.commands import arg, option, verb
+from ckptool.commands import arg, option, repeated, verb
 from ckptool.errors import UsageError, counted
 from ckptool.transforms import locations
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
+
+Moves = Mapping[Any, Any] | None
+_MOVES = pairs("cuda:1=cuda:0")
 
 
 @verb(
@@ -21,15 +24,7 @@ def remap(
     out: Out = None,
     to: Annotated[object, option("--to DEVICE", "Device for everything: cpu, cuda:0, …")] = None,
     *,
-    moves: Annotated[
-        Mapping[Any, Any] | None,
-        option(
-            "--map OLD=NEW",
-            "Move only what is on OLD: cuda:1=cuda:0. Repeatable.",
-            several=True,
-            parse=pairs("--map", "--map cuda:1=cuda:0"),
-        ),
-    ] = None,
+    moves: Annotated[Moves, repeated("--map OLD=NEW", "Move only what is on OLD: cuda:1=cuda:0.", parse=_MOVES)] = None,
     at: ChangedAt = None,
     **options: Unpack[SavePart],
 ) -> Written | Any:

@@ -9,22 +9,19 @@ from ckptool.commands import FILE, OUT, argument, command, option, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
-from ckptool.names.rules import renaming
+from ckptool.names.rule_files import renaming
 from ckptool.transforms.rename import by_rules
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
+_FILE_OR_RULE = (
+    "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
+    " for whole keys: * stands for anything, {n} for anything without a dot."
+)
+
 
 def _words(
-    words: Annotated[
-        Sequence[str],
-        argument(
-            "FILE|RULE",
-            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules 'OLD => NEW'"
-            " for whole keys: * stands for anything, {n} for anything without a dot.",
-            several=True,
-        ),
-    ],
+    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)],
     rules_file: str | None = None,
 ) -> dict[str, Any]:
     files, rules = files_and_rules("rename", words, rules_file is not None)

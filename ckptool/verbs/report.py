@@ -25,7 +25,7 @@ from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
 from ckptool.training.history import RunHistory, history_of
 from ckptool.training.reports import GOOD, RunReport
-from ckptool.verbs._options import Out, Overwrite
+from ckptool.verbs._options import AGAINST, Out, Overwrite
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 _DOCTYPE = b"<!DOCTYPE html>"
@@ -98,18 +98,11 @@ class CheckpointReport(Report):
     ("ckptool report model.pt other.pt -o changes.html", "what changed between the two"),
 )
 def report(
-    file: Annotated[
-        CheckpointLike, argument("FILE", "A checkpoint, or FILE#ADDRESS for a part of one; the folder of a run.")
-    ],
+    file: Annotated[CheckpointLike, argument("FILE", "A checkpoint, FILE#ADDRESS for a part; the folder of a run.")],
     other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another, which is compared with the first.")] = None,
     *,
-    run: Annotated[
-        PathLike | None, option("--run RUN", "Show the checkpoints and curves of the run in this folder.")
-    ] = None,
-    against: Annotated[
-        CheckpointLike | None,
-        option("--against TARGET", "The model for the first file: a checkpoint, a spec, or file.py:factory."),
-    ] = None,
+    run: Annotated[PathLike | None, option("--run RUN", "Show also the checkpoints and curves of this run.")] = None,
+    against: Annotated[CheckpointLike | None, AGAINST] = None,
     out: Out = None,
     overwrite: Overwrite = False,
 ) -> CheckpointReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ckptool.commands import option, several, verb
+from ckptool.commands import option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.transforms.rename import strip
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts
@@ -17,9 +17,7 @@ def strip_module(
     out: Out = None,
     *,
     at: ChangedAt = None,
-    prefix: Annotated[
-        Texts, option("--prefix PREFIX", "Remove this instead of the wrappers' prefixes. Repeatable.", several=True)
-    ] = (),
+    prefix: Annotated[Texts, repeated("--prefix PREFIX", "Remove this instead of the wrappers' prefixes.")] = (),
     partial: Annotated[bool, option("--partial", "Go ahead where only some keys have module.")] = False,
     **options: Unpack[SavePart],
 ) -> Written | Any:

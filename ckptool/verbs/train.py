@@ -11,13 +11,14 @@ from ckptool.facts import Page
 from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
 
+Configuration = PathLike | dict[str, Any] | Config
+Resume = Literal["never", "auto", "must"]
+
 
 def _words(
     config: str | None = None,
     set: Sequence[str] = (),
-    dry_run: Annotated[
-        bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
-    ] = False,
+    dry_run: Annotated[bool, option("-n --dry-run", "Run, save, reload and compare one step; leave nothing.")] = False,
     init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:
@@ -43,14 +44,10 @@ def _words(
     from_words=_words,
 )
 def train(
-    config: Annotated[
-        PathLike | dict[str, Any] | Config, argument("run.yaml", "The configuration of the run.", optional=True)
-    ],
+    config: Annotated[Configuration, argument("run.yaml", "The configuration of the run.", optional=True)],
     set: Set = (),
     *,
-    resume: Annotated[
-        Literal["never", "auto", "must"], option("--resume", "auto: start or resume the run; must: only resume it.")
-    ] = "never",
+    resume: Annotated[Resume, option("--resume", "auto: start or resume the run; must: only resume it.")] = "never",
     progress: Logged = None,
     say: Lines = None,
 ) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, several, verb
+from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
@@ -21,32 +21,29 @@ from ckptool.names.arithmetic import Lookup
 from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.scope import Scope
+from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
-from ckptool.transforms.translate.apply import REST, Step, TranslatedRoot
-from ckptool.verbs._options import ChangedAt, Out, Texts, files_and_rules
+from ckptool.transforms.translate.apply import REST, TranslatedRoot
+from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, files_and_rules
 from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
 
 MANY = 12  # steps that are all shown without -n
 
+_FILE_OR_RULE = (
+    "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
+    " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md)."
+)
+Settings = Texts | dict[str, int]
+
 
 def _words(
-    words: Annotated[
-        Sequence[str],
-        argument(
-            "FILE|RULE",
-            "Checkpoints (FILE#ADDRESS changes only that part, and writes the whole file), and rules"
-            " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md).",
-            several=True,
-        ),
-    ] = (),
+    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)] = (),
     rules_file: str | None = None,
     show_list: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
-    find: Annotated[
-        bool, option("--find", "Of two files A B: find the rules that make B of A; -o writes them.")
-    ] = False,
+    find: Annotated[bool, option("--find", "Of files A and B: the rules that make B of A; -o writes them.")] = False,
     **options: Any,
 ) -> dict[str, Any] | LayoutList | FoundRules:
     if show_list:
@@ -75,21 +72,12 @@ def translate(
     rules: str | Sequence[str] = (),
     out: Out = None,
     *,
-    rules_file: Annotated[
-        PathLike | None, option("--rules FILE.yaml|LAYOUT", "More rules, from a file; or a layout that ships.")
-    ] = None,
-    set: Annotated[
-        Texts | dict[str, int],
-        option("--set NAME=NUMBER", "A variable of the rules; else config.json has it. Repeatable.", several=True),
-    ] = (),
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules of a file or a layout.")] = None,
+    set: Annotated[Settings, repeated("--set NAME=NUMBER", "A variable of the rules; else config.json has it.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
-    like: Annotated[
-        PathLike | None, option("--like DIR", "Take configuration and tokenizer for an output folder from this one.")
-    ] = None,
-    shard_size: Annotated[
-        str | int | None, option("--shard-size SIZE", "Write a folder of files of at most this size: 5GB.")
-    ] = None,
+    like: Annotated[PathLike | None, LIKE] = None,
+    shard_size: Annotated[Size, SHARD_SIZE] = None,
     at: ChangedAt = None,
     **options: Unpack[SavePart],
 ) -> Written | Any:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.verify import refuse_damaged
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage
+from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import map_storages
-from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, several, verb
+from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
-from ckptool.formats import Format, bundle_json, marks
+from ckptool.formats import bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.transforms.bundles import (
     CONTAINERS,
@@ -32,17 +31,15 @@ from ckptool.transforms.bundles import (
     ties_across,
 )
 from ckptool.verbs._options import File, IsPart, Texts
-from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, refuse_extras, verifier
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_written, refuse_extras
 
 
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
-    folder: Annotated[
-        PathLike | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
-    ] = None,
+    folder: Annotated[PathLike | None, option("-d --dir DIR", "The new folder of the members and bundle.json.")] = None,
     *,
-    only: Annotated[Texts, option("--only NAME", "Write only this member. Repeatable.", several=True)] = (),
+    only: Annotated[Texts, repeated("--only NAME", "Write only this member.")] = (),
     part: IsPart = False,
     **options: Unpack[Save],
 ) -> Written | Any:
@@ -74,7 +71,14 @@ def unbundle(
     ties = ties_across(tree)
     # What 0.1.0 stored once for several is stored for each.
     tree = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
-    files = _files(tree, container)
+    check_names(name for name, value in tree.items() if not is_plain(value))
+    if odd := [name for name in tree if type(name) not in (str, int)]:
+        raise Conflict(
+            f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
+            f"{bundle_json.NAME} cannot express that.",
+            f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
+        )
+    files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not is_plain(value)}
     rows = table(tree, files)
     if folder is None:
         written = change.write(opened.checkpoint, replace(checkpoint, tree=tree))
@@ -90,17 +94,26 @@ def unbundle(
         alone = replace(checkpoint, origin=None, tensors_only=False, notes=())
         marked = {name: marks.recovered_in_part(checkpoint.metadata, (name,)) for name in files}
         parts = {files[name]: replace(alone, tree=tree[name], metadata=marked[name]) for name in files}
-        plan = _plan(parts, bundle_json.text(record), container, bool(change.asked["keep_unknown"]))
+        keep_unknown = bool(change.asked["keep_unknown"])
+        with no_collection():
+            plans = {
+                name: container.write(replace(part, container=container.name), keep_unknown=keep_unknown)
+                for name, part in parts.items()
+            }
+        contents = {name: plan.files[""] for name, plan in plans.items()}
+        checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
+        record_file = {bundle_json.NAME: [InlineBytes(bundle_json.text(record))]}
+        plan = Plan({**contents, **record_file}, list(checks.values()))
         if change.asked["verify"] and not change.asked["dry_run"]:
             refuse_damaged(checkpoint)
 
         def verify(path: str) -> None:
             for name, part in parts.items():
-                verifier(part)(os.path.join(path, name))
+                check_written(part, os.path.join(path, name))
 
         sources = [checkpoint.source] if checkpoint.source is not None else []
         path = os.fspath(folder)
-        notes = change.put(plan, path, sources, lambda: verify, _files_of(path))
+        notes = change.put(plan, path, sources, verify, _files_of(path))
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
     values = len(tree) - len(files)
@@ -109,31 +122,6 @@ def unbundle(
         + (f", with {counted(values, 'plain value')}" if values else ""),
         Row("members", [asdict(row) for row in rows], lines_of(rows)),
     )
-
-
-def _files(tree: Mapping[Any, Any], container: Format) -> dict[Any, str]:
-    """The name of the file for each member that gets one."""
-    names = [name for name, value in tree.items() if not is_plain(value)]
-    check_names(names)
-    if odd := [name for name in tree if type(name) not in (str, int)]:
-        raise Conflict(
-            f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
-            f"{bundle_json.NAME} cannot express that.",
-            f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
-        )
-    return {name: f"{name}{container.suffixes[0]}" for name in names}
-
-
-def _plan(parts: Mapping[str, Checkpoint], record: bytes, container: Format, keep_unknown: bool) -> Plan:
-    files: dict[str, Any] = {}
-    checks: dict[int, Storage] = {}
-    with no_collection():
-        for name, part in parts.items():
-            plan = container.write(replace(part, container=container.name), keep_unknown=keep_unknown)
-            files[name] = plan.files[""]
-            checks.update((id(storage), storage) for storage in plan.checks)
-    files[bundle_json.NAME] = [InlineBytes(record)]
-    return Plan(files, list(checks.values()))
 
 
 def _files_of(folder: str) -> set[str]:

@@ -15,7 +15,7 @@ from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.plan import Plan
-from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, several, verb
+from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError
 from ckptool.formats import marks
@@ -23,7 +23,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import At, Exclude, File, IsPart, Only, Out, Texts
+from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
+
+Rules = Texts | Mapping[str, str]
+Mismatch = Literal["error", "skip", "slice", "pad", "resize"]
+_SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
 
 
 @verb(
@@ -40,42 +44,20 @@ WEIGHTS = "model_state_dict"  # beside the optimizer's state
 )
 def warm_start(
     file: File,
-    against: Annotated[
-        CheckpointLike,
-        option(
-            "--against TARGET",
-            "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory.",
-            show_default=False,
-        ),
-    ],
+    against: Annotated[CheckpointLike, AGAINST],
     out: Out = None,
     *,
     at: At = None,
-    rename: Annotated[
-        Texts | Mapping[str, str], option("--rename RULE", "'OLD => NEW' for keys of FILE. Repeatable.", several=True)
-    ] = (),
+    rename: Annotated[Rules, repeated("--rename RULE", "'OLD => NEW' for keys of FILE.")] = (),
     rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = (),
     exclude: Exclude = (),
-    on_mismatch: Annotated[
-        Literal["error", "skip", "slice", "pad", "resize"],
-        option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad, resize."),
-    ] = "error",
-    resize: Annotated[
-        Texts | Mapping[str, str],
-        option(
-            "--resize PATTERN=HOW", "How: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'. Repeatable.", several=True
-        ),
-    ] = (),
-    min_loaded: Annotated[
-        float | None,
-        option("--min-loaded SHARE", "Share that must load: 0.95. Default: half, and all that suggested rules would."),
-    ] = None,
+    on_mismatch: Annotated[Mismatch, option("--on-mismatch", "What becomes of tensors of another shape.")] = "error",
+    resize: Annotated[Rules, repeated("--resize PATTERN=HOW", "pos_embed=bicubic(cls=1), '*embed*=rows(mean)'.")] = (),
+    min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
-    suggest: Annotated[
-        PathLike | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
-    ] = None,
+    suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules that would make more fit.")] = None,
     part: IsPart = False,
     **options: Unpack[Save],
 ) -> LoadReport | Any:
@@ -87,7 +69,7 @@ def warm_start(
     skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
-    from ckptool.names.rules import all_rules
+    from ckptool.names.rule_files import all_rules
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
     from ckptool.transforms.translate import translated_items
     from ckptool.transforms.warm_start import as_state_dict, carried, filled

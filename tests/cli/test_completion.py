@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import shlex
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
-from ckptool.cli.completion import VALUES, addresses, candidates, quoted_on, words_of
+from ckptool.cli.completion import VALUES, addresses, candidates
 from ckptool.cli.help import FLAGS
 from ckptool.cli.parser import parse
 from ckptool.cli.verb import function_of, typed_parameters
@@ -39,8 +39,6 @@ NAMES = [
     "%1", "-x", "--at", "é", "→", "\u202eevil", "\udcff", "'", '"', "\\", "\n", "$'x'", "@host", ",", "x\r",
     "; touch x #",
 ]  # fmt: skip
-
-HARDEST = ("it's", "$(touch x)", "`touch x`", "line\nbreak", "hi!there", "back\\slash", 'say "x"', "esc\x1b[31m")
 
 FILES = 1
 
@@ -63,29 +61,14 @@ def shell(request: pytest.FixtureRequest, hostile: Path) -> Iterator[Shell]:
     started.close()
 
 
-def passed_on(shell: Shell, names: Iterable[str], quote: str) -> None:
-    before, wrong = set(os.listdir(shell.folder)), []
-    for name in names:
-        if shell.name == "fish" and "\t" in name:  # fish ends a name there
-            continue
-        number = NAMES.index(name)
-        given = shell.given(f"ckptool show {quote}{number}.pt#d/\t")
-        if given != ["show", f"{number}.pt#d/{segment_text(name)}"]:
-            wrong.append((name, given))
-    assert not wrong
+def test_only_names_that_are_themselves_to_a_shell_are_offered_and_nothing_runs(shell: Shell) -> None:
+    before = set(os.listdir(shell.folder))
+    for number, name in enumerate(map(segment_text, NAMES)):
+        offered = name if re.fullmatch(r"[\w+@%,:=-]+", name) else ""
+        assert shell.given(f"ckptool show {number}.pt#d/\t") == ["show", f"{number}.pt#d/{offered}"]
+    for quote in ("'", '"'):
+        assert shell.given(f"ckptool show {quote}0.pt#d/\t") == ["show", "0.pt#d/weight"]
     assert set(os.listdir(shell.folder)) - before <= {"given"}
-
-
-def test_a_name_is_passed_on_as_it_is_and_nothing_runs(shell: Shell) -> None:
-    passed_on(shell, [*HARDEST, "a;touch x", "a:b", "=ls", "~", "\udcff"], "")
-    passed_on(shell, HARDEST[:5], "'")
-    passed_on(shell, HARDEST[:5], '"')
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_every_name_is_passed_on_as_it_is(quote: str, shell: Shell) -> None:
-    passed_on(shell, NAMES, quote)
 
 
 # What is typed, and what the program is given then.
@@ -165,29 +148,6 @@ def test_it_gives_up_after_a_while(hostile: Path, monkeypatch: pytest.MonkeyPatc
     script = "import time; from ckptool.verbs import _completion as c; c.SECONDS = 1\n"
     script += "c.complete(['bash', 'ckptool x', 'x'], lambda *_: time.sleep(200))"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=HANG).returncode == FILES
-
-
-# Words and quotes -----------------------------------------------------------------------------------------------------
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
-
-
-@given(TEXT, TEXT, st.sampled_from(["", "'", '"', "$'"]))
-def test_what_is_quoted_is_read_back(typed: str, more: str, quote: str) -> None:
-    opened = quote + (shlex.quote(typed) if not quote and typed else quoted_on(typed, quote))
-    assume(quote != '"' or "!" not in typed + more)  # there the quote is closed and opened again
-    before = words_of(f"ckptool {opened}")[-1]
-    assert before.text == typed and words_of(f"ckptool show {opened}{quoted_on(more, quote)}")[-1].text == typed + more
-
-
-def test_bash_and_zsh_read_what_is_quoted() -> None:
-    every = "".join(map(chr, range(1, 256))) + "→é\u202e\udcff"
-    for shell in ("bash", "zsh"):
-        if shutil.which(shell):
-            for quote in ("", "'", '"', "$'"):
-                line = f"printf %s {quote}{quoted_on(every, quote)}{quote[-1:]}"
-                printed = subprocess.run([shell, "-c", os.fsencode(line)], capture_output=True, check=True).stdout
-                assert printed == os.fsencode(every), (shell, quote)
 
 
 # Everything that is offered is taken ----------------------------------------------------------------------------------

@@ -39,11 +39,12 @@ def on_terminal(columns: int, *words: str, **environment: str) -> tuple[int, str
     program = programs() / "ckptool"
     child, fd = pty.fork()
     if not child:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        os.unsetenv("COLUMNS")  # which `readline` sets, unseen by `os.environ`
         os.environ.pop("COLUMNS", None)
         os.environ.pop("NO_COLOR", None)
         os.environ.update({"TERM": "xterm-256color"} | environment)
         os.execv(program, [str(program), *words])
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     shown = b""
     while True:
         try:

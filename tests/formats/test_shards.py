@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name as by_dtype
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
-from ckptool.formats.sharded.writing import NUMBERED, _split, _Unit, size_in_bytes
+from ckptool.formats.sharded.writing import NUMBERED, Division, size_in_bytes
 from tests.support.files import carry_out, contents, opened, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
@@ -91,11 +93,16 @@ def opened_empty(folder: Path) -> Path:
     return saved({"x": torch.ones(1)}, folder / "x.pt")
 
 
+def flat_tensor(size: int) -> TensorEntry:
+    return TensorEntry(Storage(InlineBytes(bytes(size))), by_dtype("u8"), (size,), (1,))
+
+
 def test_the_division_is_the_hubs() -> None:
     """Greedy in key order; what is too large for any shard gets one of its own, and does not end the one before it."""
 
     def split(sizes: list[int], limit: int) -> list[list[int]]:
-        return [[unit.size for unit in shard] for shard in _split([_Unit([i], n) for i, n in enumerate(sizes)], limit)]
+        tensors = {str(number): flat_tensor(size) for number, size in enumerate(sizes)}
+        return [[sizes[int(name)] for name in shard] for shard in Division(limit).shards(tensors, {}).values()]
 
     assert split([3, 3, 3, 3], 6) == [[3, 3], [3, 3]]
     assert split([3, 4, 3], 6) == [[3], [4], [3]]
@@ -187,7 +194,7 @@ def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
     folder = bins(tmp_path / "model", parts)
     assert read(folder).tree.metadata == {"": {"version": 1}, "a": {"version": 2}}
     done = ckptool.add_module(folder, tmp_path / "out", verify=True)
-    assert [note.code for note in done.notes] == ["sharing-lost"]
+    assert [note.code for note in done.notes] == ["sharing-lost", "side-car"]
     assert sorted(p.name for p in (tmp_path / "out").glob("model*")) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",

@@ -31,6 +31,7 @@ class Side:
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.folder = folder
+        self.package = str(python.parents[2] / "ckptool") + "/"  # where the layouts that ship lie
         odd = {"COLUMNS": "80", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         odd["PYTHONDONTWRITEBYTECODE"] = "1"  # what user code of a case leaves is not for the record
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTOOL", "PYTEST"))}
@@ -52,7 +53,8 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"{case}: the process ended with {self.process.wait()}")
-        return json.loads(line.replace(str(self.folder / case), "FOLDER"))  # type: ignore[no-any-return]
+        line = line.replace(str(self.folder / case), "FOLDER").replace(self.package, "PACKAGE/")
+        return json.loads(line)  # type: ignore[no-any-return]
 
 
 class Slot:

@@ -21,6 +21,7 @@ from fixtures.make import PRODUCERS, TRAPS, make
 from fixtures.torch_tar import save_tar
 from tests.golden import commands
 from tests.golden.commands import Facts, Words
+from tests.golden.names import names_cases
 from tests.support.all_hostile import everything
 from tests.support.engine_cases import committed_cases
 from tests.support.hostile_folders import Mutation, folder_mutations
@@ -97,6 +98,8 @@ def _cases() -> Iterator[Case]:
     for number, (title, data) in enumerate(everything()):
         if len(data) <= LARGE or number % 8 == 0:
             yield Case(f"hostile-{title}", lambda folder, data=data: _written(data, folder), commands.hostile)
+    for name, maker, lines in names_cases():
+        yield Case(name, maker, lines)
     yield Case("usage", lambda folder: make("training.pt", folder), commands.usage)
 
 

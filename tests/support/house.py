@@ -52,7 +52,7 @@ BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
 DESIGNS = {
     "engines that match names": """
-        rename.by_rules apply.plan_steps joining.JoinRule places.Places optimizers.slot_names suggest.suggest
+        steps.steps_of places.Places optimizers.slot_names suggest.suggest
         warm_start_plan.plan_warm_start fit.find_way""",
     "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner join_ranks.joined",
     "JSON languages for trees": "unpacking sidecar bundle_json",

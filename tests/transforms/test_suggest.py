@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.analysis.warm_start import Suggestion
-from ckptool.names.rules import Rule, read_rules, renaming
+from ckptool.names import steps
+from ckptool.names.rule_files import read_rules, renaming
+from ckptool.names.rules import Rule
 from ckptool.transforms.suggest import rules_file, suggest
 from ckptool.transforms.suggest.keys import contradict, spellings, words
 from tests.support.looped import looped
@@ -39,7 +41,7 @@ from tests.support.renamed_trees import SIZES, renamings
 
 
 def renamed(key: str, rules: Sequence[Rule]) -> str:
-    return next((new for rule in rules if (new := rule(key)) is not None), key)
+    return next((new for _, new in steps.renamed(rules, [key]).values()), key)
 
 
 def parsed(*suggestions: Suggestion) -> list[Rule]:
@@ -66,8 +68,8 @@ def found(source: Shapes, target: Shapes) -> list[Suggestion]:
         for key in source.keys() & target.keys():
             assert names[key] == key
         rules = parsed(*given_rules)
-        takers = {next((n for n, rule in enumerate(rules) if rule(key) is not None), -1) for key in source}
-        assert takers >= set(range(len(rules)))  # a rule that takes nothing is refused
+        takers = {id(rule) for rule, _ in steps.renamed(rules, source).values()}
+        assert takers == set(map(id, rules))  # a rule that takes nothing is refused
     gained = {key: new for key in source if (new := renamed(key, parsed(*sure))) != key}
     brought = [key for key, new in gained.items() if target.get(new, "none") == source[key]]
     assert len(brought) == sum(one.agree for one in sure)

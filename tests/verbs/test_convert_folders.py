@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import random
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.formats.model_folder import with_dtype
 from tests.support.cli import Run
 from tests.support.files import contents, saved
+from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
 CONFIGS = {
@@ -26,6 +30,9 @@ CONFIGS = {
     "peft": ("adapter_model", "adapter_config.json", {"peft_type": "LORA"}),
     "timm": ("model", "config.json", {"architecture": "vit"}),
 }
+
+
+WITHOUT = pickle.dumps(OrderedDict())
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -47,11 +54,11 @@ def test_names_are_those_of_the_library(library: str, tmp_path: Path) -> None:
     stem, config, content = CONFIGS[library]
     file = model_in(tmp_path / "in", content, config)
     ckptool.convert(file, f"{tmp_path / 'one'}/")
-    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}.safetensors", "ckptool.json"])
+    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}.safetensors"])
     ckptool.convert(file, tmp_path / "many", shard_size="64B")
     shards = [f"{stem}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     index = f"{stem}.safetensors.index.json"
-    assert sorted(contents(tmp_path / "many")) == sorted([config, index, *shards, "ckptool.json"])
+    assert sorted(contents(tmp_path / "many")) == sorted([config, index, *shards])
     table = json.loads((tmp_path / "many" / index).read_text())["weight_map"]
     for shard in shards:
         assert load_file(tmp_path / "many" / shard).keys() == {name for name, place in table.items() if place == shard}
@@ -62,16 +69,22 @@ def test_names_are_those_of_the_library(library: str, tmp_path: Path) -> None:
 def test_metadata_of_the_state_dict_come_back(tmp_path: Path, run: Run) -> None:
     file = saved(state(), tmp_path / "a.pt")
     done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
-    assert done.code == 0 and "ckptool.json keeps" in done.out and "behind: _metadata" not in done.out
+    assert done.code == 0 and "ckptool.pickle keeps" in done.out + done.err and "behind: _metadata" not in done.out
     for size in ([], ["--shard-size", "64B"]):
         assert run("convert", tmp_path / "out", "-o", tmp_path / "back.pt", "-f").code == 0
         back = torch.load(tmp_path / "back.pt", weights_only=True)
         assert back._metadata == state()._metadata and type(back) is type(state())  # type: ignore[attr-defined]
         assert run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f", *size).code == 0
-    (tmp_path / "out/ckptool.json").write_text('{"schema": "ckptool.sidecar/1", "_metadata": [1], "_metadata": {}}')
+
+
+@looped("content", [*(pickle.dumps(each) for each in ({}, [], OrderedDict())), b"", b"\x80", WITHOUT + b"."])
+def test_a_pickle_in_an_index_that_is_no_state_dict_is_refused(content: bytes, tmp_path: Path, run: Run) -> None:
+    ckptool.convert(saved(state(), tmp_path / "a.pt"), tmp_path / "out", shard_size="64B")
+    path = tmp_path / "out/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["metadata"]["ckptool.pickle"] = base64.b64encode(content).decode()
+    path.write_text(json.dumps(index))
     assert run("inspect", tmp_path / "out").code == 2
-    (tmp_path / "out/ckptool.json").write_text('{"schema": "ckptool.sidecar/9"}')
-    assert "version" in run("inspect", tmp_path / "out").err
 
 
 @pytest.mark.parametrize("place", ["in", "in/checkpoint-7", "in/global_step10", "in/sharded", "in/actor"])
@@ -90,7 +103,7 @@ def test_the_configuration_of_verl_and_of_no_other_folder(tmp_path: Path) -> Non
     (tmp_path / "global_step_4/actor/other").mkdir()
     file = saved(state(), tmp_path / "global_step_4/actor/other/a.pt")
     ckptool.convert(file, f"{tmp_path / 'none'}/")
-    assert sorted(contents(tmp_path / "none")) == ["ckptool.json", "model.safetensors"]
+    assert sorted(contents(tmp_path / "none")) == ["model.safetensors"]
 
 
 def test_what_goes_along_and_what_does_not(tmp_path: Path, run: Run) -> None:
@@ -106,7 +119,7 @@ def test_what_goes_along_and_what_does_not(tmp_path: Path, run: Run) -> None:
     done = run("convert", file, "-o", tmp_path / "out", "--shard-size", "1MB")
     assert done.code == 0
     assert sorted(contents(tmp_path / "out")) == [
-        "added_tokens.json", "ckptool.json", "config.json", "merges.txt", "model.safetensors", "spiece.model",
+        "added_tokens.json", "config.json", "merges.txt", "model.safetensors", "spiece.model",
         "tokenizer.json",
     ]  # fmt: skip
     for name, why in (
@@ -187,7 +200,7 @@ def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run
             (tmp_path / "in/config.json").write_text(text)
         done = run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f")
         assert done.code == 0 and "left behind: config.json (" in done.out, text
-        assert sorted(contents(tmp_path / "out")) == ["ckptool.json", "model.safetensors"]
+        assert sorted(contents(tmp_path / "out")) == ["model.safetensors"]
 
 
 def test_the_dtype_is_that_of_the_weights_where_they_have_one(tmp_path: Path) -> None:

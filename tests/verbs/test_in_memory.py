@@ -121,8 +121,8 @@ assert "torch" not in sys.modules
     [
         (lambda given: ckptool.cast(given, "bf16"), "dtype='bf16'"),
         (lambda given: ckptool.remap(given, "cpu"), "to='cpu'"),
-        (lambda given: ckptool.strip_module(given, "module."), "prefix='module.'"),
-        (lambda given: ckptool.remap(given, "cuda", to="cpu"), "to='cuda'"),
+        (lambda given: ckptool.strip_module(given, "module."), "called 'module.'"),
+        (lambda given: ckptool.remap(given, "cuda", to="cpu"), "called 'cuda'"),
         (lambda given: ckptool.strip_module(given, in_place=True), "in_place"),
         (lambda given: ckptool.cast(given, io.BytesIO(), dtype="bf16"), "not a dtype"),
         (lambda given: ckptool.slim(given, io.BytesIO()), "slim was given BytesIO in the place"),

@@ -141,7 +141,7 @@ def test_what_was_one_object_and_is_two_fails(tmp_path: Path, monkeypatch: pytes
     path = saved({"w": torch.ones(2), "one": shared, "two": [shared]}, tmp_path / "a.pt")
 
     class Forgetful(encode._Encoder):
-        def _recalled(self, value: Any) -> bool:
+        def _recalled(self, *_: Any) -> bool:
             return False
 
     monkeypatch.setattr(encode, "_Encoder", Forgetful)

@@ -27,7 +27,7 @@ from ckptool.errors import (
     counted,
     listed,
 )
-from ckptool.formats.dcp import whole_tree
+from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
@@ -77,7 +77,7 @@ def read(source: Input) -> Checkpoint:
     payloads.open_in_order(tables.values)
     values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
     untied = _check_steps(tables, values)
-    tree, metadata, notes = whole_tree.restored(values)
+    tree, metadata, notes = tree_pickle.restored(values)
     if tree is None:
         paths, flat = _paths(tables, values)
         tree, restored = with_optimizers(_nested(tables, values, paths))

@@ -31,10 +31,11 @@ from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError, listed
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
-from ckptool.formats.dcp import whole_tree
+from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
 from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA
+from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 
 MAX_RANKS = 16_384
@@ -77,7 +78,7 @@ class RankDivision:
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a folder; `RankDivision` as the origin says for how many ranks, else one.
 
-    What torch's format cannot say goes into a tensor that only ckptool reads (`whole_tree`), and is noted. Raises
+    What torch's format cannot say goes into a tensor that only ckptool reads (`tree_pickle`), and is noted. Raises
     `Unsupported` for what is no dictionary and for two values of one name, `Conflict` for a dictionary in itself,
     `UnsafeObject` for unknown calls unless `keep_unknown`.
     """
@@ -91,19 +92,19 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     for name, value in flat.values.items():
         if isinstance(value, TensorEntry):
             saving.add_tensor(name, value)
-    lost = whole_tree.lost_in_table(flat)
+    lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
-        lost.setdefault(whole_tree.STRIDES, saving.strides_lost)
+        lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
     notes: tuple[Note, ...] = ()
     if lost:
-        content, raw = whole_tree.pickled(checkpoint, saving.homes)
+        content, raw = tree_pickle.pickled(checkpoint, saving.homes)
         for number, storage in enumerate([Storage(InlineBytes(content)), *raw]):
-            name = f"{whole_tree.NAME}.{number - 1}" if number else whole_tree.NAME
-            flat.add((name,), (name,), whole_tree.as_bytes(storage))
+            name = f"{tree_pickle.NAME}.{number - 1}" if number else tree_pickle.NAME
+            flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
         kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        keeps = f"the tensor {whole_tree.NAME} keeps, for readers of ckptool, what torch cannot say here"
-        notes = (Note(whole_tree.KEPT, f"{keeps}: {kept}"),)
+        keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
+        notes = (Note(KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
     table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
     if len(table) > MAX_METADATA:
@@ -195,7 +196,7 @@ class _Saving:
         self.objects: list[_Item] = []
         self.divided: list[_Item] = []
         self.whole: list[_Item] = []
-        self.homes: dict[int, whole_tree.Home] = {}
+        self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
         self.checks: list[Storage] = []
         self.strides_lost = ""
@@ -211,7 +212,7 @@ class _Saving:
         self.objects.append(item)
         self.items[name] = [((), (), item)]
         for number, storage in enumerate(storages(value)):
-            self._settle(storage, whole_tree.Home(f"{name}#{number}"))
+            self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
@@ -234,10 +235,10 @@ class _Saving:
         if not entry.is_contiguous:
             self.strides_lost = self.strides_lost or name
         if not lazy and entry.is_contiguous:
-            self._settle(entry.storage, whole_tree.Home(name, start, stop))
+            self._settle(entry.storage, tree_pickle.Home(name, start, stop))
         elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
             axes = sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
-            self._settle(entry.storage, whole_tree.Home(name, start, stop, axes))
+            self._settle(entry.storage, tree_pickle.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
         item = self._as_it_lies(name, entry)
@@ -249,7 +250,7 @@ class _Saving:
         start, stop = entry.span()
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
             return self._row_major(name, resolved(entry))
-        self._settle(entry.storage, whole_tree.Home(name, start, stop))
+        self._settle(entry.storage, tree_pickle.Home(name, start, stop))
         data = subrange(entry.storage.data, start, stop - start)
         whole = data is entry.storage.data
         if not whole and (entry.storage.crc is not None or isinstance(entry.storage.data, Computed)):
@@ -262,7 +263,7 @@ class _Saving:
         shape = _ZipShape(entry.dtype, entry.shape, strides, 0, entry.location, entry.nbytes)
         return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
 
-    def _settle(self, storage: Storage, home: whole_tree.Home) -> None:
+    def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
             self.homes[id(storage)] = home
 

@@ -30,10 +30,10 @@ from ckptool.errors import (
     form,
     listed,
 )
-from ckptool.formats import marks, safetensors, sidecar
+from ckptool.formats import marks, safetensors, whole_tree
 from ckptool.formats.folder import INDEX, NUMBERED
 from ckptool.formats.layouts import hf_pieces
-from ckptool.formats.sharded.writing import DivisionOrigin
+from ckptool.formats.sharded.writing import Division
 from ckptool.formats.sharded.writing import write as write
 from ckptool.formats.strict_json import parse_object
 
@@ -75,13 +75,12 @@ def candidates(folder: Folder) -> list[str]:
 
 
 def belonging(folder: Folder) -> set[str]:
-    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files, and the
-    side-car."""
+    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files."""
     found = candidates(folder)
     if not found or _is_index(found[0]):
         pieces = {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
-        return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name) or name == sidecar.NAME}
-    return {name for name in folder.names if SINGLE.fullmatch(name) or name == sidecar.NAME}
+        return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name)}
+    return {name for name in folder.names if SINGLE.fullmatch(name)}
 
 
 def _is_index(path: str) -> bool:
@@ -112,10 +111,7 @@ def read(source: Input) -> Checkpoint:
         raise _no_index(source)
     if _is_index(found[0]):
         return _read_index(source, found[0])
-    checkpoint = _opened(source.open(found[0]))
-    if checkpoint.container != safetensors.NAME or not checkpoint.tensors_only:
-        return checkpoint
-    return replace(checkpoint, tree=sidecar.with_metadata(checkpoint.tree, sidecar.read(source)))
+    return _opened(source.open(found[0]))
 
 
 def _opened(source: Source) -> Checkpoint:
@@ -178,8 +174,12 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     ties = _recorded_ties(index, tree)
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
-    tree = tree if pickled else sidecar.with_metadata(tree, sidecar.read(folder))
     sizes = _check_size(index, tree)
+    if (pickle := index.metadata.pop(whole_tree.KEY, None)) is not None and not pickled:
+        tree, _, is_whole = whole_tree.unpack(tree, pickle, str(index))
+        if is_whole:
+            what = f"{index} has the pickle of a whole tree"
+            raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
     notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:
         shown = listed(list(ties), 3)
@@ -196,7 +196,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     for shard in index.shards.values():
         metadata = marks.with_recovered_part(metadata, (), shard.metadata)
     notes += marks.recovered_notes(metadata)
-    origin = DivisionOrigin.of(name, pickled, index.shards, ties)
+    origin = Division.of(name, pickled, index.shards, ties)
     discarded = tuple(call for shard in index.shards.values() for call in shard.discarded)
     return Checkpoint(tree, NAME, metadata, folder, origin, notes, discarded, tensors_only=not pickled)
 

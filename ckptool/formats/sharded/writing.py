@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import Unsupported, UsageError
-from ckptool.formats import marks, safetensors, sidecar, tree_record
+from ckptool.formats import marks, safetensors, whole_tree
 from ckptool.formats.folder import NUMBERED
 
 DEFAULT_SIZE = 5_000_000_000  # of a shard, in bytes, as the hub's savers have it
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
 LEAST_BARE = 1_000_000  # bytes, of a size without a unit
 
 
@@ -43,56 +41,89 @@ def size_in_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """A new division of a checkpoint: at most `limit` bytes of tensors to a shard.
+    """How a checkpoint is divided: as its shards were read, else anew, at most `limit` bytes of tensors to a shard.
 
-    stem: the beginning of the names of files.
+    stem: the beginning of the names of new files.  index: the name of the one that was read.  metadata: of each shard
+    that was read, what it says beside its tensors.  pickled: they are torch's own files, which are only read.
+    by_name, by_storage: the shard of each; the storages stay alive, so that no other one gets the `id` of one of these.
     """
 
-    limit: int
+    limit: int = DEFAULT_SIZE
     stem: str = "model"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DivisionOrigin:
-    """The division that a checkpoint was read from: the files, and what was in which.
-
-    pickled: the shards are torch's own files, which are only read.  metadata: what each shard says beside its tensors.
-    renamed: the names that they get, where those are others.
-    """
-
-    index: str
-    pickled: bool
-    metadata: dict[str, dict[str, Any]]
-    by_name: dict[Any, str]
-    by_storage: dict[int, str]
-    alive: tuple[Storage, ...]  # so that no other storage gets the `id` of one of these
-    renamed: Division | None = None
+    index: str = ""
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pickled: bool = False
+    by_name: dict[Any, str] = field(default_factory=dict)
+    by_storage: dict[int, tuple[Storage, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> DivisionOrigin:
+    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> Division:
         """The division of these shards; `ties` across them are recorded anew when they are written."""
-        alive = {id(storage): (storage, file) for file, shard in shards.items() for storage in storages(shard.tree)}
+        stem = _stem_of(shards)
         return cls(
+            0,
+            "model" if pickled and stem == "pytorch_model" else stem,
             index,
-            pickled,
             {file: {k: v for k, v in shard.metadata.items() if k not in ties} for file, shard in shards.items()},
+            pickled,
             {name: file for file, shard in shards.items() for name in shard.tree},
-            {key: file for key, (_, file) in alive.items()},
-            tuple(storage for storage, _ in alive.values()),
+            {id(each): (each, file) for file, shard in shards.items() for each in storages(shard.tree)},
         )
 
     @property
-    def stem(self) -> str:
-        """The beginning of the names of its shards."""
-        found = next(filter(None, map(NUMBERED.fullmatch, self.metadata)), None)
-        return found["stem"] if found else "model"
+    def keeps_names(self) -> bool:
+        """True where the shards that were read are written under their names."""
+        return not self.pickled and _stem_of(self.metadata) == self.stem
 
-    def file_of(self, names: Iterable[Any], value: Any) -> str | None:
-        """The shard that a tensor came from: by its storage, else by its name; None for a new one."""
-        for storage in storages(value):
-            if found := self.by_storage.get(id(storage)):
-                return found
-        return next((self.by_name[name] for name in names if name in self.by_name), None)
+    def shards(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> dict[str, list[str]]:
+        """The names of what is stored, by the file that it goes to. ties: for other names, the one that is stored.
+
+        What came from a shard stays in it, by its storage, else by its name; what is new goes with what stands before
+        it. Anew: in order, as many as fit; one that is too large has a shard of its own, as with the hub's savers.
+        """
+        old: dict[str, list[str]] = {file: [] for file in self.metadata}
+        if not old:
+            return self._named(_filled(stored, self.limit))
+        tied = defaultdict(list)
+        for name, kept in ties.items():
+            tied[kept].append(name)
+        before = next(iter(old))
+        for name, entry in stored.items():
+            _, place = self.by_storage.get(id(entry.storage), (None, ""))
+            known = (self.by_name[each] for each in (name, *tied[name]) if each in self.by_name)
+            before = place or next(known, before)
+            old[before].append(name)
+        if self.keeps_names and all(old.values()):
+            return old
+        return self._named([names for names in old.values() if names] or [[]])
+
+    def _named(self, shards: list[list[str]]) -> dict[str, list[str]]:
+        count = len(shards)
+        if count == 1:
+            return {f"{self.stem}.safetensors": shards[0]}
+        return {f"{self.stem}-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(shards, 1)}
+
+
+def _stem_of(files: Iterable[str]) -> str:
+    """The beginning of the names of shards."""
+    found = next(filter(None, map(NUMBERED.fullmatch, files)), None)
+    return found["stem"] if found else "model"
+
+
+def _filled(stored: Mapping[str, TensorEntry], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = []
+    current: list[str] = []
+    size = 0
+    for name, entry in stored.items():
+        if entry.nbytes > limit:
+            shards.append([name])
+            continue
+        if size + entry.nbytes > limit:
+            shards.append(current)
+            current, size = [], 0
+        current.append(name)
+        size += entry.nbytes
+    return [*shards, current] if current or not shards else shards
 
 
 def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> Checkpoint:
@@ -100,12 +131,9 @@ def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> 
 
     Without a size, a division that it was read from stays, under these names. Raises `UsageError` for what is no size.
     """
-    division = Division(DEFAULT_SIZE if shard_size is None else size_in_bytes(shard_size), stem)
-    old = checkpoint.origin
-    if shard_size is not None or not isinstance(old, DivisionOrigin):
-        return replace(checkpoint, origin=division)
-    stays = not old.pickled and old.stem == division.stem
-    return checkpoint if stays else replace(checkpoint, origin=replace(old, renamed=division))
+    if shard_size is None and isinstance(checkpoint.origin, Division):
+        return replace(checkpoint, origin=replace(checkpoint.origin, stem=stem))
+    return replace(checkpoint, origin=Division(DEFAULT_SIZE if shard_size is None else size_in_bytes(shard_size), stem))
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
@@ -115,121 +143,48 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     5 GB of tensors to a shard (a single tensor may be larger). Ties stay together and are recorded. Raises
     `Unsupported` naming everything that cannot be kept.
     """
-    if tree_record.KEY in checkpoint.metadata:
+    if marks.PICKLE in checkpoint.metadata:
         what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, and is not divided into shards"
-        why = "The record that leads back to it is in that file."
+        why = "The pickle that leads back to it is in that file."
         raise Unsupported(
             what, why, f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
         )
-    origin = checkpoint.origin if isinstance(checkpoint.origin, DivisionOrigin) else None
-    division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division(DEFAULT_SIZE)
-    if origin is not None:
-        stem = "model" if origin.pickled and origin.stem == "pytorch_model" else origin.stem
-        division = origin.renamed or Division(0, stem)
+    division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division()
     stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
-    by_name = {name: _Unit([name], entry.nbytes) for name, entry in stored.items()}
-    for dropped, kept in ties.items():
-        by_name[kept].names.append(dropped)
-    units = list(by_name.values())
-    if origin is not None:
-        shards = _as_before(origin, division, units, checkpoint.tree)
-    else:
-        shards = _named(_split(units, division.limit), division)
-    return _plan(checkpoint, origin, division, shards)
-
-
-# Dividing ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unit:
-    """Names that stay in one shard, since they share their bytes; the first of them has them. `size` in bytes."""
-
-    names: list[Any]
-    size: int
-
-
-def _split(units: list[_Unit], limit: int) -> list[list[_Unit]]:
-    """The units in order, as many to a shard as fit; one that is too large has its own, as with the hub's savers."""
-    shards: list[list[_Unit]] = []
-    current: list[_Unit] = []
-    size = 0
-    for unit in units:
-        if unit.size > limit:
-            shards.append([unit])
-            continue
-        if size + unit.size > limit:
-            shards.append(current)
-            current, size = [], 0
-        current.append(unit)
-        size += unit.size
-    return [*shards, current] if current or not shards else shards
-
-
-def _as_before(
-    origin: DivisionOrigin, division: Division, units: list[_Unit], tree: dict[Any, Any]
-) -> dict[str, list[_Unit]]:
-    """Every unit in the shard that it came from; what is new goes with what stands before it."""
-    shards: dict[str, list[_Unit]] = {file: [] for file in origin.metadata}
-    before = next(iter(shards))
-    for unit in units:
-        before = origin.file_of(unit.names, tree[unit.names[0]]) or before
-        shards[before].append(unit)
-    if origin.renamed is None and not origin.pickled and all(shards.values()):
-        return shards
-    return _named([found for found in shards.values() if found] or [[]], division)
-
-
-def _named(shards: list[list[_Unit]], division: Division) -> dict[str, list[_Unit]]:
-    stem, count = division.stem, len(shards)
-    if count == 1:
-        return {f"{stem}.safetensors": shards[0]}
-    return {f"{stem}-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-
-
-# The plan ------------------------------------------------------------------------------------------------------------
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    origin: DivisionOrigin | None,
-    division: Division,
-    shards: dict[str, list[_Unit]],
-) -> Plan:
+    shards = division.shards(stored, ties)
+    place = {name: file for file, names in shards.items() for name in names}
+    trees: dict[str, dict[str, Any]] = {file: {} for file in shards}
+    for name, entry in checkpoint.tree.items():
+        trees[place[ties.get(name, name)]][name] = entry
+    first = next(iter(shards))
+    numbered = NUMBERED.fullmatch(first)
+    is_alone = len(shards) == 1 and not numbered
+    set_on = whole_tree.set_on(checkpoint.tree)
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
-    shard_of = {name: file for file, units in shards.items() for unit in units for name in unit.names}
-    # A dictionary for each shard, of the tree's kind; what is set on the tree (`_metadata`) goes with the first.
-    parts: dict[str, dict[Any, Any]] = {file: {} for file in shards}
-    if isinstance(checkpoint.tree, OrderedDict):
-        first_attributes = (checkpoint.tree.attributes, *(None for _ in shards))
-        parts = {file: OrderedDict((), kept) for file, kept in zip(shards, first_attributes, strict=False)}
-    for name, value in checkpoint.tree.items():
-        parts[shard_of[name]][name] = value
-    for file, tree in parts.items():
-        metadata = origin.metadata.get(file, {}) if origin is not None and not origin.pickled else {}
+    for file, tree in trees.items():
+        metadata = {} if division.pickled else division.metadata.get(file, {})
+        metadata = {**metadata, **set_on} if is_alone else metadata
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
-    first = next(iter(shards))
-    if len(shards) > 1 or NUMBERED.fullmatch(first):
+    if not is_alone:
         # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
-        places = {unit.names[0]: file for file, units in shards.items() for unit in units}
-        weight_map = {name: places[name] for name in checkpoint.tree if name in places}
-        total = sum(unit.size for units in shards.values() for unit in units)
-        name = origin.index if origin is not None and first in origin.metadata else ""
-        if not name and (found := NUMBERED.fullmatch(first)):
-            name = f"{found['stem']}{found['suffix']}.index.json"
-        files[name] = [InlineBytes(_index(checkpoint, weight_map, total))]
-    if isinstance(checkpoint.tree, OrderedDict) and sidecar.holds(modules := checkpoint.tree.metadata):
-        files[sidecar.NAME] = [sidecar.written({sidecar.METADATA: modules})]
-    return Plan(files, checks)
+        index = division.index if first in division.metadata else ""
+        if not index and numbered:
+            index = f"{numbered['stem']}{numbered['suffix']}.index.json"
+        weight_map = {name: place[name] for name in checkpoint.tree if name in place}
+        total = sum(entry.nbytes for entry in stored.values())
+        files[index] = [InlineBytes(_index(checkpoint, weight_map, total, set_on))]
+    kept = f"{whole_tree.KEY} keeps the _metadata of the state dict, and ckptool gives it back"
+    return Plan(files, checks, notes=(Note(whole_tree.KEPT, kept),) if set_on else ())
 
 
-def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int) -> bytes:
+def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int, set_on: dict[str, str]) -> bytes:
     metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         metadata[marks.RECOVERED] = mark
+    metadata |= set_on
     metadata["total_size"] = total
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(

@@ -17,9 +17,11 @@ bits), the extra field `FB` as padding.
 
 from __future__ import annotations
 
+import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Readable
@@ -32,9 +34,12 @@ from ckptool.errors import (
     Truncated,
     Unsupported,
     counted,
+    listed,
 )
 from ckptool.formats.zip.record import (
     CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR64,
     END,
     END64,
     FULL,
@@ -42,13 +47,7 @@ from ckptool.formats.zip.record import (
     LOCAL,
     LOCATOR,
     Record,
-    bad_entry,
-    check_attributes,
-    check_extra,
-    check_names,
-    check_spelling,
-    odd_entries,
-    refuse_equal_but_for_case,
+    extra_fields,
     zip64_values,
 )
 
@@ -56,9 +55,15 @@ MAX_ENTRIES = 1_000_000
 MAX_DIRECTORY = 256 << 20
 MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
+SECTOR = 512  # bytes that a disk writes or loses together
 _REFUSED_FLAGS = {0x0001: "encrypted", 0x0020: "patched", 0x0040: "strongly encrypted", 0x2000: "masked"}
 _OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ", 98: "PPMd", 99: "AES encryption"}
-_NEEDED, _UTF8 = 63, 0x0800  # the last version of the format; a flag
+_NEEDED, ZIP64_VERSION = 63, 45  # versions of the format: the last one; the first with 64 bits
+_HAS_DESCRIPTOR, _UTF8 = 0x0008, 0x0800  # flags
+_UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
+_FOLDER, LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
+# What a program that unpacked the archive might follow out of its folder, or take for a folder.
+LEADS_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
 
 
 @dataclass(slots=True, eq=False)
@@ -91,16 +96,29 @@ def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
     case_matters: the readers of this kind of archive tell names apart that differ in case alone.
     """
     archive = _read_directory(source, _find_end(source))
-    if not case_matters:
-        refuse_equal_but_for_case(archive)
+    names: dict[str, str] = {}
+    if not case_matters and len({name.lower() for name in archive.records}) < len(archive.records):
+        one, other = next(
+            (one, name) for name in archive.records if (one := names.setdefault(name.lower(), name)) != name
+        )
+        raise Ambiguous(f"{source} has the records {one} and {other}", "torch takes names without regard to case.")
     if archive.end != source.size:
-        if not _begins_as_edit(archive) or not _lists_the_same(archive):
-            tail = f"{archive.source.size - archive.end:,} bytes behind its zip archive"
-            what = f"{archive.source} has {tail} that no in-place edit left there"
+        left = f"{source.size - archive.end:,} bytes"
+        if not _is_torn_edit(archive):
+            what = f"{source} has {left} behind its zip archive that no in-place edit left there"
             raise Ambiguous(what, "Some readers would see another archive there.")
-        left = f"{source.size - archive.end:,} bytes after the archive are not part of it"
-        archive.notes.append(Note("interrupted-edit", f"an in-place edit was interrupted; {left}"))
-    archive.notes += odd_entries(archive)
+        message = f"an in-place edit was interrupted; {left} after the archive are not part of it"
+        archive.notes.append(Note("interrupted-edit", message))
+    # Harmless here, where nothing is unpacked; to be known before another program unpacks it.
+    if unsafe := re.search(LEADS_ELSEWHERE, "\n".join(archive.records)) and [
+        name for name in archive.records if re.search(LEADS_ELSEWHERE, name)
+    ]:
+        what = f"{counted(len(unsafe), 'record name')} could lead another program out of its folder"
+        archive.notes.append(Note("unsafe-record-names", f"{what}: {listed(unsafe, 3)}"))
+    if links := archive.links:
+        what = f"{counted(len(links), 'record is', 'records are')} marked as symbolic links, which is ignored"
+        note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))
+        archive.notes.append(note)
     _place_records(archive)
     if records := archive.by_offset():
         records[0].confirm()  # whatever the file begins with could be another file's head
@@ -108,16 +126,7 @@ def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
     return archive
 
 
-def refuse_zip_behind(head: bytes, source: Readable) -> None:
-    """Raises `Corrupt` or `Ambiguous` for a file that does not begin as a zip archive, but ends as one."""
-    if not _ends_as_zip(source):
-        return
-    if sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
-        raise Corrupt(
-            f"{source} is a zip archive whose first bytes were damaged", f"It begins with {head[:4].hex(' ')}."
-        )
-    what = f"{source} begins as another kind of file and ends as a zip archive"
-    raise Ambiguous(what, "Some readers see one, some the other: an accident, or an attempt to mislead.")
+# Without believing it ------------------------------------------------------------------------------------------------
 
 
 def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
@@ -130,137 +139,118 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
 def table(source: Readable, most: int = MAX_DIRECTORY) -> bytes:
     """The bytes of the directory that the last end record points to; none without one, or with more than `most`."""
     _, tail_at, found = last_end_record(source, 1 << 16)
-    if found < 0:
-        return b""
-    end = tail_at + found
-    size, at = END.unpack(source.read(end, END.size))[5:7]
-    end64 = end - LOCATOR.size - END64.size
-    if FULL in (size, at) and end64 >= 0:
-        size, at = END64.unpack(source.read(end64, END64.size))[8:10]
+    size, at = _directory_by(source, tail_at + found) if found >= 0 else (0, 0)
     return source.read(at, size) if size <= most and at + size <= source.size else b""
 
 
-def _ends_as_zip(source: Readable) -> bool:
-    """True if the file ends in the directory of a zip archive: some readers look nowhere else."""
+def _directory_by(source: Readable, end: int) -> tuple[int, int]:
+    """The size and the place of the directory, as the end record at `end` or the 64-bit one before it has them."""
+    size, at = END.unpack(source.read(end, END.size))[5:7]
+    if FULL in (size, at) and (end64 := end - LOCATOR.size - END64.size) >= 0:
+        size, at = END64.unpack(source.read(end64, END64.size))[8:10]
+    return size, at
+
+
+def refuse_zip_behind(head: bytes, source: Readable) -> None:
+    """Raises `Corrupt` or `Ambiguous` for a file that does not begin as a zip archive, but ends in the directory of
+    one: some readers look nowhere else."""
     tail, tail_at, found = last_end_record(source, END.size + FULL16)
-    if found < 0:
-        return False
-    *_, size, _, comment = END.unpack_from(tail, found)
-    if found + END.size + comment != len(tail):
-        return False
-    if size == FULL:
-        return tail[max(0, found - LOCATOR.size) : found][:4] == b"PK\x06\x07"
+    *_, size, _, comment = END.unpack_from(tail, found) if found >= 0 else (0, 0, 0)
+    if found < 0 or found + END.size + comment != len(tail):
+        return
     ends = (tail_at + found, tail_at + found - LOCATOR.size - END64.size)
-    return any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
+    if size == FULL:
+        is_zip = tail[max(0, found - LOCATOR.size) : found][:4] == b"PK\x06\x07"
+    else:
+        is_zip = any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
+    if is_zip and sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
+        what = f"{source} is a zip archive whose first bytes were damaged"
+        raise Corrupt(what, f"It begins with {head[:4].hex(' ')}.")
+    if is_zip:
+        what = f"{source} begins as another kind of file and ends as a zip archive"
+        raise Ambiguous(what, "Some readers see one, some the other: an accident, or an attempt to mislead.")
+
+
+# The end records -----------------------------------------------------------------------------------------------------
 
 
 def _find_end(source: Readable) -> int:
     """The byte of the last end record; only what a torn in-place edit leaves may follow it, not even a comment."""
     tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
-    if found < 0:
-        why = "The file was cut off: a torch file keeps its directory at the end."
-        raise _cut(f"{source} is a zip archive whose directory is missing", why, source)
-    if _has_comment(tail, found):
-        what = f"{source} has the end of one zip archive in the comment of another"
-        raise Ambiguous(what, "Some readers see one, some the other.")
     after = tail[found + END.size :]
-    if after[:4] == b"PK\x03\x04":
-        what = f"{source} is a zip archive to which something was added, and whose directory is missing"
-        end = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it"
-        raise _cut(what, f"The file was cut off: {end}.", source)
+    if found < 0 or after[:4] == b"PK\x03\x04":
+        what, why = "whose directory is missing", "a torch file keeps its directory at the end."
+        if found >= 0:
+            what = f"to which something was added, and {what}"
+            why = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it."
+        advice = "Download or copy it again, and compare the sizes."
+        error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
+        error.cut_archive = source.file if source.size == source.file.size else None
+        raise error
+    at = -1
+    while (at := tail.find(b"PK\x05\x06", at + 1, found)) >= 0:
+        comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
+        if comment and at + END.size + comment == len(tail):
+            what = f"{source} has the end of one zip archive in the comment of another"
+            raise Ambiguous(what, "Some readers see one, some the other.")
     # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
     copy = after.lstrip(b"\0")
-    if len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy):
+    if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy)):
         what = f"{source} has {len(after):,} bytes after the end of its zip archive"
         raise Ambiguous(what, "Some readers would see another archive there.")
     return tail_at + found
 
 
-def _cut(what: str, why: str, source: Readable) -> Truncated:
-    """The error for an archive without its end."""
-    error = Truncated(what, why, "Download or copy it again, and compare the sizes.")
-    error.cut_archive = source.file if source.size == source.file.size else None
-    return error
-
-
-def _has_comment(tail: bytes, last: int) -> bool:
-    """True if an end record before the last one has all that follows it for a comment."""
-    at = -1
-    while (at := tail.find(b"PK\x05\x06", at + 1, last)) >= 0:
-        comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
-        if comment and at + END.size + comment == len(tail):
-            return True
-    return False
-
-
-class _Counts(NamedTuple):
-    """The directory by an end record: entries in this file, entries in all, its size in bytes, its offset."""
-
-    here: int
-    entries: int
-    size: int
-    offset: int
-
-
 def _read_directory(source: Readable, end_at: int) -> Archive:
     """The archive whose end record is at `end_at`, its records not placed yet."""
-    _, disk, directory_disk, *fields, comment = END.unpack(source.read(end_at, END.size))
-    counts = _Counts(*fields)
+    _, disk, directory_disk, *counts, comment = END.unpack(source.read(end_at, END.size))
     if comment:
         what = f"{source} is cut off inside the comment of its zip archive, or hides something there"
         raise Ambiguous(what, "torch writes no comments.")
     directory_end, records_end = end_at, end_at + END.size
     locator = source.read(end_at - LOCATOR.size, LOCATOR.size) if end_at >= LOCATOR.size else b""
-    behind = counts.offset + counts.size
+    behind = counts[2] + counts[3]
     if locator[:4] == b"PK\x06\x07":
-        directory_end, counts = _zip64_end_record(source, end_at, locator, counts)
-        records_end = directory_end + END64.size + LOCATOR.size + END.size
-    elif FULL in (counts.size, counts.offset):
+        _, locator_disk, directory_end, disks = LOCATOR.unpack(locator)
+        raw = source.read(directory_end, END64.size) if directory_end + END64.size <= end_at else b""
+        if raw[:4] != b"PK\x06\x06":
+            beside = end_at - LOCATOR.size - END64.size
+            moved = beside - directory_end if beside >= 0 and source.read(beside, 4) == b"PK\x06\x06" else 0
+            what = f"{source}: the zip64 locator points to byte {directory_end:,}, where there is no end record"
+            raise _misplaced(source, moved, what)
+        _, length, _, _, *disks64, here, entries, size, offset = END64.unpack(raw)
+        if (locator_disk, disks, *disks64) != (0, 1, 0, 0):
+            raise _split(source)
+        if length != END64.size - 12:
+            raise Corrupt(f"{source}: the zip64 end record at byte {directory_end:,} is damaged")
+        long = here, entries, size, offset
+        for short, value, full in zip(counts, long, (FULL16, FULL16, FULL, FULL), strict=True):
+            if short not in (full, value):
+                what = f"{source}: the two end records of the archive disagree ({short:,} and {value:,})"
+                raise Corrupt(what, "Readers would see two archives.")
+        counts, records_end = [*long], directory_end + END64.size + LOCATOR.size + END.size
+    elif FULL in counts[2:]:
         raise Corrupt(f"{source}: the archive needs a zip64 end record and has none")
     elif behind < end_at and source.read(behind, END.size) == source.read(end_at, END.size):
         directory_end, records_end = behind, behind + END.size
+    here, count, size, offset = counts
     end_records = source.read(directory_end, records_end - directory_end)
     if records_end != end_at + END.size:
-        _check_copy(source, end_at, records_end, end_records, counts.size)
+        _check_copy(source, end_at, records_end, end_records, size)
     if disk or directory_disk:
         raise _split(source)
-    _check_counts(source, counts, directory_end)
-    archive = Archive(source, counts.offset, records_end, end_records)
-    _read_entries(archive, source.read(counts.offset, counts.size), counts.entries)
-    return archive
-
-
-def _check_counts(source: Readable, counts: _Counts, directory_end: int) -> None:
-    entries, behind = counted(counts.entries, "entry", "entries"), counts.offset + counts.size
-    if counts.here != counts.entries:
-        raise Corrupt(f"{source}: the zip directory should have {entries}, {counts.here:,} of them in this file")
-    if behind != directory_end:
-        what = f"the zip directory should end at byte {behind:,}, but its end record is at {directory_end:,}"
-        raise _misplaced(source, directory_end - behind, f"{source}: {what}")
-    if counts.entries > MAX_ENTRIES or counts.size > MAX_DIRECTORY:
-        what = f"{source}: a zip directory of {entries} and {counts.size:,} bytes"
+    entries = counted(count, "entry", "entries")
+    if here != count:
+        raise Corrupt(f"{source}: the zip directory should have {entries}, {here:,} of them in this file")
+    if offset + size != directory_end:
+        place = f"end at byte {offset + size:,}, but its end record is at {directory_end:,}"
+        raise _misplaced(source, directory_end - offset - size, f"{source}: the zip directory should {place}")
+    if count > MAX_ENTRIES or size > MAX_DIRECTORY:
+        what = f"{source}: a zip directory of {entries} and {size:,} bytes"
         raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
-
-
-def _zip64_end_record(source: Readable, end_at: int, locator: bytes, counts: _Counts) -> tuple[int, _Counts]:
-    """The byte of the zip64 end record, and its counts. counts: those of the other end record."""
-    _, disk, at, disks = LOCATOR.unpack(locator)
-    raw = source.read(at, END64.size) if at + END64.size <= end_at else b""
-    if raw[:4] != b"PK\x06\x06":
-        beside = end_at - LOCATOR.size - END64.size
-        moved = beside - at if beside >= 0 and source.read(beside, 4) == b"PK\x06\x06" else 0
-        what = f"{source}: the zip64 locator points to byte {at:,}, where there is no end record"
-        raise _misplaced(source, moved, what)
-    _, length, _, _, disk64, directory_disk, *fields = END64.unpack(raw)
-    if disk or disks != 1 or disk64 or directory_disk:
-        raise _split(source)
-    if length != END64.size - 12:
-        raise Corrupt(f"{source}: the zip64 end record at byte {at:,} is damaged")
-    for short, long, full in zip(counts, fields, (FULL16, FULL16, FULL, FULL), strict=True):
-        if short not in (full, long):
-            what = f"{source}: the two end records of the archive disagree ({short:,} and {long:,})"
-            raise Corrupt(what, "Readers would see two archives.")
-    return at, _Counts(*fields)
+    archive = Archive(source, offset, records_end, end_records)
+    _read_entries(archive, source.read(offset, size), count)
+    return archive
 
 
 def _split(source: Readable) -> Unsupported:
@@ -275,6 +265,9 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
 
 
+# The entries ---------------------------------------------------------------------------------------------------------
+
+
 def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
     try:
@@ -283,38 +276,63 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
                 directory, at
             )
             name_at = at + fixed
-            raw = directory[name_at : name_at + n]
+            raw, extra = directory[name_at : name_at + n], directory[name_at + n : name_at + n + m]
             if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8) or needed & 0xFF > _NEEDED:
                 _refuse_entry(archive, sig, flags, method, disk, raw)
             name = str(raw, "utf-8")
-            if not flags & _UTF8 and not raw.isascii():
-                check_spelling(archive, raw, directory[name_at + n : name_at + n + m])
-            zip64 = FULL in (stored, size, header)
-            if m or zip64:
-                extra = directory[name_at + n : name_at + n + m]
-                check_extra(archive, name, extra)
-                if zip64:
-                    if (found := zip64_values(extra, size, stored, header)) is None:
-                        raise bad_entry(archive, name, "lacks its 64-bit sizes, or has them twice")
-                    size, stored, header = found
+            if m or not (flags & _UTF8 or raw.isascii()):
+                _check_extra(archive, name, extra, flags)
+            if zip64 := FULL in (stored, size, header):
+                if (found := zip64_values(extra, size, stored, header)) is None:
+                    raise Corrupt(f"{archive.source}: the record {name} lacks its 64-bit sizes, or has them twice")
+                size, stored, header = found
             if size != stored and not method:
-                raise bad_entry(archive, name, f"is stored as it is, but in {stored:,} bytes instead of {size:,}")
+                what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
+                raise Corrupt(f"{archive.source}: the record {name} {what}")
             if name in records:
                 what = f"{archive.source} has two records named {name}"
                 raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
+            descriptor = 0 if not flags & _HAS_DESCRIPTOR else DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
             records[name] = record = Record(
-                archive, name, directory[at : at + fixed], flags, method, crc, stored, size, header, zip64
+                archive,
+                name,
+                directory[at:name_at],
+                flags,
+                method,
+                crc,
+                stored,
+                size,
+                header,
+                zip64,
+                descriptor,  # as torch writes it
             )
-            if attributes:
-                check_attributes(archive, record, attributes)
+            if attributes >> 28 == LINK:
+                archive.links.append(record)
+            if attributes & _FOLDER:
+                _check_folder(record)
             at = name_at + n + m + k
     except (struct.error, UnicodeDecodeError):
         raise Corrupt(f"{archive.source}: entry {len(records):,} of the zip directory is damaged") from None
     if at != len(directory):
         entries = f"the {counted(count, 'entry', 'entries')} of the zip directory"
         raise Corrupt(f"{archive.source}: {entries} take {at:,} bytes, not {len(directory):,}")
-    check_names(archive)
+    if "" in records:
+        raise Corrupt(f"{archive.source}: a record has no name")
+    together = "\n".join(records) + "\n"
+    if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
+        for name, record in records.items():
+            if "\0" in name:
+                what = f"{archive.source}: the record name {name} holds a NUL"
+                raise Ambiguous(what, "torch reads it up to there, others as a whole.")
+            if name.endswith("/"):
+                _check_folder(record)
     archive.has_checksums = any(record.crc for record in records.values())
+
+
+def _check_folder(record: Record) -> None:
+    if record.size:
+        what = f"{record.archive.source}: the record {record} is marked as a folder and has contents"
+        raise Ambiguous(what, "torch would return uninitialized memory for it; other readers read it.")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
@@ -334,79 +352,84 @@ def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, d
     raise Unsupported(f"{record} needs a newer version of the zip format", "PyTorch files never do.")
 
 
+def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:
+    """Raises for an extra field that does not fit, or has another name for the record, and for a name beyond ASCII
+    that is not marked as UTF-8: many readers use a DOS code page."""
+    fields, record = extra_fields(extra), f"{archive.source}: the record {name}"
+    names = {content[5:] for kind, content in fields if kind == _UNICODE_PATH}
+    if not flags & _UTF8 and not name.isascii() and name.encode() not in names:
+        what = f"{archive.source}: the record name {name} does not say that it is UTF-8"
+        raise Ambiguous(what, "torch and others would read two different names.")
+    if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
+        raise Corrupt(f"{record} has an extra field that is longer than its entry")
+    if names - {name.encode()}:
+        raise Ambiguous(f"{record} has another name in its extra field", "Some readers take one, some the other.")
+
+
 # Where the data is ---------------------------------------------------------------------------------------------------
 
 
 def _place_records(archive: Archive, depth: int = 0) -> None:
     """Computes where each record's data is; refuses records that overlap, and bytes that belong to none."""
-    records = archive.by_offset()
-    earlier = _edited_in_place(archive, depth)
-    begins = 0
-    if earlier is not None:
-        records = _placed_as_before(archive, earlier, records)
-        begins = archive.superseded = earlier.end
-        archive.edits = earlier.edits + 1
-        kept = sum(record.end - record.header for record in archive.records.values() if record.end)
-        message = f"earlier in-place edits left {begins - kept:,} bytes of old pickles and directories inside"
-        archive.notes.append(Note("superseded-pickle", message, command("convert", FILE, out=OUT)))
+    records, begins = archive.by_offset(), 0
+    pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
+    before = pickles[0].header - END.size if len(pickles) == 1 else -1
+    if 0 <= before < archive.directory - END.size and archive.source.read(before, 4) == b"PK\x05\x06":
+        records = _place_as_before(archive, pickles[0], records, depth)
+        begins = archive.superseded
     first = records[0].header if records else archive.directory
     if first > begins:
         what = f"{archive.source} has {first - begins:,} bytes before its first record"
         raise Ambiguous(what, "Some readers would see another file there.")
-    ends = [*(record.header for record in records[1:]), archive.directory]
-    # If the first data descriptor is not where torch would have it, each record's local header is read.
-    usual = ((record, end) for record, end in zip(records, ends, strict=False) if record.descriptor_size)
-    first_usual = next(((record, end) for record, end in usual if record.has_usual_descriptor), None)
-    unusual = first_usual is not None and not first_usual[0].has_signed_descriptor(first_usual[1])
-    for record, end in zip(records, ends, strict=False):  # no record: an end without one
-        if record.descriptor_size and (unusual or not record.has_usual_descriptor):
-            record.place_by_local_header(end)
-        else:
-            record.place_by_directory(end)
+    ends = [*(record.header for record in records[1:]), archive.directory][: len(records)]
+    # Where the first descriptor is not as torch would have it, each record's local header is read. Writers of zip64 may
+    # use 64 bits at any size: of theirs the directory does not tell the size at all.
+    usual = False
+    for record, end in zip(records, ends, strict=True):
+        if record.descriptor_size and record.central[6] < ZIP64_VERSION:
+            at = end - record.descriptor_size
+            fits = record.header <= at and end <= archive.source.size
+            usual = fits and archive.source.read(at, 4) == b"PK\x07\x08"
+            break
+    for record, end in zip(records, ends, strict=True):
+        is_known = not record.descriptor_size or (usual and record.central[6] < ZIP64_VERSION)
+        record.place(end, by_header=not is_known)
 
 
 # In-place edits ------------------------------------------------------------------------------------------------------
 
 
-def _placed_as_before(archive: Archive, earlier: Archive, records: list[Record]) -> list[Record]:
-    """Places the records that an earlier state already had; returns the new ones, by offset."""
+def _place_as_before(archive: Archive, pickle: Record, records: list[Record], depth: int) -> list[Record]:
+    """Places the records of the complete archive that stands before a `data.pkl` which an in-place edit appended;
+    returns the new ones, by offset."""
+    source, end_at = archive.source, pickle.header - END.size
+    if depth == MAX_EDITS:
+        what = f"{source} was edited in place more than {MAX_EDITS} times"
+        raise LimitExceeded(what, "Each of its old states would have to be read.")
+    earlier = _read_directory(source, end_at)
+    if earlier.end != end_at + END.size:
+        raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
+    _place_records(earlier, depth + 1)
+    if not earlier.records.keys() <= archive.records.keys() or pickle.name not in earlier.records:
+        what = f"{source} holds two archives that are not two states of one"
+        raise Ambiguous(what, "Readers would disagree about which of them it is.")
     fresh = []
     for record in records:
         before = earlier.records.get(record.name)
         if before is None or record.name.endswith("/data.pkl"):
             fresh.append(record)
-        elif any(
-            getattr(record, name) != getattr(before, name) for name in ("crc", "stored", "size", "method", "header")
-        ):
-            raise Ambiguous(f"{archive.source}: the record {record} differs from its earlier state inside the file")
+        elif any(getattr(record, each) != getattr(before, each) for each in _KEPT):
+            raise Ambiguous(f"{source}: the record {record} differs from its earlier state inside the file")
         else:
             record.data_at, record.end = before.data_at, before.end
+    archive.superseded, archive.edits = earlier.end, earlier.edits + 1
+    left = earlier.end - sum(record.end - record.header for record in archive.records.values() if record.end)
+    message = f"earlier in-place edits left {left:,} bytes of old pickles and directories inside"
+    archive.notes.append(Note("superseded-pickle", message, command("convert", FILE, out=OUT)))
     return fresh
 
 
-def _edited_in_place(archive: Archive, depth: int) -> Archive | None:
-    """The complete archive that stands before a `data.pkl` which an in-place edit appended; None without an edit."""
-    names = [name for name in archive.records if name.count("/") == 1 and name.endswith("/data.pkl")]
-    if len(names) != 1 or not END.size <= archive.records[names[0]].header < archive.directory:
-        return None
-    pickle = archive.records[names[0]]
-    end_at = pickle.header - END.size
-    if archive.source.read(end_at, 4) != b"PK\x05\x06":
-        return None
-    if depth == MAX_EDITS:
-        what = f"{archive.source} was edited in place more than {MAX_EDITS} times"
-        raise LimitExceeded(what, "Each of its old states would have to be read.")
-    earlier = _read_directory(archive.source, end_at)
-    if earlier.end != end_at + END.size:
-        raise Ambiguous(f"{archive.source}: the archive before the record {pickle} is not complete")
-    _place_records(earlier, depth + 1)
-    if any(name not in archive.records for name in earlier.records) or pickle.name not in earlier.records:
-        what = f"{archive.source} holds two archives that are not two states of one"
-        raise Ambiguous(what, "Readers would disagree about which of them it is.")
-    return earlier
-
-
-SECTOR = 512  # bytes that a disk writes or loses together
+_KEPT = ("crc", "stored", "size", "method", "header")  # of a record, by an in-place edit
 
 
 def guard(records: bytes) -> bytes:
@@ -416,79 +439,58 @@ def guard(records: bytes) -> bytes:
 
 
 def _check_copy(source: Readable, end_at: int, records_end: int, end_records: bytes, size: int) -> None:
-    """Raises `Ambiguous` or `Corrupt` unless the end record at `end_at` is the copy that an interrupted edit made."""
+    """Raises `Ambiguous` or `Corrupt` unless the end record at `end_at` is the copy that an interrupted edit made.
+
+    size: of the directory. Would some reader find a directory right before the copy? However odd its entries are,
+    another reader may be content with them: one signature is enough. Only where all the bytes up to there make a whole
+    new state of the archive is it by accident that a line of its directory stands there.
+    """
     tail = guard(end_records)
-    seems_two = any(_ends_another(source, end_at, each) for each in (size, min(size, FULL)))
-    if seems_two and not _is_finished_edit(source, end_at + END.size - len(tail), records_end):
+    end64_at, copy_at = end_at - LOCATOR.size - END64.size, end_at + END.size - len(tail)
+    seems_two = end64_at >= 0 and source.read(end64_at, 4) == b"PK\x06\x06"
+    for each in (size, min(size, FULL)):
+        seems_two = seems_two or (0 < each <= end_at and source.read(end_at - each, 4) == b"PK\x01\x02")
+    if seems_two:
+        with suppress(CkptoolError):
+            seems_two = read_archive(source.file.part(source.start, copy_at)).superseded != records_end
+    if seems_two:
         what = f"{source} is two zip archives, one behind the other"
         raise Ambiguous(what, "Some readers take the first, some the second.")
-    if records_end > end_at or source.read(end_at + END.size - len(tail), len(tail)) != tail:
+    if records_end > end_at or source.read(copy_at, len(tail)) != tail:
         what = f"{source} has bytes between its zip directory and the end record"
         raise Corrupt(what, "Bytes were put into the archive, or its tables were damaged.")
 
 
-def _ends_another(source: Readable, end_at: int, size: int) -> bool:
-    """True if some reader would find a directory before the last end record, which is a copy of an earlier one.
+def _is_torn_edit(archive: Archive) -> bool:
+    """True if the bytes behind an archive begin as those of an in-place edit, and list no record in another place.
 
-    However odd its entries are, another reader may be content with them: one signature is enough.
+    They begin with a hole (a power cut may have lost what was in it) or the beginning of a new pickle's header. Of a
+    new directory, a power cut may have taken a part.
     """
-    end64_at = end_at - LOCATOR.size - END64.size
-    if end64_at >= 0 and source.read(end64_at, 4) == b"PK\x06\x06":
-        return True
-    return 0 < size <= end_at and source.read(end_at - size, 4) == b"PK\x01\x02"
-
-
-def _is_finished_edit(source: Readable, end: int, begin: int) -> bool:
-    """True if the bytes from `begin` to `end` make a whole new state of the archive before them.
-
-    Then it is by accident that a line of its directory stands where a second archive's would begin.
-    """
-    try:
-        return read_archive(source.file.part(source.start, end)).superseded == begin
-    except CkptoolError:
-        return False
-
-
-def _begins_as_edit(archive: Archive) -> bool:
-    """True for a hole (a power cut may have lost what was in it), and for the beginning of a new pickle's header."""
-    source, names = archive.source, [name for name in archive.records if name.endswith("/data.pkl")]
+    source, begin = archive.source, archive.end
+    names = [name for name in archive.records if name.endswith("/data.pkl")]
     if len(names) != 1:
         return False  # no checkpoint of torch's: nothing else is edited in place
-    name = names[0].encode()
-    head = source.read(archive.end, min(LOCAL.size + len(name), source.size - archive.end))
+    name, tail = names[0].encode(), guard(archive.end_records)
+    head = source.read(begin, min(LOCAL.size + len(name), source.size - begin))
     extra = int.from_bytes(head[LOCAL.size - 2 : LOCAL.size], "little")
     ours = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra) + name
-    if ours.startswith(head.rstrip(b"\0")) and head.rstrip(b"\0"):
-        return True
-    sector = source.read(archive.end, min(-archive.end % SECTOR or SECTOR, source.size - archive.end))
-    return guard(archive.end_records).startswith(sector.lstrip(b"\0")[: END.size])
-
-
-def _lists_the_same(archive: Archive) -> bool:
-    """True unless there is a new directory, or the beginning of one, that has another place for a record."""
-    source = archive.source
-    end_at = source.size - len(guard(archive.end_records)) - END.size
-    if end_at < archive.end or source.read(end_at, 4) != b"PK\x05\x06":
-        return True  # no end records are there that would say where a directory is
-    size, at = END.unpack(source.read(end_at, END.size))[5:7]
-    if FULL in (size, at) and end_at >= END64.size + LOCATOR.size:
-        size, at = END64.unpack(source.read(end_at - LOCATOR.size - END64.size, END64.size))[8:10]
-    if at < archive.end:
-        return True  # the same guard, once more
-    end = min(at + size, end_at)
-    while at + CENTRAL.size <= end:
-        line = source.read(at, CENTRAL.size)
-        if line[:4] != b"PK\x01\x02":
-            break
-        lengths = struct.unpack_from("<3H", line, 28)
-        name = source.read(at + CENTRAL.size, min(lengths[0], end - at - CENTRAL.size)).decode("utf-8", "replace")
-        if not name or "\0" in name:
-            break  # a power cut took it
-        header = int.from_bytes(line[42:46], "little")
-        known = archive.records.get(name)
-        if header != FULL and (
-            header < archive.end if known is None or name.endswith("/data.pkl") else header != known.header
-        ):
+    if not (head.rstrip(b"\0") and ours.startswith(head.rstrip(b"\0"))):
+        sector = source.read(begin, min(-begin % SECTOR or SECTOR, source.size - begin))
+        if not tail.startswith(sector.lstrip(b"\0")[: END.size]):
             return False
-        at += CENTRAL.size + sum(lengths)
+    end_at = source.size - len(tail) - END.size
+    if end_at < begin or source.read(end_at, 4) != b"PK\x05\x06":
+        return True  # no end records are there that would say where a directory is
+    size, at = _directory_by(source, end_at)
+    end = min(at + size, end_at) if at >= begin else 0  # else: the same guard, once more
+    while at + CENTRAL.size <= end:
+        sig, *_, n, m, k, _, _, _, header = CENTRAL.unpack(source.read(at, CENTRAL.size))
+        listed_name = source.read(at + CENTRAL.size, min(n, end - at - CENTRAL.size)).decode("utf-8", "replace")
+        if sig != b"PK\x01\x02" or not listed_name or "\0" in listed_name:
+            break  # a power cut took it
+        known = None if listed_name.endswith("/data.pkl") else archive.records.get(listed_name)
+        if header != FULL and (header < begin if known is None else header != known.header):
+            return False
+        at += CENTRAL.size + n + m + k
     return True

@@ -357,5 +357,5 @@ def record_of(archive: Archive, piece: Remnant) -> Record:
     """The record that a piece is, taken as it is: its header and the directory are not compared any more."""
     record = Record(archive, piece.name, b"", 0, piece.method, piece.crc, piece.stored, piece.size, piece.header, False)
     record.data_at, record.end = piece.data_at, piece.end
-    record._confirmed = True
+    record.is_confirmed = True
     return record

@@ -19,15 +19,17 @@ from ckptool.analysis.find_rules import FoundRule, FoundRules
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import CkptoolError, counted
-from ckptool.names.rules import DropPattern, Translation, parse_rules
+from ckptool.names.rule_files import dropping
+from ckptool.names.rules import Translation, parse_rules
 from ckptool.names.scope import Scope
+from ckptool.names.steps import Step
 from ckptool.transforms.suggest import Drafting, escaped, search_pairs
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
 from ckptool.transforms.suggest.groups import Holes, NameGroup, alone, groups, has_holes
 from ckptool.transforms.suggest.keys import without_numbers
 from ckptool.transforms.suggest.relations import Relation, Ways, is_same, is_tuned
 from ckptool.transforms.suggest.structure import fused
-from ckptool.transforms.translate.apply import DROP, Step, carry_out, plan_steps
+from ckptool.transforms.translate.apply import DROP, carry_out, plan_steps
 
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
 FEW = 12  # keys of a kind that rules are found on: those that differ in their numbers
@@ -256,7 +258,7 @@ def _proof(
     steps, items = dict[str, list[Step]](), dict[Any, Any]()
     try:
         rules = tuple(rule for text in texts for rule in parse_rules(text))
-        translation = Translation(rules, drop=tuple(DropPattern(text, "", matcher(text)) for text in drop))
+        translation = Translation(rules, drop=tuple(map(dropping, drop)))
         scope = Scope({}, {}, {}, old)
         done = carry_out(translation, plan_steps(translation, old, scope), old, scope, DROP)
     except CkptoolError:

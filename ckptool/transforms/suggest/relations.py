@@ -19,8 +19,9 @@ from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import parse_operation
+from ckptool.names.steps import Overs
 from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
-from ckptool.transforms.translate.apply import Overs, after_chain
+from ckptool.transforms.translate.apply import after_chain
 
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order

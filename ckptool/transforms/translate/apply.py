@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 from ckptool.analysis.compare import same_bytes
@@ -15,36 +13,14 @@ from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.names.chain import Operation
 from ckptool.names.pattern import Groups
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Translation, refuse_idle
 from ckptool.names.scope import Number, Scope
+from ckptool.names.steps import Matches, Overs, Step, steps_of
 from ckptool.transforms.translate.operations import Tensors, applied, losses, refuse_growth
 from ckptool.transforms.views import zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
-
-Overs = tuple[tuple[str, int], ...]
-"""The numbers of the variables that a step puts together: of one of its tensors."""
-
-
-@dataclass(slots=True)
-class Step:
-    """One use of a rule: for one value of the variables that its sides share.
-
-    inputs: the keys, for each value of the variables that are put together.  outputs: the new keys.  shapes: of the
-    tensors, in the order of `keys`.  lost: what `--reverse` would not give back.
-    """
-
-    rule: Rule
-    groups: Groups
-    inputs: dict[Overs, list[str]]
-    outputs: list[str] = field(default_factory=list)
-    shapes: tuple[tuple[int, ...], ...] = ()
-    lost: str = ""
-
-    @property
-    def keys(self) -> list[str]:
-        return [key for _, keys in sorted(self.inputs.items()) for key in keys if key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +41,12 @@ class TranslatedRoot:
 
 
 @dataclass(slots=True)
-class RootPlan:
-    """The steps for one set of weights. rest: keys that no rule takes.  used: the rules that take any, by `origin`."""
+class RootPlan(Matches):
+    """The steps for one set of weights. tied, dropped, unfilled: keys that are left out."""
 
-    steps: list[Step]
-    rest: list[str]
     tied: list[str]
     dropped: list[str]
     unfilled: list[str]
-    used: set[tuple[str, str]]
 
 
 def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> RootPlan:
@@ -81,88 +54,12 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
 
     Raises `Conflict` for a step of which a key is missing.
     """
-    ranges = scope.ranges(translation.ranges)
-    tied = _tied(translation, node)
-    plan = RootPlan([], [], tied, [*tied], _unfilled(translation, node), set())
-    found: dict[Any, Step] = {}
-    left_out = {*plan.unfilled, *plan.dropped}
-    rules = translation.rules
-    candidates = [(*name.ends, rule, number) for rule in rules for number, name in enumerate(rule.old)]
-    for key in (key for key in node if type(key) is str and key not in left_out):
-        if any(each.matches(key) for each in translation.drop):
-            plan.dropped.append(key)
-        elif not _place(candidates, key, node, scope, ranges, found, plan):
-            plan.rest.append(key)
-    for step in plan.steps:
-        _refuse_incomplete(step)
-    return plan
-
-
-Candidate = tuple[str, str, Rule, int]
-"""The begin and end of keys that one name of a rule matches, the rule, and the number of the name."""
-
-
-def _place(
-    candidates: list[Candidate],
-    key: str,
-    node: Mapping[Any, Any],
-    scope: Scope,
-    ranges: Mapping[str, int],
-    found: dict[Any, Step],
-    plan: RootPlan,
-) -> bool:
-    """Puts a key into the step of the first rule that matches it; False where none does."""
-    for begin, end, rule, number in candidates:
-        if not (key.startswith(begin) and key.endswith(end)):
-            continue
-        try:
-            groups = rule.old[number].match(key, scope.lookup, ranges)
-            if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in node):
-                continue
-        except UsageError as error:
-            raise rule.within(error) from None
-        _add(key, rule, number, groups, found, plan)
-        plan.used.add(rule.origin)
-        return True
-    return False
-
-
-def _add(key: str, rule: Rule, number: int, groups: Groups, found: dict[Any, Step], plan: RootPlan) -> None:
-    """Puts a key into the step for these variables, as that name of the rule."""
-    overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
-    shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-    place = (id(rule), *sorted(shared.items()))
-    if place not in found:
-        found[place] = Step(rule, shared, {})
-        plan.steps.append(found[place])
-    keys = found[place].inputs.setdefault(overs, [""] * len(rule.old))
-    if keys[number]:
-        what = f"{keys[number]} and {key} are both {rule.old[number].text}"
-        raise rule.error(what, "The rule takes one of them.")
-    keys[number] = key
-
-
-def _refuse_incomplete(step: Step) -> None:
-    """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
-    rule = step.rule
-    for overs, keys in step.inputs.items():
-        if "" in keys:
-            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-            lacking = rule.old[keys.index("")].fill(groups)
-            here = listed([key for key in keys if key], 3)
-            raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
-    names = sorted(rule.over)
-    counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
-    expected = prod(counts)
-    if names and len(step.inputs) != expected:
-        few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
-        each = (tuple(zip(names, values, strict=True)) for values in product(*few))
-        first = next(overs for overs in each if overs not in step.inputs)
-        missing = ", ".join(f"{name} = {number}" for name, number in first)
-        raise rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}", _TOGETHER, kind=Conflict)
-
-
-_TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
+    tied, unfilled = _tied(translation, node), _unfilled(translation, node)
+    keys = [key for key in node if type(key) is str and key not in {*tied, *unfilled}]
+    gone = steps_of(translation.drop, keys)
+    found = steps_of(translation.rules, gone.rest, scope, ranges=scope.ranges(translation.ranges), there=node)
+    dropped = [*tied, *(key for step in gone.steps for key in step.keys)]
+    return RootPlan(found.steps, found.rest, tied, dropped, unfilled)
 
 
 def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -> None:

@@ -14,7 +14,8 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
 from ckptool.names.scope import Scope
-from ckptool.transforms.translate.apply import KEEP, REFUSE, Step, TranslatedRoot, carry_out, plan_steps
+from ckptool.names.steps import Step
+from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, carry_out, plan_steps
 
 Values = tuple[str, ...]
 

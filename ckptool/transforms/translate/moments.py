@@ -15,8 +15,9 @@ from ckptool.commands import arg
 from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.errors import Conflict, Unsupported
 from ckptool.names.scope import Scope
+from ckptool.names.steps import Step
 from ckptool.transforms.optimizers import check_groups, slot_names_in
-from ckptool.transforms.translate.apply import Step, TranslatedRoot, results_of
+from ckptool.transforms.translate.apply import TranslatedRoot, results_of
 
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
 

@@ -1,4 +1,20 @@
-"""A record and its tensors as the tree that they were; one that does not fit is a Python error, or `Conflict`."""
+"""What 0.1.0 wrote and nothing writes now: the tree of a safetensors file of `convert --all` as JSON in its metadata.
+
+Read for one release; then this file goes, with `fixtures/0.1.0`.
+
+Tensors that cover their storage are stored as themselves under their address, so that every safetensors reader sees
+their values; what the container cannot say is one JSON text in its metadata. A storage that no single tensor covers
+(overlaps, slices, expanded views) is stored once, as bytes, under a reserved name. complex128 and complex32 are stored
+as pairs of floats, quantized values as their integers.
+
+    {"schema": "ckptool.tree/1", "root": value, "nodes": [[kind, …], …],
+     "storages": [[name, location, how], …], "tensors": [[storage, …], …]}
+
+A value is a JSON scalar, or an object with one key: n (a node's index), t (a tensor's), s (a storage by itself), b
+(bytes, base64), g (a name), f (the bits of a nan or inf as hex), c (those of a complex number), p (Python 2 bytes), x
+(missing). Nodes that cannot be changed once made (tuples, composites, what is called to make an object) come after what
+they are made of.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +31,26 @@ from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.strided import flipped, row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed
-from ckptool.formats.tree_record import KEY, SCHEMA, STAND_INS
 from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
+SCHEMA = "ckptool.tree/1"
 
-def unpack(source: Readable, stored: dict[str, TensorEntry], metadata: dict[str, str]) -> Any:
-    """The tree that was packed. Raises `Corrupt` for a damaged record, `Conflict` where the file disagrees with it."""
+# How a type that safetensors lacks is stored: another type with the same bits, and how many of it make one element.
+STAND_INS = {
+    "c128": ("f64", 2),
+    "c32": ("f16", 2),
+    "qi8": ("i8", 1),
+    "qu8": ("u8", 1),
+    "qi32": ("i32", 1),
+    "bits16": ("u16", 1),
+}
+
+
+def unpack(source: Readable, stored: dict[str, TensorEntry], text: str) -> Any:
+    """The tree of a record. Raises `Corrupt` for a damaged record, `Conflict` where the file disagrees with it."""
 
     try:
-        record = json.loads(metadata[KEY])
+        record = json.loads(text)
         if record["schema"] != SCHEMA:
             what = f"{source} holds a tree of the version {record['schema']!s}"
             raise Unsupported(what, f"This version reads {SCHEMA}.")

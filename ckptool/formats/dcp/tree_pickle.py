@@ -1,46 +1,29 @@
 """What torch's tables cannot say of a tree: its pickle, as a tensor of bytes in the table, `ckptool.pickle`.
 
-The persistent ids in it are those of torch's files, but that the keys of storages say where their bytes are in the
-folder: in the tensor of a flat name, or in an object. `ckptool.pickle.0`, … are storages of which no tensor has all
-bytes. The pickle counts only where it has the same names, types, shapes and values as the table; else it is passed
-over, and that is noted.
+The bytes of a storage are in the tensor of a flat name, or in an object (`NAME#N`, its storage number N);
+`ckptool.pickle.0`, … are storages of which no tensor has all bytes. The pickle counts only where it has the same names,
+types, shapes and values as the table; else it is passed over, and that is noted.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import (
-    Checkpoint,
-    Composite,
-    Computed,
-    Note,
-    Storage,
-    StorageRef,
-    TensorEntry,
-    row_major_strides,
-)
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint import tree as trees
-from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.graph import SCALARS, structural_parts, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
 from ckptool.checkpoint.strided import resolved, row_major
-from ckptool.commands import arg
-from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded
+from ckptool.errors import CkptoolError, Conflict, Corrupt
 from ckptool.formats import marks
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names
-from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import decode
-from ckptool.pickles.encode import encode
-from ckptool.pickles.torch_objects import storage_class
+from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages, as_bytes, decoded, key_of, pickle_of
 
-NAME = "ckptool.pickle"
-KEPT, IGNORED = "side-car", "side-car-ignored"  # of the notes
-MAX_PICKLE = 64 << 20  # bytes
+NAME = KEY
+IGNORED = "side-car-ignored"  # of the notes
 MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's tree with the table
 BEGINNING = 16 << 10  # of each tensor
 
@@ -74,10 +57,6 @@ class Home:
         if other is None or self.stop is None or other.stop is None:
             return other is None or self.stop is None
         return self.stop - self.start > other.stop - other.start
-
-
-def as_bytes(storage: Storage) -> TensorEntry:
-    return TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -149,7 +128,7 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
                 raw.append(storage)
             length = (storage.nbytes if home.stop is None else home.stop) - home.start
             own = Storage(Computed(length, storage.data.read), storage.location)
-            placed[id(storage)], keys[id(own)] = (own, home.start), json.dumps([home.name, home.axes])
+            placed[id(storage)], keys[id(own)] = (own, home.start), key_of(home.name, home.axes)
         own, begin = placed[id(storage)]
         if isinstance(part, StorageRef):
             return replace(part, storage=own)
@@ -157,11 +136,7 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
     mark = checkpoint.metadata.get(marks.RECOVERED)
     tree = trees.rebuild(checkpoint.tree, at_home)
-    content = encode({"tree": tree, "recovered": mark}, lambda storage: keys[id(storage)])
-    if len(content) > MAX_PICKLE:
-        what = f"{NAME} would have {len(content):,} bytes"
-        fix = f"Write a torch file: {arg(container='torch-zip')}"
-        raise LimitExceeded(what, f"At most {MAX_PICKLE:,} are read.", fix)
+    content = pickle_of({"tree": tree, "recovered": mark}, keys)
     return content, raw
 
 
@@ -181,7 +156,7 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note]]:
         content = own[NAME].bytes() if own[NAME].nbytes <= MAX_PICKLE else b""
         if zlib.crc32(content) != own[NAME].storage.crc:
             raise Corrupt("its bytes do not match their checksum")
-        loaded = decode(content, _Storages(values | own).load, BUILDERS, name=NAME).root
+        loaded = decoded(content, _Storages(values | own), NAME).root
         tree, mark = loaded["tree"], loaded["recovered"]
         found = flat_names(tree).values
         if found.keys() != values.keys():
@@ -194,43 +169,20 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note]]:
         return tree, metadata, list(marks.recovered_notes(metadata))
     except CkptoolError as error:
         why = error.what
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
     what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
     return None, {}, [Note(IGNORED, what)]
 
 
-class _Storages:
-    """The storages of a pickle, each once. values: what the table names."""
+class _Storages(PickledStorages):
+    """Those of a pickle, of what the table names: tensors, and storages in objects."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-        self.known: dict[str, Storage] = {}
-
-    def load(self, pid: Any) -> StorageRef:
-        _, cls, key, location, _ = pid
-        if key not in self.known:
-            name, axes = json.loads(key)
-            self.known[key] = self._storage(name, axes, str(location))
-        known, dtype = storage_class(cls)
-        if not known:
-            raise TypeError("a storage")
-        return StorageRef(self.known[key], dtype)
-
-    def _storage(self, name: str, axes: list[int] | None, location: str) -> Storage:
+    def entry(self, name: str) -> Any:
         if name in self.values:
-            entry = self.values[name]
-        else:
-            holder, _, number = name.rpartition("#")
-            entry = as_bytes(list(trees.storages(self.values[holder]))[int(number)])
-        if not isinstance(entry, TensorEntry):
-            raise TypeError("a storage")
-        if axes is None:
-            return Storage(entry.storage.data, location, entry.storage.crc)
-        if sorted(axes) != list(range(len(entry.shape))):
-            raise ValueError("axes")
-        turned = replace(entry, stride=row_major_strides(entry.shape)).permute(axes)
-        return Storage(row_major(turned), location)
+            return self.values[name]
+        holder, _, number = name.rpartition("#")
+        return as_bytes(list(trees.storages(self.values[holder]))[int(number)])
 
 
 def _is_same(found: Any, value: Any, left: list[int]) -> bool:

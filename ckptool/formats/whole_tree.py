@@ -1,0 +1,210 @@
+"""What a container of tensors cannot say of a tree: its pickle, in the container, for ckptool alone.
+
+It is the pickle of a torch file, but that the keys of storages say where in the container their bytes are: under which
+name, and of a tensor whose dimensions were brought into row-major order, how these lie in the storage. It is base64 in
+the metadata of safetensors (a whole tree, as `convert --all` writes it) and of the index of shards (what is set on a
+state dict), in a `dcp` folder a tensor. Decoded as any pickle: nothing runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Data, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import tree as trees
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint.strided import in_storage_order, row_major, storage_axes
+from ckptool.commands import ADDRESS, FILE, OUT, arg, command
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, is_text, listed
+from ckptool.formats import marks
+from ckptool.formats.nested_streams import BUILDERS
+from ckptool.pickles.calls import is_quiet
+from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.encode import encode
+from ckptool.pickles.torch_objects import storage_class
+
+KEY = marks.PICKLE
+KEPT = "side-car"  # of the notes
+MAX_PICKLE = 64 << 20  # bytes
+RESERVED = "~storage/"  # begins the names of storages that no tensor is all of
+METADATA = "_metadata"
+_CHANGED = "Another program changed the tensors, or the pickle in the metadata."
+DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)  # of what another program wrote
+
+
+def pickle_of(tree: Any, keys: Mapping[int, str]) -> bytes:
+    """The pickle of a tree. keys: of its storages, by their id. Raises `LimitExceeded` for one that is not read."""
+    content = encode(tree, lambda storage: keys[id(storage)])
+    if len(content) > MAX_PICKLE:
+        what = f"{KEY} would have {len(content):,} bytes"
+        fix = f"Write a torch file: {arg(container='torch-zip')}"
+        raise LimitExceeded(what, f"At most {MAX_PICKLE:,} are read.", fix)
+    return content
+
+
+def key_of(name: str, axes: list[int] | None) -> str:
+    """What a pickle calls a storage of which the bytes are there under a name. axes: see `PickledStorages`."""
+    return json.dumps([name, axes])
+
+
+class PickledStorages:
+    """The storages of a pickle, each once. values: what the container holds.  used: the names that it has asked for.
+
+    A key has a name, and for a tensor whose dimensions lie in another order in the storage, that order (`axes`).
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.used: set[str] = set()
+        self._known: dict[str, Storage] = {}
+        self._turned: dict[tuple[int, str], Data] = {}
+
+    def load(self, pid: Any) -> StorageRef:
+        _, cls, key, location, _ = pid
+        known, dtype = storage_class(cls)
+        if not known:
+            raise TypeError("a storage")
+        if key not in self._known:
+            name, axes = json.loads(key)
+            self.used.add(name)
+            self._known[key] = self._storage(self.entry(name), axes, str(location))
+        return StorageRef(self._known[key], dtype)
+
+    def entry(self, name: str) -> Any:
+        if name not in self.values:
+            raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
+        return self.values[name]
+
+    def _storage(self, entry: Any, axes: list[int] | None, location: str) -> Storage:
+        if not isinstance(entry, TensorEntry):
+            raise TypeError("a storage")
+        old = entry.storage
+        if axes is None:
+            return Storage(old.data, location, old.crc, deduplicated=old.deduplicated)
+        if sorted(axes) != list(range(len(entry.shape))):
+            raise ValueError("axes")
+        data = row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes))
+        if old.deduplicated:  # on one piece of data, as they are stored
+            data = self._turned.setdefault((id(old.data), str(axes)), data)
+        return Storage(data, location, deduplicated=old.deduplicated)
+
+
+def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
+    """What a pickle says. Raises `Corrupt` and whatever the machine refuses."""
+    found = decode(content, storages.load, BUILDERS, name=name)
+    if found.end != len(content):
+        raise Corrupt(f"{name} has {len(content) - found.end:,} bytes after its end", "Another may be hidden there.")
+    return found
+
+
+# In safetensors ------------------------------------------------------------------------------------------------------
+
+
+def pack(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as a flat dictionary of tensors that safetensors can hold, and the pickle that leads back.
+
+    A storage is the first tensor that is all of it, so that every reader sees the values; else bytes. Raises
+    `Unsupported` for objects of unknown classes, and for names that are not Unicode text.
+    """
+    unknown = [
+        f"{node.name} at {trees.address(path) or 'the top'}"
+        for path, node in trees.walk(checkpoint.tree)
+        if isinstance(node, Object) and not is_quiet(node)
+    ]
+    if unknown or checkpoint.discarded:
+        raise Unsupported(
+            f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
+            "Only a pickle can restore them, by running their code.",
+            f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
+            f"or convert only the weights: without {arg(all=True)}",
+        )
+    stored: dict[str, TensorEntry] = {}
+    keys: dict[int, str] = {}
+
+    def store(name: str, entry: TensorEntry, axes: list[int] | None = None) -> None:
+        if not is_text(name):
+            what = f"the tensor {name} has a name that is not Unicode text"
+            raise Unsupported(what, "No other program could read it.", "Rename it first.")
+        while name in stored or name == "__metadata__":
+            name += "~"
+        stored[name], keys[id(entry.storage)] = entry, key_of(name, axes)
+
+    flat = isinstance(checkpoint.tree, dict) and any(
+        isinstance(value, TensorEntry) for value in checkpoint.tree.values()
+    )
+    for path, node in trees.walk(checkpoint.tree):
+        if isinstance(node, TensorEntry) and id(node.storage) not in keys and _is_all_of_its_storage(node):
+            plain = flat and len(path) == 1 and type(path[0]) is str
+            axes = None if node.is_contiguous else storage_axes(node)
+            store(path[0] if plain else trees.address(path), node, axes)
+    for number, storage in enumerate(trees.storages(checkpoint.tree)):
+        if id(storage) not in keys:
+            store(f"{RESERVED}{number}", as_bytes(storage))
+    metadata = {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
+    metadata[KEY] = base64.b64encode(pickle_of(checkpoint.tree, keys)).decode()
+    return Checkpoint(stored, checkpoint.container, metadata, checkpoint.source, tensors_only=True)
+
+
+def as_bytes(storage: Storage) -> TensorEntry:
+    return TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
+
+
+def _is_all_of_its_storage(entry: TensorEntry) -> bool:
+    """True for a tensor of which the values in row-major order are all bytes of its storage, and that can be stored."""
+    if entry.offset or not 0 < entry.nbytes == entry.storage.nbytes or entry.flags.conj or entry.flags.neg:
+        return False
+    if entry.dtype.safetensors is None or (entry.dtype.name == "f4_e2m1fn_x2" and not entry.shape):
+        return False
+    return entry.is_contiguous or in_storage_order(entry) is not None
+
+
+def unpack(stored: dict[str, TensorEntry], text: str, where: str) -> tuple[Any, tuple[Any, ...], bool]:
+    """The tree of a pickle, what it throws away, and whether it is a whole tree.
+
+    Else it says only what is set on the dictionary of the tensors. Raises `Corrupt` for a damaged one, `Conflict` where
+    the file disagrees with it, and whatever the machine refuses.
+    """
+    storages, name = PickledStorages(stored), f"{where}: its {KEY}"
+    try:
+        found = decoded(base64.b64decode(text, validate=True), storages, name)
+    except CkptoolError:
+        raise
+    except DAMAGE as error:
+        what = f"{name} is damaged ({type(error).__name__})"
+        raise Corrupt(what, _CHANGED) from None
+    tree = found.root
+    if stored and type(tree) is OrderedDict and not tree:
+        if not holds(tree.metadata):
+            raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
+        return OrderedDict(stored, {METADATA: tree.metadata}), found.discarded, False
+    if storages.used != stored.keys():
+        odd = listed(sorted(stored.keys() ^ storages.used))
+        what = f"{where}: its tensors and the pickle of its tree no longer agree ({odd})"
+        raise Conflict(what, _CHANGED)
+    return tree, found.discarded, True
+
+
+# What is set on a state dict -----------------------------------------------------------------------------------------
+
+
+def set_on(tree: Any) -> dict[str, str]:
+    """The entry of metadata that keeps the `_metadata` of a state dict; none where it has none that torch writes."""
+    if not isinstance(tree, OrderedDict) or not holds(tree.metadata):
+        return {}
+    return {KEY: base64.b64encode(pickle_of(OrderedDict((), {METADATA: tree.metadata}), {})).decode()}
+
+
+def holds(metadata: Any) -> bool:
+    """True for the `_metadata` of a state dict as torch writes it: names of modules, each with plain facts."""
+    return isinstance(metadata, dict) and all(
+        type(name) is str
+        and is_text(name)
+        and type(facts) is dict
+        and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
+        for name, facts in metadata.items()
+    )

@@ -1,0 +1,127 @@
+"""Which names go into which steps: the rules that rename, change, join or leave out tensors are all matched here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from ckptool.errors import Conflict, UsageError, counted, listed
+from ckptool.names.pattern import Groups
+from ckptool.names.rules import Rule
+from ckptool.names.scope import Scope
+
+Overs = tuple[tuple[str, int], ...]
+"""The numbers of the variables that a step puts together: of one of its tensors."""
+_TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
+
+
+@dataclass(slots=True)
+class Step:
+    """One use of a rule: for one value of the variables that its sides share.
+
+    inputs: the keys, for each value of the variables that are put together.  outputs: the new keys.  shapes: of the
+    tensors, in the order of `keys`.  lost: what `--reverse` would not give back.
+    """
+
+    rule: Rule
+    groups: Groups
+    inputs: dict[Overs, list[str | None]]
+    outputs: list[str] = field(default_factory=list)
+    shapes: tuple[tuple[int, ...], ...] = ()
+    lost: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for _, keys in sorted(self.inputs.items()) for key in keys if key is not None]
+
+
+@dataclass(slots=True)
+class Matches:
+    """The steps for some names, in the order of the first name of each, and the names that no rule takes."""
+
+    steps: list[Step]
+    rest: list[str]
+
+    @property
+    def used(self) -> set[tuple[str, str]]:
+        """The rules that take any, by `origin`."""
+        return {step.rule.origin for step in self.steps}
+
+
+def steps_of(
+    rules: Iterable[Rule],
+    names: Iterable[str],
+    scope: Scope | None = None,
+    *,
+    ranges: Mapping[str, int] = {},
+    there: Collection[object] = (),
+) -> Matches:
+    """Gives every name to the first rule that matches it. Reads nothing.
+
+    scope, ranges: of the numbers in names.  there: all names, of which some rules want one beside theirs.
+    Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
+    """
+    scope = scope or Scope({}, {}, {}, {})
+    candidates = [(*name.ends, rule, number) for rule in rules for number, name in enumerate(rule.old)]
+    found, rest = dict[object, Step](), list[str]()
+    for key in names:
+        for begin, end, rule, number in candidates:
+            if not (key.startswith(begin) and key.endswith(end)):
+                continue
+            try:
+                groups = rule.old[number].match(key, scope.lookup, ranges)
+                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in there):
+                    continue
+            except UsageError as error:
+                raise rule.within(error) from None
+            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
+            shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
+            step = found.setdefault((id(rule), *sorted(shared.items())), Step(rule, shared, {}))
+            keys = step.inputs.setdefault(overs, [None] * len(rule.old))
+            if keys[number] is not None:
+                what = f"{keys[number]} and {key} are both {rule.old[number].text}"
+                raise rule.error(what, "The rule takes one of them.")
+            keys[number] = key
+            break
+        else:
+            rest.append(key)
+    for step in found.values():
+        _refuse_incomplete(step)
+    return Matches([*found.values()], rest)
+
+
+def _refuse_incomplete(step: Step) -> None:
+    """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
+    rule = step.rule
+    for overs, keys in step.inputs.items():
+        if None in keys:
+            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
+            lacking = rule.old[keys.index(None)].fill(groups)
+            here = listed([key for key in keys if key is not None], 3)
+            raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
+    names = sorted(rule.over)
+    counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
+    expected = prod(counts)
+    if names and len(step.inputs) != expected:
+        few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
+        each = (tuple(zip(names, values, strict=True)) for values in product(*few))
+        first = next(overs for overs in each if overs not in step.inputs)
+        missing = ", ".join(f"{name} = {number}" for name, number in first)
+        raise rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}", _TOGETHER, kind=Conflict)
+
+
+def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule, str]]:
+    """The rule that takes each of the names, of rules that only rename, and its new name; nothing for the others.
+
+    Raises `UsageError`, which points at the rule, where a number would be below zero.
+    """
+    found = {}
+    for step in steps_of(rules, names).steps:
+        (name,) = step.keys
+        try:
+            found[name] = step.rule, step.rule.new[0].fill(step.groups)
+        except UsageError as error:
+            raise step.rule.within(error, [name]) from None
+    return found

@@ -1,0 +1,108 @@
+"""Files of 0.1.0: what `convert --all` wrote is read as it was; a damaged record is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptool
+from ckptool.errors import CkptoolError, Corrupt, Unsupported
+from ckptool.formats import read
+from tests.support.files import written
+from tests.support.same import assert_same_tree
+
+FILES = Path(__file__).parents[2] / "fixtures" / "0.1.0"
+WHOLE = FILES / "whole.safetensors"
+
+
+@pytest.mark.parametrize("name", ["whole", "twins"])
+def test_whole_trees_of_0_1_0(name: str, tmp_path: Path) -> None:
+    old = FILES / f"{name}.safetensors"
+    assert_same_tree(read(FILES / f"{name}.pt"), read(old))
+    ckptool.convert(old, tmp_path / "new.safetensors", all=True, verify=True)
+    assert "ckptool.tree/1" not in (tmp_path / "new.safetensors").read_bytes().decode("latin-1")
+    assert_same_tree(read(old), read(tmp_path / "new.safetensors"))
+    assert (tmp_path / "new.safetensors").stat().st_size < 1.4 * old.stat().st_size  # stored once stays so
+
+
+# The record under attack ----------------------------------------------------------------------------------------------
+
+
+def record_of(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return header, json.loads(header["__metadata__"]["ckptool"]), data[8 + size :]
+
+
+def with_record(path: Path, header: dict[str, Any], record: Any, data: bytes) -> Path:
+    header["__metadata__"]["ckptool"] = record if isinstance(record, str) else json.dumps(record)
+    raw = json.dumps(header).encode()
+    return written(len(raw).to_bytes(8, "little") + raw + data, path)
+
+
+def test_a_file_that_another_program_changed_is_refused(tmp_path: Path) -> None:
+    header, record, data = record_of(WHOLE)
+    for change in ("renamed", "removed"):
+        other = dict(header)
+        other["c"] = other.pop("a")
+        if change == "removed":
+            record = {**record, "storages": record["storages"][1:]}
+        with pytest.raises(CkptoolError) as caught:
+            read(with_record(tmp_path / "b.safetensors", other, record, data))
+        assert caught.value.code in ("conflict", "corrupt")
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "{}", "[]", "null", "1", '{"schema": "ckptool.tree/2"}', '{"schema": "ckptool.tree/1"}', "[" * 100_000],
+)
+def test_a_record_that_is_none(record: str, tmp_path: Path) -> None:
+    header, _, data = record_of(WHOLE)
+    with pytest.raises((Corrupt, Unsupported)):
+        read(with_record(tmp_path / "b.safetensors", header, record, data))
+
+
+@pytest.mark.parametrize("many", [400, pytest.param(1500, marks=pytest.mark.soak)])
+def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(many: int, tmp_path: Path) -> None:
+    header, record, data = record_of(WHOLE)
+    chosen = random.Random(3)
+    odd = [
+        None,
+        -1,
+        10**6,
+        "x",
+        [],
+        {},
+        {"n": 0},
+        {"n": 10**6},
+        {"n": -1},
+        {"t": 0},
+        {"s": [0, None]},
+        {"f": "zz"},
+        {"b": 5},
+        {"g": []},
+        True,
+        2.5,
+        [0],
+    ]
+    refused = 0
+    for _ in range(many):
+        changed = json.loads(json.dumps(record))
+        node: Any = changed
+        while isinstance(node, (dict, list)) and node:
+            key = chosen.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], (dict, list)) or not node[key] or chosen.random() < 0.2:
+                node[key] = chosen.choice(odd)
+                break
+            node = node[key]
+        path = with_record(tmp_path / "b.safetensors", json.loads(json.dumps(header)), changed, data)
+        try:
+            read(path)
+        except CkptoolError:
+            refused += 1
+    assert refused > many * 0.45
