@@ -59,5 +59,4 @@ def _is_plain(checkpoint: Checkpoint) -> bool:
     """True for a whole file of names and tensors, none of which shares its bytes with another."""
     if checkpoint.container != "safetensors" or not checkpoint.tensors_only or checkpoint.base:
         return False
-    storages = {id(entry.storage): entry.storage for entry in checkpoint.tree.values()}
-    return len(storages) == len(checkpoint.tree) and not any(each.deduplicated for each in storages.values())
+    return len({id(entry.storage.data) for entry in checkpoint.tree.values()}) == len(checkpoint.tree)

@@ -102,6 +102,7 @@ class Storages:
         self.faking = is_faking()
         self.made: dict[int, torch.UntypedStorage] = {}
         self.maps: dict[Source, torch.UntypedStorage] = {}
+        self.mapped: set[int] = set()  # the ids of data
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         made = self.made.get(id(storage))
@@ -118,9 +119,10 @@ class Storages:
             made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
             return cast(torch.UntypedStorage, made)
         data = storage.data
-        # Deduplicated storages have one place in the file, and each its own memory.
-        mapped = self.map_files and not storage.deduplicated
+        # Of two storages in one place of a file, one has its own memory.
+        mapped = self.map_files and id(data) not in self.mapped
         if mapped and type(data) is FileRange and data.length and data.offset % min(itemsize, 8) == 0:
+            self.mapped.add(id(data))
             data.ready()
             whole = self.maps.get(data.file) or self._map(data.file)
             made = whole[data.offset : data.offset + data.length]

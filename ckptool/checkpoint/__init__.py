@@ -96,7 +96,6 @@ class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it, else None.
-    deduplicated: its bytes may be stored once with those of others on the same `data`; it is no tie.
     replicas: the same as others saved it, which nothing but a check of their files reads.
     intact: the bytes were compared with the checksum and match; noted by `blocks.verify`.
     """
@@ -104,7 +103,6 @@ class Storage:
     data: Data
     location: str = "cpu"
     crc: int | None = None
-    deduplicated: bool = False
     replicas: tuple[Storage, ...] = field(default=(), repr=False)
     intact: bool = field(default=False, init=False, repr=False)
 
@@ -112,14 +110,9 @@ class Storage:
     def nbytes(self) -> int:
         return self.data.length
 
-    @property
-    def bytes_id(self) -> int:
-        """The same number for storages whose bytes are stored once: those that are one, or are deduplicated."""
-        return id(self.data if self.deduplicated else self)
-
     def alone(self) -> Storage:
         """Another storage of the same bytes, which are stored for it alone."""
-        return replace(self, deduplicated=False)
+        return replace(self)
 
     def below(self) -> Iterator[Storage]:
         """This storage, then those that its data is computed from."""

@@ -301,8 +301,6 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add(f"{root}.data/serialization_id", Deferred(40, identity))
     if mark and (origin is None or mark != origin.recovered):
         layout.add(root + marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
-    if keys.deduplicated and (shared := marks.deduplicated_record(checkpoint.tree)):
-        layout.add(root + marks.DEDUPLICATED_RECORD, InlineBytes(shared))
     return layout.finish()
 
 
@@ -330,8 +328,8 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
     layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)
     layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
-    if keys.deduplicated or root + marks.DEDUPLICATED_RECORD in archive.records:
-        return None  # which tensors share a record is written anew with every change
+    if root + marks.DEDUPLICATED_RECORD in archive.records:
+        return None  # what 0.1.0 stored once for several is stored for each
     if 4 * sum(storage.nbytes for _, storage in keys.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
     for key, storage in keys.fresh:
@@ -351,7 +349,6 @@ class _Keys:
         self.root = origin.root if origin else "archive/"
         self.records = {id(record.data): record for record in records.values() if record.is_used}
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
-        self.deduplicated: dict[tuple[int, str], str] = {}  # the same by data and location
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
         taken = {name.removeprefix(self.root + "data/") for name in records}
@@ -363,16 +360,12 @@ class _Keys:
         key = self.keys.get(id(storage))
         if key is not None:
             return key
-        key = self.deduplicated.get((id(storage.data), storage.location)) if storage.deduplicated else None
-        if key is None:
-            record = self.records.get(id(storage.data))
-            if record is None or record in self.used:
-                key = next(self.free)
-                self.fresh.append((key, storage))
-            else:
-                self.used.add(record)
-                key = record.name.removeprefix(self.root + "data/")
+        record = self.records.get(id(storage.data))
+        if record is None or record in self.used:
+            key = next(self.free)
+            self.fresh.append((key, storage))
+        else:
+            self.used.add(record)
+            key = record.name.removeprefix(self.root + "data/")
         self.keys[id(storage)] = key
-        if storage.deduplicated:
-            self.deduplicated[id(storage.data), storage.location] = key
         return key
