@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
@@ -27,48 +27,31 @@ Piece = tuple[int, int, int]  # which stretch, from where, how many bytes
 Progress = Callable[[int], None]
 
 
-def workers() -> int:
-    """The number of threads that read at once: most of the time goes into copying from the page cache."""
-    return max(2, min(4, os.cpu_count() or 2))
-
-
 def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> list[Sum]:
     """The CRC-32 of each stretch, or the error where it cannot be read. progress: called with the bytes that are done.
 
     Raises `FileChanged`.
     """
-    sums: list[Sum] = [0] * len(stretches)
-    for batch, found in _in_order(stretches):
-        for (index, _, length), after in zip(batch, found, strict=True):
-            before = sums[index]
-            if not isinstance(before, CkptoolError):
-                sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
-        if progress is not None:
-            progress(sum(length for _, _, length in batch))
-    return sums
 
-
-def _in_order(stretches: Sequence[Data]) -> Iterator[tuple[list[Piece], list[Sum]]]:
-    """Every batch with its sums, in order; only a few are under way at a time, by threads where it is worth it."""
-
-    def sums(batch: list[Piece]) -> list[Sum]:
+    def sums_of(batch: list[Piece]) -> list[Sum]:
         return [_sum(stretches[index], at, length) for index, at, length in batch]
 
-    if sum(data.length for data in stretches) < ALONE:
-        yield from ((batch, sums(batch)) for batch in _batches(stretches))
-        return
-    waiting = []
-    with ThreadPoolExecutor(workers(), thread_name_prefix="crc") as pool:
-        try:
-            for batch in _batches(stretches):
-                waiting.append((batch, pool.submit(sums, batch)))
-                if len(waiting) > 2 * workers():
-                    done, future = waiting.pop(0)
-                    yield done, future.result()
-            for done, future in waiting:
-                yield done, future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    sums: list[Sum] = [0] * len(stretches)
+    batches = [*_batches(stretches)]
+    # Most of the time goes into copying from the page cache.
+    pool = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc")
+    try:
+        in_order = map if sum(data.length for data in stretches) < ALONE else pool.map
+        for batch, found in zip(batches, in_order(sums_of, batches), strict=True):
+            for (index, _, length), after in zip(batch, found, strict=True):
+                before = sums[index]
+                if not isinstance(before, CkptoolError):
+                    sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
+            if progress is not None:
+                progress(sum(length for _, _, length in batch))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return sums
 
 
 def _batches(stretches: Sequence[Data]) -> Iterator[list[Piece]]:
@@ -123,34 +106,20 @@ _ONE = 1 << 31
 
 
 def crc_combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two byte strings, one after the other; `length` is the second's."""
-    return _times(_power(length), first) ^ second if first else second
+    """The CRC-32 of two byte strings, one after the other; `length` is the second's.
+
+    What is added is taken away by adding it again: of the sum of both and that of the first, it makes the second's.
+    """
+    return _times(_power(8 * length), first) ^ second if first else second
 
 
-def crc_of_rest(whole: int, first: int, length: int) -> int:
-    """The CRC-32 of the last `length` bytes. whole: that of everything.  first: that of the bytes before."""
-    return crc_combine(first, whole, length)  # what is added is taken away by adding it again
-
-
-@lru_cache(maxsize=1024)
-def _power(length: int) -> int:
-    """x to the power of `8 * length`."""
-    result, place = _ONE, 0
-    while length:
-        if length & 1:
-            result = _times(_square(place), result)
-        length >>= 1
-        place += 1
-    return result
-
-
-@cache
-def _square(place: int) -> int:
-    """x to the power of `8 * 2**place`."""
-    if place == 0:
-        return _ONE >> 8
-    half = _square(place - 1)
-    return _times(half, half)
+@lru_cache(maxsize=4096)
+def _power(exponent: int) -> int:
+    """x to the power of `exponent`."""
+    if exponent < 2:
+        return _ONE >> exponent
+    half = _power(exponent // 2)
+    return _times(_times(half, half), _ONE >> exponent % 2)
 
 
 def _times(a: int, b: int) -> int:

@@ -1,13 +1,24 @@
 """The checkpoint in a damaged file: the tree, with the tensors that are whole and stand-ins for the others.
 
-Of a zip, what the records' checksums prove (`zip/salvage`); of a safetensors file, which has none, what its header
-says. Where the pickle of a zip is lost, nobody can tell which bytes are which tensor: the records are given as bytes,
+Of a safetensors file, which has no checksums, what its header says. Of a zip, what checksums prove. A record's own
+header stands before its data and, in what torch writes, its size and checksum behind it; so the records of a file that
+lost its directory can be walked one after the other. The pickle is the first of them: it says which storages there are
+and how large each is, and with that the walk jumps from header to header and reads no data. It ends where no header
+follows. Nothing is believed but what is proven: the data by its checksum, the name by the directory or by the place in
+the order in which torch writes records (no checksum covers a name). A zip inside of a tensor is never mistaken for the
+file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: records are given as bytes,
 by name.
+
+Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+import zlib
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,28 +32,41 @@ from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageE
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, LOCAL, Record
-from ckptool.formats.zip.salvage import (
-    BUDGET,
-    DAMAGED,
-    FREE,
-    HEADER,
-    NO_NAME,
-    NO_SUM,
-    SMALL,
-    TWICE,
-    Remnant,
-    Sizes,
-    Walk,
-    is_pickle,
-    record_of,
-    sizes_in,
+from ckptool.formats.zip.record import (
+    CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    END,
+    END64,
+    FULL,
+    LOCAL,
+    LOCATOR,
+    Record,
+    extra_fields,
+    zip64_values,
 )
+from ckptool.pickles.decode import decode
 
+BUDGET = 4
+FREE = 1 << 20
+_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once
+_STEP = 256  # what one step of a search costs, in bytes of reading
+_MAX_NAME = 4_096
+_PADDING = 0x4246  # "FB"
+# Extra fields: padding, 64-bit sizes, and the times, owners and names that Info-ZIP writes.
+_EXTRAS = frozenset((_PADDING, 0x0001, 0x000A, 0x5455, 0x5855, 0x7075, 0x7855, 0x7875))
+_SMALL = ("data.pkl", ".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id")
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
+CUT = "the file ends before it does"
+DAMAGED = "its data does not match its checksum"
+HEADER = "its header is damaged"
+NO_SUM = "its checksum is damaged or cut off"
+NO_NAME = "its name cannot be proven: its header or the directory is damaged"
+TWICE = "two different records have its name"
 MISSING = "it is not in the file"
 UNDONE = "undid an in-place edit that was not finished"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
@@ -139,16 +163,16 @@ def with_whole_count(error: Truncated) -> Truncated:
     return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
 
 
-def whole_records(source: Readable) -> tuple[int, int] | None:
+def whole_records(source: Source) -> tuple[int, int] | None:
     """Counts the storages of a damaged zip that look whole, and all of them, unread; None where it cannot be known."""
+    walk = _HeaderWalk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED)
     try:
         with no_collection():
-            walk = Walk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED).run()
+            walk.run()
     except CkptoolError:
         return None
-    sizes = walk.sizes.of
-    found = {piece.name for piece in walk.pieces if piece.name in sizes and not piece.why and piece.named}
-    return (len(found), len(sizes)) if sizes else None
+    found = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
+    return (len(found), len(walk.sizes)) if walk.sizes else None
 
 
 def _salvaged_safetensors(source: Source) -> Salvaged:
@@ -157,7 +181,7 @@ def _salvaged_safetensors(source: Source) -> Salvaged:
     parts = [part.data for storage in reversed([*storages(checkpoint.tree)]) for part in storage.below()]
     ranges = [data for data in parts if isinstance(data, FileRange)]
     cut = [data for data in ranges if data.offset + data.length > source.size]
-    lost = {id(data): LostRecord("", data.offset, data.length, "the file ends before it does") for data in cut}
+    lost = {id(data): LostRecord("", data.offset, data.length, CUT) for data in cut}
     every, gone = {data.offset for data in ranges}, {data.offset for data in cut}
     return Salvaged(checkpoint, len(every), len(every - gone), tuple(lost.values()), False, lost=lost)
 
@@ -165,156 +189,352 @@ def _salvaged_safetensors(source: Source) -> Salvaged:
 # The records of a zip ------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class _Remnant:
+    """A record, or the rest of one. Places and sizes in bytes.
+
+    claims: what its header, descriptor or directory say is its CRC-32.  named: its name is proven.
+    why: what is wrong with it, if anything.
+    """
+
+    name: str
+    header: int
+    data_at: int
+    stored: int
+    size: int
+    method: int
+    end: int = 0
+    claims: tuple[int, ...] = ()
+    named: bool = False
+    why: str = ""
+    crc: int = 0
+
+    @property
+    def is_pickle(self) -> bool:
+        return self.name.endswith("/data.pkl") and self.name.count("/") == 1
+
+    def record(self, archive: Archive) -> Record:
+        """Itself, taken as it is: its header and the directory are not compared any more."""
+        return Record(
+            archive, self.name, b"", 0, self.method, self.crc, self.stored, self.size, self.header,
+            data_at=self.data_at, end=self.end, is_confirmed=True,
+        )  # fmt: skip
+
+    def sizes(self, source: Readable) -> dict[str, int] | None:
+        """The records that it names as a pickle, with their sizes in bytes; None where its bytes are damaged, and none
+        where they cannot be read."""
+        lossy, data = _Lossy(Archive(source, 0, 0, b"", has_checksums=False), ()), b""
+        with suppress(CkptoolError):
+            data = self.record(lossy.archive).contents(torch_zip.inflated_limit(self.stored))
+        if any(self.claims) and zlib.crc32(data) not in self.claims:
+            return None
+        prefix = f"{self.name.removesuffix('data.pkl')}data/"
+        try:
+            load = torch_zip.RecordStorages(lossy.archive, prefix, False, lossy.find).load
+            decode(data, load, BUILDERS, file_bytes=source.size)
+        except CkptoolError:
+            return {}
+        return {name: record.size for name, record in lossy.archive.records.items()}
+
+
 def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:
-    pieces, root, how, state, mentions = _pieces(source, error)
+    """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
+    state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
+    try:
+        state = directory.read_archive(source)
+        how = UNDONE if any(note.code == "interrupted-edit" for note in state.notes) else ""
+    except FileProblem:
+        raise
+    except CkptoolError as problem:
+        walk = _HeaderWalk(source, BUDGET * source.size + FREE).run()
+        if walk.states:
+            how, end = UNDONE, walk.states[-1]
+            state = directory.read_archive(source.part(0, end))
+            for piece in walk.pieces:
+                if piece.header >= end and (piece.name not in state.records) == piece.name.endswith("/data.pkl"):
+                    raise error or problem from None  # another archive was added
+    if state is not None:
+        pieces, root = _listed(state)
+    else:
+        how = BY_HEADERS
+        named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
+        pickles = [piece for piece in named if piece.is_pickle and not piece.why]
+        if not walk.root and len(pickles) == 1:  # behind the storages: only the directory proves it
+            walk = _HeaderWalk(source, BUDGET * source.size + FREE).run(pickles[0])
+        pieces, root, mentions = walk.pieces, walk.root, walk.mentions
+        for piece in pieces:
+            name, crc, size = mentions.get(piece.header, ("", 0, -1))
+            if size == piece.size and piece.end and (piece.claims or not piece.method):
+                # Otherwise the checksum is of other data that was here: bytes are missing.
+                piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
+                piece.claims = (*piece.claims, crc)
+                piece.why = "" if piece.why == NO_SUM else piece.why
     proven = _prove(source, pieces, progress)
     _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
     for piece in pieces:
         if not piece.why and piece.name.startswith(root):
-            archive.records[piece.name] = record_of(archive, piece)
+            archive.records[piece.name] = piece.record(archive)
     lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     found = _opened(archive, root, lost)
     names = {piece.name for piece in pieces} | {record.name for record in found.lost_records}
-    prefix = state.end if state is not None and not found.lost_records and _agrees(state, pieces) else None
+    prefix = None
+    if state is not None and not found.lost_records:
+        # Where its headers and checksums all say the same, its bytes are good as they are.
+        with suppress(CkptoolError):
+            for record in state.records.values():
+                record.confirm()
+            if not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces):
+                prefix = state.end
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
-def _agrees(state: Archive, pieces: list[Remnant]) -> bool:
-    """True if the headers and checksums of an archive all say the same: then its bytes are good as they are."""
-    try:
-        for record in state.records.values():
-            record.confirm()
-    except CkptoolError:
-        return False
-    return not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces)
+def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
+    """The records of a directory, and their root; with the names that their own headers confirm, or the pickle.
 
-
-# Records, their root folder, what was done, the directory that they are from, the headers that any directory names.
-_Pieces = tuple[list[Remnant], str, str, Archive | None, Collection[int]]
-
-
-def _pieces(source: Source, error: CkptoolError | None) -> _Pieces:
-    """Every record that is there or was, from the directory if it can be read, else from the records' own headers."""
-    try:
-        archive = directory.read_archive(source)
-    except FileProblem:
-        raise
-    except CkptoolError as problem:
-        walk = Walk(source, BUDGET * source.size + FREE).run()
-        if walk.states:
-            state = _earlier_state(source, walk, error or problem)
-            return *_listed(state), UNDONE, state, ()
-        walk = _again(walk)
-        _settle_names(walk)
-        return walk.pieces, walk.sizes.root, BY_HEADERS, None, walk.mentions.keys()
-    undone = any(note.code == "interrupted-edit" for note in archive.notes)
-    return *_listed(archive), UNDONE if undone else "", archive, ()
-
-
-def _earlier_state(source: Source, walk: Walk, error: CkptoolError) -> Archive:
-    """The last complete archive in a file to which something was added; raises `error` if that is another archive."""
-    end = walk.states[-1]
-    archive = directory.read_archive(source.part(0, end))
-    for piece in walk.pieces:
-        if piece.header >= end and (piece.name not in archive.records) == piece.name.endswith("/data.pkl"):
-            raise error
-    return archive
-
-
-def _listed(archive: Archive) -> tuple[list[Remnant], str]:
-    """The records of a directory, with the names that their own headers or the pickle confirm; their root."""
-    pieces = []
+    Where the header and the directory differ, it is the name that alone makes sense.
+    """
+    pieces, owns, source = [], [], archive.source
     for record in archive.by_offset():
-        piece = Remnant(
+        piece = _Remnant(
             record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end
         )
-        piece.claims = (record.crc, *_descriptor_crc(archive, record)) if archive.has_checksums else ()
-        own = _own_name(archive, piece)
+        layout = {DESCRIPTOR.size: DESCRIPTOR, DESCRIPTOR64.size: DESCRIPTOR64}.get(record.descriptor_size)
+        piece.claims = (record.crc,) if archive.has_checksums else ()
+        if archive.has_checksums and layout is not None:  # the directory's own may be what is damaged
+            signature, crc, *sizes = layout.unpack(source.read(record.data_at + record.stored, layout.size))
+            piece.claims += (crc,) if (signature, *sizes) == (b"PK\x07\x08", record.stored, record.size) else ()
+        head, own = source.read(record.header, LOCAL.size), ""
+        name_size, extra_size = LOCAL.unpack(head)[-2:]
+        if head[:4] == b"PK\x03\x04" and record.header + LOCAL.size + name_size + extra_size == record.data_at:
+            own = source.read(record.header + LOCAL.size, name_size).decode("utf-8", "replace")
         piece.named = own == piece.name
-        if not piece.named and own is not None and is_pickle(own):
-            piece.name, piece.named = own, True
+        if not piece.named and (other := replace(piece, name=own, named=True)).is_pickle:
+            piece = other
         pieces.append(piece)
-    sizes = Sizes()
-    pickle = next((piece for piece in pieces if is_pickle(piece.name)), None)
+        owns.append(own)
+    pickle = next((piece for piece in pieces if piece.is_pickle), None)
+    root, known = "", dict[str, int]()
     if pickle is not None:
-        root = pickle.name.removesuffix("data.pkl")
-        if pickle.size <= torch_zip.inflated_limit(pickle.stored):
-            sizes.learn(root, sizes_in(record_of(archive, pickle).data, f"{root}data/", archive.source))
-        pickle.named = pickle.named or bool(sizes.of)
-    _take_sensible_names(archive, pieces, sizes)
-    return pieces, sizes.root
+        root, known = pickle.name.removesuffix("data.pkl"), pickle.sizes(source) or {}
+        pickle.named = pickle.named or bool(known)
+    free = {*known, *(root + name for name in _SMALL)} - {piece.name for piece in pieces if piece.named}
+    for piece, own in zip(pieces, owns, strict=True):
+        fitting = [name for name in {piece.name, own} & free if known.get(name, piece.size) == piece.size]
+        if not piece.named and len(fitting) == 1:
+            piece.name, piece.named = fitting[0], True
+    return pieces, root
 
 
-def _take_sensible_names(archive: Archive, pieces: list[Remnant], sizes: Sizes) -> None:
-    """Settles the name where a record's header and the directory differ: the one that alone makes sense."""
-    taken = {piece.name for piece in pieces if piece.named}
-    known = set(sizes.of) | {sizes.root + name for name in SMALL}
-    for piece in pieces:
-        if not piece.named:
-            names = {piece.name, _own_name(archive, piece)} & known - taken
-            fitting = [name for name in names if name is not None and sizes.of.get(name, piece.size) == piece.size]
-            if len(fitting) == 1:
-                piece.name, piece.named = fitting[0], True
+class _HeaderWalk:
+    """Goes through a file from header to header, and ends where there is none. pieces: the records.
 
+    states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
+    root, sizes: the folder of the pickle, and the storages that it names.  budget: bytes that may be searched.
+    most: records.
+    """
 
-def _own_name(archive: Archive, piece: Remnant) -> str | None:
-    """The name in a record's own header; None where there is no header, or none that leads to the data."""
-    head = archive.source.read(piece.header, LOCAL.size)
-    name_size, extra_size = LOCAL.unpack(head)[-2:]
-    if head[:4] != b"PK\x03\x04" or piece.header + LOCAL.size + name_size + extra_size != piece.data_at:
+    def __init__(self, source: Source, budget: int, most: int = directory.MAX_ENTRIES) -> None:
+        self.source, self.budget, self.most = source, budget, most
+        self.pieces: list[_Remnant] = []
+        self.states: list[int] = []
+        self.mentions: dict[int, tuple[str, int, int]] = {}
+        self.root = ""
+        self.sizes: dict[str, int] = {}
+        self.begin = 0  # the first of the pieces that stand behind the pickle
+        self.tries = 0  # to read an archive inside the file
+
+    def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
+        """Meets every record. pickle: it is known from the start."""
+        if pickle is not None:
+            self._learn(pickle)
+        at: int | None = 0
+        begun = False
+        while at is not None and at + LOCAL.size <= self.source.size and len(self.pieces) < self.most:
+            piece = self._header(at)
+            if piece is None:
+                at = self._past_directory(at)
+                continue
+            at = self._measure(piece)
+            self.pieces.append(piece)
+            # An in-place edit puts a new one behind the directory; any other is of a zip in one of the records.
+            if piece.is_pickle and not piece.why and (self.tries if self.root else not begun):
+                self._learn(piece)
+            begun = begun or piece.is_pickle or "/data/" in piece.name
+        if self.root:
+            self._name_by_pickle()
+        else:
+            self._name_by_number()
+        return self
+
+    def _learn(self, pickle: _Remnant) -> None:
+        root, sizes = pickle.name.removesuffix("data.pkl"), pickle.sizes(self.source)
+        if sizes is not None and (not self.sizes or root == self.root):
+            self.begin = self.begin if self.root else len(self.pieces)
+            self.root, self.sizes = root, self.sizes | sizes
+
+    def _peek(self, at: int, length: int) -> bytes:
+        """Up to `length` bytes, fewer at the end of the file."""
+        return self.source.read(at, min(length, self.source.size - at)) if at < self.source.size else b""
+
+    def _header(self, at: int) -> _Remnant | None:
+        """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
+        raw = self._peek(at, LOCAL.size)
+        if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
+            return None
+        _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack(raw)
+        if flags & 0x2061 or method not in (0, 8) or not 0 < name_size <= _MAX_NAME:
+            return None
+        tail = self._peek(at + LOCAL.size, name_size + extra_size)
+        fields = extra_fields(tail[name_size:])
+        # A wrong length of the extra field would lead to another record's data.
+        is_whole = len(tail) - name_size == extra_size == sum(4 + len(content) for _, content in fields)
+        is_usual = all(kind in _EXTRAS and (kind != _PADDING or not each.strip(b"Z\0")) for kind, each in fields)
+        try:
+            name = tail[:name_size].decode()
+        except UnicodeDecodeError:
+            return None
+        if "\0" in name or not is_whole or not is_usual:
+            return None
+        if FULL in (stored, size):
+            size, stored, _ = zip64_values(tail[name_size:], size, stored, 0) or (size, stored, 0)
+        claims = () if flags & 8 and not crc and not stored else (crc,)
+        return _Remnant(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
+
+    def _measure(self, piece: _Remnant) -> int | None:
+        """Finds out how long a record is, and takes its checksum from its descriptor; returns where the next one
+        begins, None where that cannot be told."""
+        known = self.sizes.get(piece.name)
+        if piece.claims and (known not in (None, piece.size) or (not piece.method and piece.stored != piece.size)):
+            piece.why = HEADER
+            return None
+        if not piece.claims:
+            stored = known if known is not None and not piece.method else self._searched(piece)
+            if stored is None:
+                piece.why = CUT
+                return None
+            piece.stored = piece.size = stored
+        end = piece.end = piece.data_at + piece.stored
+        if end > self.source.size:
+            piece.why = CUT
+            return self.source.size
+        if piece.claims and self._peek(end, 4) != b"PK\x07\x08":
+            if piece.stored or self._peek(end, 2) in (b"PK", b""):
+                return end
+            piece.why = HEADER  # nothing proves that there is nothing
+            return None
+        found = self._descriptors(piece, end)
+        if found:
+            # The descriptor of an empty record may fit both layouts.
+            layout = next((each for each in found if self._peek(end + each.size, 2) == b"PK"), found[0])
+            _, crc, _, size = layout.unpack(self._peek(end, layout.size))
+            piece.claims, piece.size, piece.end = (crc,), size, end + layout.size
+        elif not piece.claims:
+            piece.why = NO_SUM
+            return end + (DESCRIPTOR64 if max(piece.stored, piece.header) >= FULL else DESCRIPTOR).size
+        return piece.end
+
+    def _searched(self, piece: _Remnant) -> int | None:
+        """How long the data is of which nobody knows it: up to the descriptor that says that it is where it is."""
+        at = piece.data_at
+        while at + DESCRIPTOR.size <= self.source.size and self.budget > 0:
+            chunk = self._peek(at, _CHUNK if at > piece.data_at else _FEW)  # most such records are short
+            for match in re.finditer(b"PK\x07\x08", chunk):
+                if self._descriptors(piece, at + match.start()):
+                    return at + match.start() - piece.data_at
+                self.budget -= _STEP
+                if self.budget <= 0:
+                    return None
+            self.budget -= len(chunk)
+            at += len(chunk) - 3
         return None
-    return archive.source.read(piece.header + LOCAL.size, name_size).decode("utf-8", "replace")
+
+    def _descriptors(self, piece: _Remnant, at: int) -> list[struct.Struct]:
+        """The layouts in which there is, at `at`, a descriptor of the data up to there."""
+        found, raw = [], self._peek(at, DESCRIPTOR64.size)
+        for layout in (DESCRIPTOR, DESCRIPTOR64):
+            if len(raw) >= layout.size:
+                signature, _, stored, size = layout.unpack_from(raw)
+                if signature == b"PK\x07\x08" and stored == at - piece.data_at and (piece.method or size == stored):
+                    found.append(layout)
+        return found
+
+    def _past_directory(self, at: int) -> int | None:
+        """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
+        begin = at
+        while (raw := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(raw) == CENTRAL.size:
+            *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
+            extra = self._peek(at + CENTRAL.size, n + m)
+            if FULL in (size, header):
+                size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
+            self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
+            at += CENTRAL.size + n + m + k
+        for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
+            if self._peek(at, 4) == signature:
+                at += layout.size
+                if layout is END and at <= self.source.size:
+                    self.tries += 1
+                    with suppress(CkptoolError):
+                        if self.tries <= directory.MAX_EDITS:
+                            directory.read_archive(self.source.part(0, at))
+                            self.states.append(at)
+        return min(at, self.source.size) if at > begin else None
+
+    def _name_by_pickle(self) -> None:
+        """Believes the name of the storage that comes next, in the order of the pickle or in that of the numbers.
+
+        Where another comes, the record before is in doubt as well, unless the order goes on behind it: bytes that are
+        missing from the middle of a file put the data of one record behind the header of another.
+        """
+        order = [*self.sizes]
+        orders = order, sorted(order, key=lambda name: (len(name), name))
+        places = [{name: place for place, name in enumerate(each)} for each in orders]
+        last, before, doubted = "", None, None
+        for number, piece in enumerate(self.pieces):
+            at = places[0][last] + 1 if last else 0
+            inner = piece.name.removeprefix(self.root)
+            # No tensor is behind the other names, unless one that should come now is damaged.
+            is_other = piece.name not in self.sizes and (
+                number < self.begin or inner[:1] == "." or inner in _SMALL or at == len(order)
+            )
+            piece.named = is_other or (
+                piece.name in self.sizes
+                and any(place[piece.name] == (place[last] + 1 if last else 0) for place in places)
+            )
+            if not is_other:
+                if doubted is not None and not piece.named:
+                    doubted.named = False
+                doubted = before if not piece.named and before is not None and before.name == last else None
+                last = piece.name if piece.named else order[at] if at < len(order) else last
+            before = piece
+        if doubted is not None:
+            doubted.named = False
+
+    def _name_by_number(self) -> None:
+        """Believes names as long as the storages are numbered as torch does it, and there is one checkpoint."""
+        expected, astray, begun = 0, False, False
+        before = None
+        for piece in self.pieces:
+            is_pickle, inner = piece.is_pickle, piece.name.partition("/")[2]
+            astray = astray or (begun and is_pickle and not piece.why)
+            if inner.startswith("data/") and not astray:
+                astray = inner != f"data/{expected}"
+                if astray and expected and before is not None:
+                    before.named = False
+                expected += 1
+            piece.named = not astray
+            begun = begun or is_pickle or "/data/" in piece.name
+            before = piece
 
 
-def _descriptor_crc(archive: Archive, record: Record) -> tuple[int, ...]:
-    """The checksum in a data descriptor with the same sizes: the directory's own may be what is damaged."""
-    for layout in (DESCRIPTOR, DESCRIPTOR64):
-        if record.descriptor_size == layout.size:
-            raw = archive.source.read(record.data_at + record.stored, layout.size)
-            signature, crc, stored, size = layout.unpack(raw)
-            return (crc,) if (signature, stored, size) == (b"PK\x07\x08", record.stored, record.size) else ()
-    return ()
-
-
-def _again(walk: Walk) -> Walk:
-    """The walk with the pickle known from the start, if it is behind the storages and only the directory proves it."""
-    named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
-    pickles = [piece for piece in named if is_pickle(piece.name) and not piece.why]
-    if walk.sizes.root or len(pickles) != 1:
-        return walk
-    second = Walk(walk.source, BUDGET * walk.source.size + FREE)
-    second.learn(pickles[0])
-    return second.run()
-
-
-def _settle_names(walk: Walk) -> None:
-    """Believes names that the order does not prove if a directory says the same."""
-    for piece in walk.pieces:
-        name, crc, size = walk.mentions.get(piece.header, ("", 0, -1))
-        if size == piece.size and piece.end and (piece.claims or not piece.method):
-            # Otherwise the checksum is of other data that was here: bytes are missing.
-            agrees = crc in piece.claims or not piece.claims
-            piece.claims = (*piece.claims, crc)
-            piece.why = "" if piece.why == NO_SUM else piece.why
-            piece.named = piece.named or (agrees and name == piece.name)
-
-
-def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = None) -> bool:
+def _prove(source: Source, pieces: list[_Remnant], progress: Progress | None) -> bool:
     """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
-    archive = Archive(source, 0, 0, b"")
-    whole = [piece for piece in pieces if not piece.why]
-    stored = [
-        record_of(archive, piece).data
-        if piece.method
-        else FileRange(source.file, source.start + piece.data_at, piece.stored)
-        for piece in whole
-    ]
-    sums = checksums(stored, progress)
-    for piece, total in zip(whole, sums, strict=True):
+    archive, whole = Archive(source, 0, 0, b""), [piece for piece in pieces if not piece.why]
+    stretches = [piece.record(archive).data for piece in whole]
+    for piece, total in zip(whole, checksums(stretches, progress), strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
         elif checked and total not in piece.claims:
@@ -326,15 +546,15 @@ def _prove(source: Readable, pieces: list[Remnant], progress: Progress | None = 
     return checked
 
 
-def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
+def _drop_copies(pieces: list[_Remnant], mentions: Collection[int]) -> None:
     """Two whole records of one name: the same bytes are one record; of others nobody can tell which is meant.
 
     Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers named.
     """
-    pickles = [piece for piece in pieces if not piece.why and is_pickle(piece.name)]
+    pickles = [piece for piece in pieces if not piece.why and piece.is_pickle]
     chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
     pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
-    first: dict[str, Remnant] = {}
+    first: dict[str, _Remnant] = {}
     for piece in pieces:
         if not piece.why:
             other = first.setdefault(piece.name, piece)
@@ -348,7 +568,7 @@ def _drop_copies(pieces: list[Remnant], mentions: Collection[int]) -> None:
 class _Lossy:
     """The records of an archive, and stand-ins for those that are not whole. lost: by the id of their data."""
 
-    def __init__(self, archive: Archive, lost: list[LostRecord]) -> None:
+    def __init__(self, archive: Archive, lost: Collection[LostRecord]) -> None:
         self.archive = archive
         self.reasons = {record.name: record for record in lost}
         self.lost: dict[int, LostRecord] = {}

@@ -22,7 +22,7 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, LazyBytes, array, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import resolved, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
-from ckptool.formats.checksums import crc_of_rest
+from ckptool.formats.checksums import crc_combine
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded
 from ckptool.pickles.plain.text import summary
@@ -109,7 +109,7 @@ def _read_array(data: Data, name: str, budget: PickleBudget, crc: int | None) ->
     size = math.prod(header.shape) * header.type.itemsize
     _check_size(data, header, size)
     content = subrange(data, len(header.raw), size)
-    own = crc_of_rest(crc, zlib.crc32(header.raw), size) if crc is not None else None
+    own = crc_combine(zlib.crc32(header.raw), crc, size) if crc is not None else None
     entry = over_bytes(header.type, header.shape, header.fortran, content, own)
     if entry is None:
         node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it

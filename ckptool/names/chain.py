@@ -56,18 +56,19 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class OperationKind:
-    """A kind of operation. numbers, lists: how many it takes, at least and at most.  inverse: its name, or a function.
+    """A kind of operation. words: an expression for what follows its name, in any order: an f for `from`, an l for each
+    list, an n for each number, an r for a range.  inverse: its name, or a function.
 
     each: it acts on each tensor by itself.  over: it may be `over` a variable.  of: it may be `of` a size.
+    free: other words follow, which are read by who carries it out.
     """
 
     usage: str
-    numbers: tuple[int, int] = (1, 1)
-    lists: tuple[int, int] = (0, 0)
+    words: str = "n"
     inverse: str | Callable[[Operation], Operation | None] | None = None
     each: bool = True
     over: bool = False
-    free: bool = False  # other words
+    free: bool = False
     of: bool = False
 
 
@@ -77,27 +78,20 @@ def parse_operation(text: str) -> Operation:
     if name not in KINDS:
         what = f"unknown operation {name!r}" if name else "no operation after the colon"
         raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
-    kind = KINDS[name]
-    over, of, rest = "", None, list[str]()
+    kind, over, of, rest = KINDS[name], "", None, list[str]()
     if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
         over, words = words[-1], words[:-2]
     if kind.of and words[-2:-1] == ["of"]:
         of, words = parse_arithmetic(words[-1]), words[:-2]
     if kind.free:
-        first = 0 if not kind.lists[1] else sum(word.startswith("[") for word in words[:1])
-        words, rest = words[:first], words[first:]
-    lists = tuple(_list(word) for word in words if word.startswith("[") or (name == "slice" and ":" in word))
-    numbers = [word for word in words if not word.startswith("[") and ":" not in word and word != "from"]
-    fits = kind.numbers[0] <= len(numbers) <= kind.numbers[1] and kind.lists[0] <= len(lists) <= kind.lists[1]
-    joints = words.count("from") == max(0, len(lists) - 1) and not (kind.lists[1] < 2 and "from" in words)
-    if (
-        not fits
-        or not joints
-        or len(lists) + len(numbers) + words.count("from") != len(words)
-        or kind.free != bool(rest)
-    ):
+        words, rest = words[: len(kind.words)], words[len(kind.words) :]
+    kinds = ["l" if each[0] == "[" else "r" if ":" in each else "f" if each == "from" else "n" for each in words]
+    if not re.fullmatch(kind.words, "".join(sorted(kinds))) or kind.free != bool(rest):
         raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
-    return Operation(name, tuple(map(parse_arithmetic, numbers)), lists, over, " ".join(rest), of=of)
+    lists, numbers = (
+        [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in some] for some in ("lr", "n")
+    )
+    return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, " ".join(rest), of=of)
 
 
 def _words(text: str) -> list[str]:
@@ -153,31 +147,30 @@ def _subtract(op: Operation) -> Operation:
 
 
 KINDS: dict[str, OperationKind] = {
-    "transpose": OperationKind("transpose [AXIS AXIS]", (0, 2), inverse="transpose"),
-    "permute": OperationKind("permute AXIS AXIS …", (1, 32), inverse=_unpermute),
+    "transpose": OperationKind("transpose [AXIS AXIS]", "(nn)?", inverse="transpose"),
+    "permute": OperationKind("permute AXIS AXIS …", "n{1,32}", inverse=_unpermute),
     "reshape": OperationKind(
         "reshape [SIZE, …] [from [SIZE, …]]",
-        (0, 0),
-        (1, 2),
+        "l|fll",
         lambda op: replace(op, lists=op.lists[::-1]) if len(op.lists) == 2 else None,
     ),
-    "unflatten": OperationKind("unflatten AXIS [SIZE, …]", lists=(1, 1), inverse="flatten"),
-    "flatten": OperationKind("flatten AXIS [SIZE, …]", lists=(1, 1), inverse="unflatten"),
+    "unflatten": OperationKind("unflatten AXIS [SIZE, …]", "ln", inverse="flatten"),
+    "flatten": OperationKind("flatten AXIS [SIZE, …]", "ln", inverse="unflatten"),
     "unsqueeze": OperationKind("unsqueeze AXIS", inverse="squeeze"),
     "squeeze": OperationKind("squeeze AXIS", inverse="unsqueeze"),
-    "interleave": OperationKind("interleave AXIS PARTS", (2, 2), inverse="deinterleave"),
-    "deinterleave": OperationKind("deinterleave AXIS PARTS", (2, 2), inverse="interleave"),
-    "rope": OperationKind("rope HEADS [SIZE]", (1, 2), inverse="unrope"),
-    "unrope": OperationKind("unrope HEADS [SIZE]", (1, 2), inverse="rope"),
-    "split": OperationKind("split AXIS [[SIZE, …]]", lists=(0, 1), inverse="cat", each=False),
-    "cat": OperationKind("cat AXIS [[SIZE, …]]", lists=(0, 1), inverse="split", each=False),
+    "interleave": OperationKind("interleave AXIS PARTS", "nn", inverse="deinterleave"),
+    "deinterleave": OperationKind("deinterleave AXIS PARTS", "nn", inverse="interleave"),
+    "rope": OperationKind("rope HEADS [SIZE]", "nn?", inverse="unrope"),
+    "unrope": OperationKind("unrope HEADS [SIZE]", "nn?", inverse="rope"),
+    "split": OperationKind("split AXIS [[SIZE, …]]", "l?n", inverse="cat", each=False),
+    "cat": OperationKind("cat AXIS [[SIZE, …]]", "l?n", inverse="split", each=False),
     "stack": OperationKind("stack AXIS [over VARIABLE]", inverse="unstack", each=False, over=True),
     "unstack": OperationKind("unstack AXIS [over VARIABLE]", inverse="stack", each=False, over=True),
-    "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", lists=(1, 1), inverse=_unslice, of=True),
-    "pad": OperationKind("pad AXIS SIZE [of SIZE]", (2, 2), inverse=_unpad, of=True),
-    "repeat": OperationKind("repeat AXIS TIMES", (2, 2), inverse="unrepeat"),
-    "unrepeat": OperationKind("unrepeat AXIS TIMES", (2, 2), inverse="repeat"),
+    "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", "nr|ln", inverse=_unslice, of=True),
+    "pad": OperationKind("pad AXIS SIZE [of SIZE]", "nn", inverse=_unpad, of=True),
+    "repeat": OperationKind("repeat AXIS TIMES", "nn", inverse="unrepeat"),
+    "unrepeat": OperationKind("unrepeat AXIS TIMES", "nn", inverse="repeat"),
     "add": OperationKind("add NUMBER", inverse=_subtract),
-    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", (0, 0), (1, 1), free=True),
-    "cast": OperationKind("cast DTYPE", (0, 0), free=True),
+    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", "l", free=True),
+    "cast": OperationKind("cast DTYPE", "", free=True),
 }

@@ -36,6 +36,10 @@ class Step:
     def keys(self) -> list[str]:
         return [key for _, keys in sorted(self.inputs.items()) for key in keys if key is not None]
 
+    def with_numbers(self, overs: Overs) -> dict[str, str]:
+        """The groups of one of the tensors that it puts together, or that come out of it."""
+        return {**self.groups, **{f"v_{name}": str(number) for name, number in overs}}
+
 
 @dataclass(slots=True)
 class Matches:
@@ -97,8 +101,7 @@ def _refuse_incomplete(step: Step) -> None:
     rule = step.rule
     for overs, keys in step.inputs.items():
         if None in keys:
-            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-            lacking = rule.old[keys.index(None)].fill(groups)
+            lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
             here = listed([key for key in keys if key is not None], 3)
             raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
     names = sorted(rule.over)

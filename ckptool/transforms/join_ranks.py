@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.files import Folder, Source, open_input
+from ckptool.checkpoint.files import Folder, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
 from ckptool.commands import command
@@ -121,10 +121,12 @@ def joined(path: str, rules: JoinRules, numbers: Numbers | None = None) -> Check
         source = megatron.latest(source)
     if not isinstance(source, Folder) or not (names := _files(source)):
         return None
-    found = [(place, name, formats.read_alone(_opened(source, name))) for place, name in names]
-    for _, name, each in found:
-        if each.source is not None:
-            source.adopt(name, each.source)
+    found = []
+    for place, name in names:
+        above, _, last = name.rpartition("/")
+        file = Folder(os.path.join(source.path, above)).open(last)
+        source.adopt(name, file)
+        found.append((place, name, formats.read_alone(file)))
     ranks = [_rank(source, place, name, each.tree) for place, name, each in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
     config = configuration(Checkpoint({}, "", source=source))
@@ -155,12 +157,6 @@ def _files(folder: Folder) -> list[tuple[tuple[int, ...], str]]:
                 raise Truncated(f"{folder}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
             found += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in inside]
     return found
-
-
-def _opened(folder: Folder, name: str) -> Source:
-    """A file of a rank; many of them may be open at once."""
-    *above, last = name.split("/")
-    return Folder(os.path.join(folder.path, *above)).open(last)
 
 
 def _rank(folder: Folder, place: tuple[int, ...], name: str, tree: Any) -> _Rank:

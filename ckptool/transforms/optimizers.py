@@ -92,7 +92,10 @@ def _in_form(
     if form == IDS:
         if not any(type(slot) is str for slot in slots):
             return optimizer, f"numbers as keys, {counted(len(slots), 'parameter')}"
-        return _by_number(optimizer, slots, place), f"{counted(len(slots), 'parameter')} by number"
+        if strange := [slot for slot in optimizer["state"] if slot not in {*slots}]:
+            what = f"{place} has state for {listed(strange, 3)}"
+            raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
+        return by_number(optimizer, place), f"{counted(len(slots), 'parameter')} by number"
     line = f"{counted(len(slots), 'parameter')} by name"
     if not all(type(slot) is str for slot in slots):
         if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
@@ -102,28 +105,25 @@ def _in_form(
             )
         names, known_by = slot_names_in(optimizer, place, whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
-        optimizer = _with_slots(optimizer, names)
+        optimizer = with_slots(optimizer, names)
     return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
 
 
-def _with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+def with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
     """The optimizer with other keys for its slots; what torch keeps in the state beside them stays."""
     state = {new.get(slot, slot): value for slot, value in optimizer["state"].items()}
     groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in optimizer["param_groups"]]
     return {**optimizer, "state": state, "param_groups": groups}
 
 
-def _by_number(optimizer: dict[str, Any], slots: list[Any], place: str) -> dict[str, Any]:
+def by_number(optimizer: dict[str, Any], place: str) -> dict[str, Any]:
+    """The optimizer with numbers for its named slots, and the names beside them."""
+    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
     numbers = {slot: number for number, slot in enumerate(slots)}
     if len(numbers) != len(slots):
         raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
-    if strange := [slot for slot in optimizer["state"] if slot not in numbers]:
-        what = f"{place} has state for {listed(strange, 3)}"
-        raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-    numbered = _with_slots(optimizer, numbers)
-    for group, before in zip(numbered["param_groups"], optimizer["param_groups"], strict=True):
-        group["param_names"] = list(before["params"])
-    return numbered
+    named = [{**group, "param_names": list(group["params"])} for group in optimizer["param_groups"]]
+    return with_slots({**optimizer, "param_groups": named}, numbers)
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------

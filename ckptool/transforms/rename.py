@@ -7,7 +7,7 @@ that an optimizer keeps of its parameters. Two keys that become one are an error
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
@@ -63,48 +63,37 @@ def strip(
         raise UsageError(
             "the prefix is empty", "There would be nothing to remove.", f"For example: {arg(prefix='model.')}"
         )
+    found = set()
     for root in roots:
         names = [name for name in root.names() if name != COUNTER]
-        for prefix in prefixes or (PEELED,):
-            if not partial:
-                _refuse_mixed(root, names, prefix, named=bool(prefixes))
+        for number, prefix in enumerate(prefixes or (PEELED,)):
+            # One that was named is looked for at the very front; `module.` also behind wrappers that will go with it.
+            without = [each for each in names if not (each if prefixes else unwrapped_front(each)).startswith(prefix)]
+            found |= {number} if len(without) < len(names) else set()
+            if not partial and 0 < len(without) < len(names):
+                raise Conflict(
+                    f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
+                    f"begin with {prefix!r}; without it: {listed(without, 3)}",
+                    "A wrapper would have put it on all of them; this may be a submodule of that name.",
+                    f"Remove it where it is: {arg(partial=True)}",
+                )
             names = [name.removeprefix(prefix) for name in names]
-    for number, prefix in enumerate(prefixes):
-        if not any(_without(name, prefixes[:number]).startswith(prefix) for root in roots for name in root.names()):
-            raise NoMatch(
-                f"no key begins with {prefix!r}",
-                "No key has the prefix that you named.",
-                f"See the keys: {command('inspect', FILE, all=True)}",
-            )
+    if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in found]:
+        raise NoMatch(
+            f"no key begins with {lacking[0]!r}",
+            "No key has the prefix that you named.",
+            f"See the keys: {command('inspect', FILE, all=True)}",
+        )
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
     emptied = {module for prefix in prefixes for module in _modules_within(prefix)}
-    return apply(checkpoint, roots, lambda key: _without(key, prefixes), emptied)
-
-
-def _without(key: str, prefixes: Iterable[str]) -> str:
-    for prefix in prefixes:
-        key = key.removeprefix(prefix)
-    return key
+    return apply(checkpoint, roots, lambda key: reduce(str.removeprefix, prefixes, key), emptied)
 
 
 def _modules_within(prefix: str) -> list[str]:
     """The modules that a prefix goes through before its last: `a` and `a.b` for `a.b.c.`."""
     segments = prefix.split(".")[:-1]
     return [".".join(segments[:n]) for n in range(1, len(segments))]
-
-
-def _refuse_mixed(root: StateDict, names: Sequence[str], prefix: str, named: bool) -> None:
-    """A prefix that was named is looked for at the very front; `module.` also behind wrappers that will go with it."""
-    without = [name for name in names if not (name if named else unwrapped_front(name)).startswith(prefix)]
-    if 0 < len(without) < len(names):
-        where = root.address or "the file"
-        raise Conflict(
-            f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {where} begin with "
-            f"{prefix!r}; without it: {listed(without, 3)}",
-            "A wrapper would have put it on all of them; this may be a submodule of that name.",
-            f"Remove it where it is: {arg(partial=True)}",
-        )
 
 
 def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED) -> Renamed:
@@ -162,7 +151,11 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
     counts = Counter(names.values())
     where = root.address or "the file"
     if clashes := [new for new, count in counts.items() if count > 1]:
-        texts = [_clash([old for old in names if names[old] == new], new) for new in clashes[:3]]
+        texts = []
+        for new in clashes[:3]:
+            olds = [old for old in names if names[old] == new]
+            both = f"{olds[0]} and {olds[1]} would both" if len(olds) == 2 else f"{listed(olds, 3)} would all"
+            texts.append(f"{both} be {new!r}")
         raise Conflict(
             f"keys of {where} would collide: {'; '.join(texts)}",
             "Only one of them could stay. Nothing was written.",
@@ -170,12 +163,6 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
         )
     if emptied := [old for old, new in names.items() if not new and old]:
         raise Conflict(f"the key {emptied[0]!r} of {where} would become empty", "Nothing was written.")
-
-
-def _clash(olds: list[str], new: str) -> str:
-    names = list(olds)
-    both = " and ".join(names) if len(names) == 2 else listed(names, 3)
-    return f"{both} would {'both' if len(names) == 2 else 'all'} be {new!r}"
 
 
 def _renamed_root(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from ckptool.conventions.adapter_keys import PEFT
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import MAX_RANK, Adapter, Delta
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, TensorDifference
-from ckptool.transforms.lora.places import EMBEDDING, conv1d_votes, is_conv1d, is_linear
+from ckptool.transforms.lora.places import EMBEDDING, is_linear, orientation
 from ckptool.transforms.lora.schemes import MODEL, AdapterFile, stored
 
 
@@ -43,29 +42,24 @@ class _Extraction:
     ties: frozenset[str] = frozenset()
 
     def add(self, changed: set[str]) -> None:
-        votes = conv1d_votes(self.base)
+        is_turned = orientation(self.base)
         pairs = self.aliases.items()
         heads = {pair[1] for pair in pairs for key in pair if key in self.ties or EMBEDDING.fullmatch(key)}
-        low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key)}
+        shapes = {key: getattr(entry, "shape", None) for key, entry in self.base.items()}
+        low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key, shapes)}
         whole = heads & changed
         for key in self.base:
             module, _, name = key.rpartition(".")
             if key not in changed and self.aliases.get(key) not in whole:
                 continue
             if module in low and name == "weight":
-                self._add_delta(key, module, self._is_turned(key, module, votes))
+                self._add_delta(key, module, bool(is_turned(key)))
             elif module in low and name == "bias":
                 self._add_whole(key, f"{module}.base_layer.bias")
             else:
                 self._add_module(key, module)
 
-    def _is_turned(self, key: str, module: str, votes: Mapping[str, set[bool]]) -> bool:
-        shape, bias = self.base[key].shape, self.base.get(f"{module}.bias")
-        if len(shape) != 2 or shape[0] == shape[1]:
-            return len(shape) == 2 and bool(is_conv1d(key, votes))
-        return isinstance(bias, TensorEntry) and bias.shape == shape[1:]
-
-    def _is_matrix(self, key: str) -> bool:
+    def _is_matrix(self, key: str, shapes: Mapping[Any, Any]) -> bool:
         shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
         if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
             raise Unsupported(
@@ -77,11 +71,7 @@ class _Extraction:
         if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
             return False
         module = key.removesuffix(".weight")
-        return is_linear(module, self.shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
-
-    @cached_property
-    def shapes(self) -> dict[Any, Any]:
-        return {key: getattr(entry, "shape", None) for key, entry in self.base.items()}
+        return is_linear(module, shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
 
     def _add_delta(self, key: str, module: str, turned: bool) -> None:
         self.any_turned |= turned

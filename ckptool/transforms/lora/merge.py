@@ -21,7 +21,7 @@ from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WH
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
-from ckptool.transforms.lora.places import EMBEDDING, Places, Prefix, conv1d_votes, is_conv1d
+from ckptool.transforms.lora.places import EMBEDDING, Places, Prefix, orientation
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
@@ -75,7 +75,7 @@ class _Merge:
         self.replaced: list[str] = []
         self.added: list[str] = []
         self.prefixes: dict[str, Prefix] = {}
-        self.votes: dict[str, set[bool]] | None = None
+        self.turned = orientation(self.tensors)
         self.ties: Mapping[str, str] = {}
 
     def merged(self, ties: Mapping[str, str] | None) -> MergedWeights:
@@ -212,8 +212,7 @@ class _Merge:
                 what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
                 raise Unsupported(what, "No other experts of the adapter settle it.")
             return votes.pop()
-        self.votes = conv1d_votes(self.tensors) if self.votes is None else self.votes
-        found = is_conv1d(key, self.votes)
+        found = self.turned(key)
         return bool(self.adapter.config.get("fan_in_fan_out")) if found is None else found
 
     # Refusals

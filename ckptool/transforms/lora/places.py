@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
@@ -108,25 +108,31 @@ EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_posit
 _EMBEDDING = set("emb embs tok token tokens wte wpe pos position positions vocab shared codebook table lookup".split())
 
 
-def conv1d_votes(base: Mapping[Any, Any]) -> dict[str, set[bool]]:
-    """Whether layers are [in, out], as transformers' Conv1D has them: of all together (``) and by the last part of
-    their names. Told by those that are not square and have a bias.
+def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
+    """A function that tells whether a weight is [in, out], as transformers' Conv1D has them; None where it is unknown.
+
+    A matrix tells it by its bias; a square one as those do whose names end alike, or else all, if they agree.
     """
-    votes: dict[str, set[bool]] = {"": set()}
-    for name, weight in base.items():
-        if type(name) is str and name.endswith(".weight") and isinstance(weight, TensorEntry):
-            bias = base.get(f"{name.removesuffix('weight')}bias")
-            if len(weight.shape) == 2 and weight.shape[0] != weight.shape[1] and isinstance(bias, TensorEntry):
-                for place in ("", _leaf(name)):
-                    votes.setdefault(place, set()).add(bias.shape == weight.shape[1:])
-    return votes
+    votes: dict[str, set[bool]] = {}
 
+    def own(key: Any, weight: Any) -> bool | None:
+        bias = base.get(f"{key.removesuffix('weight')}bias")
+        if weight.shape[0] == weight.shape[1] or not isinstance(bias, TensorEntry):
+            return None
+        return bool(bias.shape == weight.shape[1:])
 
-def is_conv1d(key: str, votes: Mapping[str, set[bool]]) -> bool | None:
-    """Whether a square weight is [in, out], as others of its name are, or all; None where those do not say."""
-    own = votes.get(_leaf(key)) or votes[""]
-    return next(iter(own)) if len(own) == 1 else None
+    def is_turned(key: str) -> bool | None:
+        weight = base[key]
+        if len(weight.shape) != 2 or weight.shape[0] != weight.shape[1]:
+            return len(weight.shape) == 2 and bool(own(key, weight))
+        tried = () if votes else base.items()
+        votes.setdefault("", set())
+        for name, other in tried:
+            is_weight = type(name) is str and name.endswith(".weight") and isinstance(other, TensorEntry)
+            if is_weight and len(other.shape) == 2 and (told := own(name, other)) is not None:
+                for place in ("", f"..{name}".split(".")[-2]):
+                    votes.setdefault(place, set()).add(told)
+        found = votes.get(f"..{key}".split(".")[-2]) or votes[""]
+        return next(iter(found)) if len(found) == 1 else None
 
-
-def _leaf(key: str) -> str:
-    return f"..{key}".split(".")[-2]
+    return is_turned

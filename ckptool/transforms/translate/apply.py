@@ -149,8 +149,8 @@ def results_of(
     same = made.setdefault((chain, values_of, tuple((each.view, each.flags) for each in inputs)), {})
     tensors, step.lost = after_chain(rule.chain, values, numbers)
     for overs, entries in tensors.items():
-        groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-        for place, (name, entry) in enumerate(zip(_new_names(step, groups, scope), entries, strict=True)):
+        names = _new_names(step, step.with_numbers(overs), scope)
+        for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
             if (overs, place) not in same:
                 same[overs, place] = finished(entry, inputs)
             yield name, same[overs, place]

@@ -14,7 +14,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
 from ckptool.names.scope import Scope
-from ckptool.names.steps import Step
+from ckptool.names.steps import Overs, Step
 from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, carry_out, plan_steps
 
 Values = tuple[str, ...]
@@ -35,10 +35,14 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         family = families.setdefault((step.rule.group, *counted_by), {})
         family.setdefault((id(step.rule), texts), (step, set()))[1].add(tuple(counted_by.values()))
     missing = [name for family in families.values() for name in _missing(list(family.values()))]
+    every: dict[int, set[Overs]] = {}  # that the uses of a rule put together: each use has all of them
+    for step in steps:
+        every.setdefault(id(step.rule), set()).update(step.inputs)
     missing += [
-        name
-        for rule in {id(step.rule): step.rule for step in steps if step.rule.over}.values()
-        for name in _fewer([step for step in steps if step.rule is rule])
+        name.fill(step.with_numbers(overs))
+        for step in steps
+        for overs in sorted(every[id(step.rule)] - step.inputs.keys())
+        for name in step.rule.old
     ]
     used = {step.rule.group for step in steps}
     for rule in rules:
@@ -48,15 +52,6 @@ def refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         count = counted(len(missing), "tensor is", "tensors are")
         what = f"{count} missing: {listed(missing, 4)}"
         raise NoMatch(what, "The layout has them, and so does the rest of the weights. Nothing was written.")
-
-
-def _fewer(steps: Sequence[Step]) -> Iterator[str]:
-    """The names that some uses of a rule that puts tensors together lack, and others have."""
-    every = {overs for step in steps for overs in step.inputs}
-    for step in steps:
-        for overs in sorted(every - step.inputs.keys()):
-            groups = {**step.groups, **{f"v_{name}": str(number) for name, number in overs}}
-            yield from (name.fill(groups) for name in step.rule.old)
 
 
 def _counted_by(step: Step) -> dict[str, str]:

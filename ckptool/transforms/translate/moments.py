@@ -16,7 +16,7 @@ from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.errors import Conflict, Unsupported
 from ckptool.names.scope import Scope
 from ckptool.names.steps import Step
-from ckptool.transforms.optimizers import check_groups, slot_names_in
+from ckptool.transforms.optimizers import by_number, check_groups, slot_names_in, with_slots
 from ckptool.transforms.translate.apply import TranslatedRoot, results_of
 
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
@@ -28,47 +28,35 @@ def translated_optimizer(
     """The state dict of an optimizer for the new parameters. Raises `Conflict` where parameters that become one have
     state that differs beside their moments or are of two groups, `Unsupported` for state of other shapes."""
     check_groups(place, optimizer)
-    numbered = with_numbers(optimizer)
-    slots = [slot for group in numbered["param_groups"] for slot in group["params"]]
-    named = all(type(slot) is str for slot in slots)
-    names = {slot: slot for slot in slots} if named else _names(numbered, place, whole, roots)
-    keys = set(names.values())
-    root, scope = next(((root, scope) for root, scope in roots if keys & _taken(root)), roots[0])
-    by_name = {names[slot]: value for slot, value in numbered["state"].items() if slot in names}
-    beside = {slot: value for slot, value in numbered["state"].items() if slot not in names}
+    optimizer = with_numbers(optimizer)
+    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
+    is_named = all(type(slot) is str for slot in slots)
+    if not is_named:
+        buffers = {name for root, _ in roots for name in root.dropped}  # keys that the rules leave out may be some
+        advice = f"translate{WITHOUT.removeprefix('Translate')}"
+        optimizer = with_slots(
+            optimizer, slot_names_in(optimizer, place, whole, None, advice=advice, buffers=buffers)[0]
+        )
+    keys = {slot for group in optimizer["param_groups"] for slot in group["params"]}
+    taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root, _ in roots)
+    root, scope = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
+    by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
+    beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state, renamed = _through_steps(by_name, keys, root, scope, place)
     order = {name: number for number, name in enumerate(root.items)}
     groups = []
-    for group in numbered["param_groups"]:
-        new = dict.fromkeys(one for slot in group["params"] if slot in names for one in renamed[names[slot]])
+    for group in optimizer["param_groups"]:
+        new = dict.fromkeys(one for slot in group["params"] for one in renamed[slot])
         groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
     members = [name for group in groups for name in group["params"]]
     if len(set(members)) != len(members):
         again = next(name for name in members if members.count(name) > 1)
         what = f"{place}: {again} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
-    if named:
-        return {**numbered, "state": {**state, **beside}, "param_groups": groups}
-    numbers = {name: number for number, name in enumerate(members)}
-    by_number = {numbers[name]: state[name] for name in members if name in state}
-    groups = [
-        {**group, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
-        for group in groups
-    ]
-    return {**numbered, "state": {**by_number, **beside}, "param_groups": groups}
-
-
-def _names(
-    optimizer: dict[str, Any], place: str, whole: Checkpoint, roots: Sequence[tuple[TranslatedRoot, Scope]]
-) -> dict[Any, str]:
-    """The name of each slot, where keys that the rules leave out may be buffers."""
-    left_out = {name for root, _ in roots for name in root.dropped}
-    advice = WITHOUT[:1].lower() + WITHOUT[1:]
-    return slot_names_in(optimizer, place, whole, None, advice=advice, buffers=left_out)[0]
-
-
-def _taken(root: TranslatedRoot) -> set[str]:
-    return {key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped}
+    if is_named:
+        return {**optimizer, "state": {**state, **beside}, "param_groups": groups}
+    state = {name: state[name] for name in members if name in state}
+    return by_number({**optimizer, "state": {**state, **beside}, "param_groups": groups}, place)
 
 
 def _through_steps(
@@ -118,7 +106,7 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
             moments = dict(results_of(step, dict(zip(step.keys, values, strict=True)), scope, {}))
             for name in step.outputs:
                 made[name][field] = moments[name]
-        elif all(_is_single(value) and _same(value, values[0]) for value in values):
+        elif all(_is_number_in_both(value, values[0]) for value in values):
             for name in step.outputs:
                 made[name][field] = values[0]
         else:
@@ -127,11 +115,8 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
     return made
 
 
-def _is_single(value: Any) -> bool:
-    return value.numel == 1 if isinstance(value, TensorEntry) else not isinstance(value, (dict, list, tuple))
-
-
-def _same(one: Any, other: Any) -> bool:
+def _is_number_in_both(one: Any, other: Any) -> bool:
+    """True for the same number, or another plain value, that may be a tensor of one element."""
     if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
-        return one.dtype is other.dtype and (one is other or one.bytes() == other.bytes())
-    return type(one) is type(other) and bool(one == other)
+        return one.numel == 1 and one.dtype is other.dtype and (one is other or one.bytes() == other.bytes())
+    return type(one) is type(other) and not isinstance(one, (dict, list, tuple)) and bool(one == other)
