@@ -13,7 +13,6 @@ from ckptool.bridge.to_live import Builder, Unknown
 from ckptool.checkpoint import Checkpoint, StorageRef
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING
-from ckptool.checkpoint.registry import provides
 from ckptool.formats.in_memory import LIVE, Memory, holds_containers
 
 
@@ -64,7 +63,6 @@ class _LiveBuilder(Builder):
         return found
 
 
-@provides("torch", Memory)
 def torch_memory(_: Memory) -> Memory:
     """A reader that knows torch's objects."""
     return TorchMemory()
