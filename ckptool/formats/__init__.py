@@ -102,7 +102,7 @@ FORMATS: tuple[Format, ...] = (
     Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("archive", "archives", _ARCHIVE),
-    Format("torchscript", "torchscript", _ZIP, is_program=True),
+    Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
     Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
            own_metadata=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
