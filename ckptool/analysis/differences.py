@@ -26,7 +26,7 @@ from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit
 from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain.text import summary
+from ckptool.pickles.plain import summary
 
 ARRAY = "numpy array"
 Aspects = dict[str, tuple[Any, Any]]

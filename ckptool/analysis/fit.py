@@ -29,7 +29,7 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
-from ckptool.pickles.plain.values import expand
+from ckptool.pickles.plain import expand
 
 _LIGHTNING = "pytorch-lightning_version"
 # Submodules by which averages keep two models, and the one that is the average.

@@ -103,7 +103,7 @@ class EntryRow:
 
 def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
     """Every tensor with its path, and its statistics where they were asked for."""
-    from ckptool.pickles.plain.text import to_jsons
+    from ckptool.pickles.plain import to_jsons
 
     facts = []
     for row in rows:
@@ -116,7 +116,7 @@ def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
 
 def _entries_json(rows: Iterable[EntryRow]) -> list[Json]:
     """Every value that is printed; of one that stands in an earlier place, too, only where. Bounded together."""
-    from ckptool.pickles.plain.text import to_jsons
+    from ckptool.pickles.plain import to_jsons
 
     shown = [row for row in rows if not row.repeated]
     values = to_jsons([row.value if row.same_as is None else None for row in shown])

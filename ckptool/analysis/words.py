@@ -29,8 +29,7 @@ def value_text(value: Any, width: int | None = 60) -> str:
     """A value of a file in one line. Small dictionaries are written out."""
     if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
         return str(value)
-    from ckptool.pickles.plain.text import summary
-    from ckptool.pickles.plain.values import plain
+    from ckptool.pickles.plain import plain, summary
 
     if isinstance(value, Object):
         value = plain(value)
@@ -51,14 +50,14 @@ def type_name(value: Any) -> str:
 
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
-    from ckptool.pickles.plain.text import summary
+    from ckptool.pickles.plain import summary
 
     return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
 
 
 def value_json(value: Any) -> Any:
-    """A value as JSON can say it, bounded; see `pickles.plain.text.to_json`."""
-    from ckptool.pickles.plain.text import to_json
+    """A value as JSON can say it, bounded; see `pickles.plain.to_json`."""
+    from ckptool.pickles.plain import to_json
 
     return to_json(value)
 

@@ -20,8 +20,7 @@ from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, 
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type, scalar
 from ckptool.errors import Conflict, Corrupt, Unsupported
 from ckptool.pickles.known import value_word
-from ckptool.pickles.plain.text import summary
-from ckptool.pickles.plain.values import expand, python_value
+from ckptool.pickles.plain import expand, python_value, summary
 from ckptool.pickles.torch_objects import dtype_of, storage_class
 
 if TYPE_CHECKING:

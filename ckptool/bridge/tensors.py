@@ -16,7 +16,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import Of
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import BadTensor, Corrupt, Unsupported, counted
-from ckptool.pickles.plain.values import expand
+from ckptool.pickles.plain import expand
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
 
 if TYPE_CHECKING:

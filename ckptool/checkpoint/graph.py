@@ -48,8 +48,18 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
         stack.extend(reversed(tuple(parts(node))))
 
 
-def alike(one: Any, other: Any, most: int | None = None) -> bool:
-    """True for two graphs of equal values with the same views of the same storages; False for more than `most`."""
+def _equal(one: Any, other: Any) -> bool:
+    """True for equal values without parts of their own, two NaN among them."""
+    if hasattr(one, "storage"):
+        return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
+    return bool(one == other or one != one or type(one) is Set)
+
+
+def alike(one: Any, other: Any, most: int | None = None, equal: Callable[[Any, Any], bool] = _equal) -> bool:
+    """True for two graphs of equal values with the same views of the same storages; False for more than `most`.
+
+    equal: compares two values of one type that have no parts.
+    """
     seen: set[tuple[int, int]] = set()
     stack = [(one, other)]
     while stack:
@@ -60,17 +70,10 @@ def alike(one: Any, other: Any, most: int | None = None) -> bool:
         if most is not None and len(seen) > most:
             return False
         ours, theirs = tuple(structural_parts(one)), tuple(structural_parts(other))
-        if type(one) is not type(other) or len(ours) != len(theirs) or not (ours or _equal(one, other)):
+        if type(one) is not type(other) or len(ours) != len(theirs) or not (ours or equal(one, other)):
             return False
         stack += zip(ours, theirs, strict=True)
     return True
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """True for equal values without parts of their own, two NaN among them."""
-    if hasattr(one, "storage"):
-        return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
-    return bool(one == other or one != one or type(one) is Set)
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------

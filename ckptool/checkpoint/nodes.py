@@ -141,6 +141,23 @@ class Object:
         return f"<{printable(self.name)}>"
 
 
+def fields(node: Any) -> dict[Any, Any]:
+    """The items of a dictionary or the attributes of an object; none of anything else."""
+    return node if isinstance(node, dict) else node.attributes if isinstance(node, Object) else {}
+
+
+def inside(node: Any, names: str) -> Any:
+    """What names with dots lead to, through dictionaries and the attributes of objects; None where they do not."""
+    for name in names.split("."):
+        node = fields(node).get(name)
+    return node
+
+
+def items(node: Any) -> list[Any] | tuple[Any, ...]:
+    """A list or tuple itself; nothing for anything else."""
+    return node if isinstance(node, (list, tuple)) else ()
+
+
 def is_hashable(value: Any) -> bool:
     """True if Python could use what `value` stands for as a key (the parts of a tuple aside)."""
     return not (isinstance(value, (list, dict, bytearray)) or (type(value) is Set and not value.frozen))

@@ -592,6 +592,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     whole = dict(archive.records)
     pickle = whole.get(f"{root}data.pkl") if root else None
     script = any(name.startswith(f"{root}code/") or name == f"{root}constants.pkl" for name in whole)
+    if pickle is None and whole and all(name.endswith(".npy") for name in whole):
+        return _arrays(archive, lost)
     if pickle is None or script:
         return _records_as_bytes(archive, lost)
     order = _small(archive, root, "byteorder")
@@ -630,6 +632,22 @@ def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]
         f"{archive.source}: its byteorder record is damaged",
         "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values.",
     )
+
+
+def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
+    """The arrays of an `.npz`; in place of a lost one stands its record, of which neither type nor shape is proven."""
+    from ckptool.formats.npy import PickleBudget, read_array
+
+    tree, gone, budget = dict[str, Any](), dict[int, LostRecord](), PickleBudget(archive.source.size)
+    for record in archive.by_offset():
+        crc = record.crc if archive.has_checksums else None
+        tree[record.name[:-4]], _ = read_array(record.data, f"{archive.source}: {record}", budget, crc)
+    for each in lost:
+        data = Computed(each.nbytes, _gone)
+        gone[id(data)] = each
+        tree[each.name.removesuffix(".npy")] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
+    checkpoint = Checkpoint(tree, "npz", {}, archive.source.file, tensors_only=True)
+    return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)
 
 
 def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import has_numbers
-from ckptool.errors import Conflict, Corrupt, listed
+from ckptool.errors import Conflict, Corrupt, counted, listed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 if TYPE_CHECKING:
@@ -176,6 +176,34 @@ def refuse_other_steps(where: object, steps: Mapping[str, Sequence[float]]) -> N
 def missing_ranks(there: Collection[int], world: int) -> list[int]:
     """The ranks below `world` that are not there, at most 1,000 of them."""
     return list(islice((rank for rank in range(world) if rank not in there), MOST_NAMED))
+
+
+def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> None:
+    """Raises `Corrupt` for ranks of this world that have no file, `Conflict` for files of ranks beyond it. file: the
+    one that says how many there are."""
+    if beyond := [f"rank {rank:,}" for rank in sorted(ranks) if rank >= world]:
+        raise Conflict(
+            f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
+            f"{listed(beyond, 3)}",
+            f"{file} gives that number. The others are left from a larger world, and may be of another step.",
+            "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
+        )
+    if missing := [f"rank {rank:,}" for rank in missing_ranks(ranks, world)]:
+        raise lacks(folder, f"the files of {counted(world - len(ranks), 'rank')} of {world:,}", missing)
+
+
+def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]) -> None:
+    """Raises `Conflict` for two files, each with what it says of its checkpoint, that say other things."""
+    from ckptool.formats.pieces import agree
+
+    for what, ours in one[1].items():
+        theirs = other[1].get(what, ours)
+        if isinstance(ours, TensorEntry) and isinstance(theirs, TensorEntry):
+            if agree(ours, theirs) is False:
+                raise mixed(where, one[0], other[0], f"the {what} differs")
+        elif type(ours) is not type(theirs) or ours != theirs:
+            shown = f": {ours:,} and {theirs:,}" if type(ours) is type(theirs) is int else ""
+            raise mixed(where, one[0], other[0], f"the {what} differs{shown}")
 
 
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:

@@ -14,7 +14,7 @@ sentence-transformers (`modules.json`), ByteCheckpoint's README.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,6 @@ BESIDE_WEIGHTS = NamePattern(
 )
 _TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
-_BYTE_CHECKPOINT = ("model", "optimizer", "extra_state")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
 _RANKED = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
 _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
@@ -86,7 +85,11 @@ def detect(head: bytes, source: Input) -> bool:
 
 def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """The members of a folder; None where it has none. beside: another format reads it, and stands for it."""
-    return next((found for find in _KINDS if (found := find(folder, beside)) is not None), None)
+    for kind, engine, find, by_rules in () if beside else _KINDS:
+        names, missing = find(folder)
+        if names:
+            return MemberFiles(kind, engine, tuple(names), tuple(missing), by_rules=by_rules)
+    return _training(folder, beside)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
@@ -128,27 +131,56 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     layout = members_of(checkpoint, folder)
     if layout is None:
         return checkpoint
-    found = dict(opened(folder, layout))
-    whole = {name: each for name, each in found.items() if isinstance(each, Checkpoint)}
-    wrong = {name: problem for name, each in found.items() if (problem := _problem(each))}
-    wrong |= {name: problem for name, problem in _of_other_steps(whole).items() if name not in wrong}
-    world = _world(checkpoint, whole)
+    if len(layout.names) > MAX_MEMBERS:
+        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
+        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
+    whole: dict[str, Checkpoint] = {}
+    parts: list[PartOf] = []  # members that are parts of one thing
+    wrong: dict[str, str] = {}
+    for name in layout.names:
+        try:
+            whole[name] = each = open_member(folder, name)
+        except CkptoolError as error:
+            wrong[name] = error.what
+            continue
+        if (part := each.part or part_of(each)) is not None:
+            parts.append(part)
+            if part.kind is PartKind.MEMBERS and not part.is_complete:
+                wrong[name] = part.meaning
+    wrong = {**wrong, **_of_other_steps(whole), **wrong}
+    # The number of ranks that saved the folder, as far as its members say.
+    counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
+    counts += [part.count for part in parts if part.kind is PartKind.RANK]
+    counts += [int(ranked["rank"]) + 1 for name in whole if (ranked := _RANKED.fullmatch(name))]
+    world = max((n for n in counts if type(n) is int), default=0)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
     stages = {inside["rest"] for rank in ranks if (inside := MODEL_PARALLEL.fullmatch(rank))}
-    missing = (*layout.missing, *missing_names(layout.names, _RANKED, world))
-    missing += tuple(f"{rank}/" for rank in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages))))
-    layout = replace(layout, missing=tuple(dict.fromkeys(missing)))
-    part = _counted(folder, layout, wrong, _is_joined(checkpoint, whole))
+    missing = dict.fromkeys((*layout.missing, *missing_names(layout.names, _RANKED, world)))
+    missing |= {f"{r}/": None for r in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages)))}
+    joined = checkpoint.container != NAME or not parts
+    number, count = layout.count - len(wrong), layout.count + len(missing)
+    label = f"{number:,} of {counted(count, 'member')}"
     if isinstance(checkpoint.source, Folder) and not named(checkpoint.container).tensors_only:
         checkpoint = _joined(checkpoint, checkpoint.source, whole)
     if checkpoint.container == NAME:
         facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
-    if part.is_complete and _is_joined(checkpoint, whole):
+    if number == count and joined:
         own = ["the weights" if named(checkpoint.container).tensors_only else "what the ranks saved"] * layout.beside
-        note = Note(MEMBERS, f"{part.label} are whole: {listed([*own, *layout.names], 4)}")
+        note = Note(MEMBERS, f"{label} are whole: {listed([*own, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    return replace(checkpoint, part=part)
+    problems = [what.replace(printable(os.path.join(folder.path, n)), printable(n)) for n, what in wrong.items()]
+    problems += [f"{printable(name)} is missing" for name in missing]
+    told = listed(problems, 3) or "all of its files are there" + ("" if joined else f"; {_NOT_JOINED[layout.by_rules]}")
+    join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
+    meaning = f"{layout.kind}; {told}"
+    return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
+
+
+_NOT_JOINED = (
+    "they are not joined here",
+    "each holds shards of the tensors, and a rules file has to say how: column, row, glu, qkv, replicated",
+)
 
 
 def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]) -> Checkpoint:
@@ -172,26 +204,19 @@ def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]
     )
 
 
-def _is_joined(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> bool:
-    """False for a folder of members that are parts of one thing which nothing here puts together."""
-    return checkpoint.container != NAME or not any(each.part or part_of(each) for each in whole.values())
-
-
 def with_all(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint of a folder that weights stand for, with them (`model.safetensors`) and all members in its tree.
 
     Raises what opening a member does.
     """
-    if not (names := beside(checkpoint)):
+    names, source = beside(checkpoint), checkpoint.source
+    if not names or source is None:
         return checkpoint
-    source = checkpoint.source
-    folder = Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) if source else "")
-    weights = "weights" if isinstance(source, Folder) or source is None else os.path.basename(source.path)
-    if isinstance(source, Folder):
-        for name, file in source.files.items():
-            folder.adopt(name, file)
-    elif source is not None:
-        folder.adopt(weights, source)
+    is_folder = isinstance(source, Folder)
+    folder = Folder(source.path if is_folder else os.path.dirname(source.path))
+    weights = "weights" if is_folder else os.path.basename(source.path)
+    for name, file in source.files.items() if isinstance(source, Folder) else [(weights, source)]:
+        folder.adopt(name, file)
     whole = replace(checkpoint, tree={weights: checkpoint.tree}, container=NAME, source=folder, tensors_only=False)
     return _joined(replace(whole, origin=None), folder, {name: open_member(folder, name) for name in names})
 
@@ -207,47 +232,6 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path) or os.curdir)
     layout = members_of(checkpoint, folder)
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
-
-
-def _problem(found: Checkpoint | CkptoolError) -> str:
-    """The reason why a member is not whole; empty where it is, as a rank's share is."""
-    if isinstance(found, CkptoolError):
-        return found.what
-    part = found.part
-    return part.meaning if part is not None and part.kind is PartKind.MEMBERS and not part.is_complete else ""
-
-
-def _counted(folder: Folder, layout: MemberFiles, wrong: dict[str, str], joined: bool) -> PartOf:
-    """The count of members that are there and whole, and the problems of the others."""
-    count = layout.count + len(layout.missing)
-    problems = [
-        what.replace(printable(os.path.join(folder.path, name)), printable(name)) for name, what in wrong.items()
-    ]
-    problems += [f"{printable(name)} is missing" for name in layout.missing]
-    whole = "all of its files are there" + ("" if joined else f"; {_NOT_JOINED[layout.by_rules]}")
-    meaning = f"{layout.kind}; " + (listed(problems, 3) if problems else whole)
-    number = layout.count - len(wrong)
-    label = f"{number:,} of {counted(count, 'member')}"
-    join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
-    return PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join)
-
-
-_NOT_JOINED = (
-    "they are not joined here",
-    "each holds shards of the tensors, and a rules file has to say how: column, row, glu, qkv, replicated",
-)
-
-
-def opened(folder: Folder, layout: MemberFiles) -> Iterator[tuple[str, Checkpoint | CkptoolError]]:
-    """Every member with what is in it, or with why it cannot be read."""
-    if len(layout.names) > MAX_MEMBERS:
-        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
-    for name in layout.names:
-        try:
-            yield name, open_member(folder, name)
-        except CkptoolError as error:
-            yield name, error
 
 
 def open_member(folder: Folder, name: str) -> Checkpoint:
@@ -266,15 +250,6 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 # Do they belong together? --------------------------------------------------------------------------------------------
 
 
-def _world(checkpoint: Checkpoint, whole: dict[str, Checkpoint]) -> int:
-    """The number of ranks that saved the folder, as far as its members say; 0 where none does."""
-    counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
-    parts = [each.part or part_of(each) for each in whole.values()]
-    counts += [part.count for part in parts if part is not None and part.kind is PartKind.RANK]
-    ranked = [int(found["rank"]) + 1 for name in whole if (found := _RANKED.fullmatch(name))]
-    return max((n for n in (*counts, *ranked) if type(n) is int), default=0)
-
-
 def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     """Members of a Trainer's checkpoint that were certainly saved at another step than the rest, each with why.
 
@@ -282,9 +257,7 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     gradient scaler skips steps.
     """
     total = step_in(whole.get(STATE))
-    if not total:
-        return {}
-    steps = {name: step for name, each in whole.items() if name != STATE and (step := _steps_of(name, each))}
+    steps = {name: step for name, each in whole.items() if total and name != STATE and (step := _steps_of(name, each))}
     if not any(name.startswith("optimizer") for name in steps):
         return {}  # under DeepSpeed the scheduler takes a step for each rank
     late = {name: step for name, step in steps.items() if step > total}
@@ -315,53 +288,46 @@ def _steps_of(name: str, member: Checkpoint) -> int:
 # The kinds of folders ------------------------------------------------------------------------------------------------
 
 
-def _model_parallel(folder: Folder, beside: bool) -> MemberFiles | None:
+# Each gives the members that are there, and those that are missing; no members for a folder of another kind.
+
+
+def _model_parallel(folder: Folder) -> tuple[list[str], list[str]]:
     """Megatron's legacy layout: a folder for each rank."""
-    ranks = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
-    inside = [f"{rank}/{name}" for rank in ranks for name in _names_in(folder, rank) if name.endswith(".pt")]
-    if not inside or beside:
-        return None
-    missing = [
-        f"{rank}/" for rank in (*missing_names(ranks, MODEL_PARALLEL), *(r for r in ranks if not _names_in(folder, r)))
-    ]
-    return MemberFiles("a Megatron checkpoint", "Megatron", tuple(inside), tuple(missing), by_rules=True)
+    ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
+    ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
+    lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
+    files = [f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt")]
+    return files, [f"{rank}/" for rank in lost]
 
 
-def _consolidated(folder: Folder, beside: bool) -> MemberFiles | None:
+def _consolidated(folder: Folder) -> tuple[list[str], list[str]]:
     """Llama's files, one for each rank of tensor parallelism; one alone is the model."""
     names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
-    if len(names) < 2 or beside:
-        return None
-    return MemberFiles("a Llama checkpoint", "", tuple(names), tuple(missing_names(names, CONSOLIDATED)), by_rules=True)
+    return (names, missing_names(names, CONSOLIDATED)) if len(names) > 1 else ([], [])
 
 
-def _pipeline(folder: Folder, beside: bool) -> MemberFiles | None:
+def _pipeline(folder: Folder) -> tuple[list[str], list[str]]:
     """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
-    table = _table(folder, "model_index.json")
-    if table is None or beside:
-        return None
     names, missing = [], []
-    for name, value in table.items():
+    for name, value in (_table(folder, "model_index.json") or {}).items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None or "/" in name:
             continue
         inside = set(_names_in(folder, name)) if _is_folder(folder, name) else set()
-        if any(_is_weights(file) for file in inside):
+        if any(map(_is_weights, inside)):
             names.append(name)
         elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
             missing.append(name)
-    return MemberFiles("a diffusers pipeline", "diffusers", tuple(names), tuple(missing)) if names else None
+    return names, missing
+
+
+def _collection(folder: Folder) -> tuple[list[str], list[str]]:
+    """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
+    names = [name for name in ("model", "optimizer", "extra_state") if _is_set(folder, name)]
+    return (names if "model" in names and len(names) > 1 else [], [])
 
 
 def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
-
-
-def _collection(folder: Folder, beside: bool) -> MemberFiles | None:
-    """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
-    names = [name for name in _BYTE_CHECKPOINT if _is_folder(folder, name) and _is_set(folder, name)]
-    if beside or "model" not in names or len(names) < 2:
-        return None
-    return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", tuple(names))
 
 
 def _training(folder: Folder, beside: bool) -> MemberFiles | None:
@@ -369,49 +335,37 @@ def _training(folder: Folder, beside: bool) -> MemberFiles | None:
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
     modules = list(_modules(folder))
-    there = [*sets, *names, *(name for name, present in modules if present == "weights")]
-    there.sort(key=lambda name: not name.startswith(_WITH_WEIGHTS))  # what the others belong to, first
-    missing = [
-        *missing_names(names, _RANKED),
-        *(name for name, present in modules if not present),
-        *_written_last(names),
-    ]
+    weights = [name for name, present in modules if present == "weights"]
+    # What the others belong to, first.
+    there = sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))
+    missing = [*missing_names(names, _RANKED), *(name for name, present in modules if not present)]
+    accelerates = any(name.startswith("random_states_") for name in names)
+    # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
+    if "optimizer.pt" in names and "training_args.bin" in names and STATE not in names:
+        missing.append(STATE)
+    elif "optimizer.bin" in names and not accelerates:
+        missing.append("random_states_0.pkl")
     if beside:
-        known = bool(sets or modules) or any(name.startswith(_TRAINING) for name in names)
+        known = sets or modules or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write
-        weights = [name for name, present in modules if present == "weights"]
-        known = bool(sets or weights) or any(name.startswith(("trainer_state", "random_states_")) for name in names)
+        known = sets or weights or accelerates or any(name.startswith("trainer_state") for name in names)
         if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in there):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
-    kind, engine = _kind_of(names, bool(modules))
+    kind, engine = "a training checkpoint in several files", "accelerate" if accelerates else ""
+    if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
+        kind, engine = "a checkpoint of transformers' Trainer", "transformers"
+    elif modules:
+        kind, engine = "a model of sentence-transformers", "sentence-transformers"
     return MemberFiles(kind, engine, tuple(there), tuple(missing), beside) if known else None
 
 
 def _is_set(folder: Folder, name: str) -> bool:
     """True for a folder in it that another format reads."""
-    inner = Folder(os.path.join(folder.path, name)) if _is_folder(folder, name) else None
+    if not _is_folder(folder, name):
+        return False
+    inner = Folder(os.path.join(folder.path, name))
     found = (each for each in FORMATS if each.name != NAME and each.is_folder)
-    return inner is not None and (
-        any(each.detect(b"", inner) for each in found) or any(each.endswith("_states.pt") for each in inner.names)
-    )
-
-
-def _kind_of(names: list[str], modules: bool) -> tuple[str, str]:
-    if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
-        return "a checkpoint of transformers' Trainer", "transformers"
-    if modules:
-        return "a model of sentence-transformers", "sentence-transformers"
-    accelerate = any(name.startswith("random_states_") for name in names)
-    return "a training checkpoint in several files", "accelerate" if accelerate else ""
-
-
-def _written_last(names: list[str]) -> list[str]:
-    """The file that a program writes last, where it wrote those before: else it was stopped while it saved."""
-    if "optimizer.pt" in names and "training_args.bin" in names and "trainer_state.json" not in names:
-        return ["trainer_state.json"]
-    if "optimizer.bin" in names and not any(name.startswith("random_states_") for name in names):
-        return ["random_states_0.pkl"]
-    return []
+    return any(each.detect(b"", inner) for each in found) or any(each.endswith("_states.pt") for each in inner.names)
 
 
 def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
@@ -427,12 +381,12 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
             yield path.strip("/"), "weights" if has else "files" if inside else ""
 
 
-_KINDS: tuple[Callable[[Folder, bool], MemberFiles | None], ...] = (
-    _model_parallel,
-    _consolidated,
-    _pipeline,
-    _collection,
-    _training,
+# Kinds of which no other format reads the folder: the kind and its program, and whether rules join its members.
+_KINDS = (
+    ("a Megatron checkpoint", "Megatron", _model_parallel, True),
+    ("a Llama checkpoint", "", _consolidated, True),
+    ("a diffusers pipeline", "diffusers", _pipeline, False),
+    ("a checkpoint of ByteCheckpoint", "ByteCheckpoint", _collection, False),
 )
 
 

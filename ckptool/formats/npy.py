@@ -25,7 +25,7 @@ from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExc
 from ckptool.formats.checksums import crc_combine
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.decode import Decoded
-from ckptool.pickles.plain.text import summary
+from ckptool.pickles.plain import summary
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 
 NAME = "npy"

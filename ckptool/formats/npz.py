@@ -19,7 +19,7 @@ from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.record import END, LOCAL
 from ckptool.formats.zip.writer import ZipLayout
-from ckptool.pickles.plain.text import summary
+from ckptool.pickles.plain import summary
 
 NAME = "npz"
 _LEFT_OUT = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)

@@ -20,7 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, json_or_none
-from ckptool.checkpoint.nodes import Global, Object, Set
+from ckptool.checkpoint.graph import structural_parts
+from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import NAME, arg, command
 from ckptool.errors import OnlyAPart, counted, listed, printable
@@ -137,32 +138,26 @@ def _facts_of(tree: Any) -> _Facts:
                 facts.shared += not found.is_whole
                 facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
                 facts.world = world if facts.world is None and type(world) is int and world > 0 else facts.world
-        elif isinstance(node, (dict, list, tuple, Object, Set)) and id(node) not in seen:
+        elif type(node) in _SCALARS or id(node) in seen:
+            continue
+        elif isinstance(node, dict):
             seen.add(id(node))
-            if isinstance(node, dict):
-                stack += _of_dictionary(node, facts)
-            else:
-                parts: Any = node.items if isinstance(node, Set) else node
-                if isinstance(node, Object):
-                    parts = node.args, node.items, node.elements, node.state
-                stack += [part for part in parts if type(part) not in _SCALARS]
+            empty = 0
+            for key, value in node.items():
+                if type(value) is TensorEntry:
+                    empty += value.shape == (0,) and _is_weight(key)
+                    if type(key) is str and "flat_param" in key:
+                        facts.flat |= key.rpartition(".")[2].lstrip("_").startswith("flat_param")
+                elif type(value) not in _SCALARS:
+                    stack.append(value)
+            if empty > facts.empty:
+                facts.empty = empty
+                facts.named = sum(type(value) is TensorEntry and _is_weight(key) for key, value in node.items())
+        else:
+            seen.add(id(node))
+            is_object = isinstance(node, Object)
+            stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
     return facts
-
-
-def _of_dictionary(node: dict[Any, Any], facts: _Facts) -> list[Any]:
-    """The values of a dictionary that have parts. Counts its weights where some of them are there by name only."""
-    below, empty = [], 0
-    for key, value in node.items():
-        if type(value) is TensorEntry:
-            empty += value.shape == (0,) and _is_weight(key)
-            if type(key) is str and "flat_param" in key:
-                facts.flat |= key.rpartition(".")[2].lstrip("_").startswith("flat_param")
-        elif type(value) not in _SCALARS:
-            below.append(value)
-    if empty > facts.empty:
-        facts.empty = empty
-        facts.named = sum(1 for key, value in node.items() if type(value) is TensorEntry and _is_weight(key))
-    return below
 
 
 def _is_weight(key: Any) -> bool:
@@ -207,13 +202,12 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
     """A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those."""
     named = STATES.fullmatch(file.name)
     rank = int(named["rank"]) if named else None
-    optimizer = top.get("optimizer_state_dict")
-    if (named and "optim" in named["rest"]) or (isinstance(optimizer, dict) and "partition_count" in optimizer):
-        # The number of partitions, given for each group of parameters.
-        count = optimizer.get("partition_count") if isinstance(optimizer, dict) else None
-        counts = [each for each in (count if isinstance(count, (list, tuple)) else [count]) if type(each) is int]
+    optimizer = fields(top.get("optimizer_state_dict"))
+    if (named and "optim" in named["rest"]) or "partition_count" in optimizer:
+        count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
+        world = max((each for each in items(count) or [count] if type(each) is int), default=None)
         what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
-        return _ranked(rank, max(counts, default=None), f"{what}; the model is in the files together")
+        return _ranked(rank, world, f"{what}; the model is in the files together")
     if "param_shapes" in top and facts.empty:
         world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
         what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
@@ -230,11 +224,10 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
 
 def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
     """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
-    world: Any = None
-    args = top.get("args") if "model" in top else None
-    if isinstance(args, Object):  # those of Megatron say over how many files they divide it
-        sizes = [args.attributes.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-        world = prod(size for size in sizes if type(size) is int and size > 0)
+    args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
+    saved = args.attributes if isinstance(args, Object) else {}
+    sizes = [saved.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+    world: Any = prod(size for size in sizes if type(size) is int and size > 0)
     if found := MODEL_STATES.fullmatch(file.name):
         rank, others, world = found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size")
     elif found := CONSOLIDATED.fullmatch(file.name):
@@ -243,7 +236,7 @@ def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
         above = os.path.dirname(os.path.dirname(absolute(file.path)))
         rank, others = found["rank"] + found["rest"], [n for n in names_in(above) if MODEL_PARALLEL.fullmatch(n)]
     else:
-        return _ranked(None, world, _ONE_OF_SEVERAL) if world is not None and world > 1 else None
+        return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
     number = int(rank) if "_" not in rank else None
     count = max(len(others), world if type(world) is int else 1, (number or 0) + 1)
     if count < 2:
@@ -266,31 +259,25 @@ def _shard(tree: Any, file: _File) -> PartOf | None:
     """A file that an index names; without the index, one whose name numbers it among several."""
     if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
         return None
-    index, files = _index_of(file)
-    numbered = NUMBERED.fullmatch(file.name)
-    if index:
-        number, count = files.index(file.name) + 1, len(files)
-    elif numbered and 1 <= int(numbered["number"]) <= int(numbered["count"]):
-        number, count = int(numbered["number"]), int(numbered["count"])
+    for index in file.matching(INDEX):
+        table = fields(json_or_none(os.path.join(file.folder, index), MAX_INDEX)).get("weight_map")
+        files = sorted({each for each in fields(table).values() if type(each) is str})
+        if file.name in files:
+            number, count, where = (
+                files.index(file.name) + 1,
+                len(files),
+                f"{printable(index)} says which tensors are in which",
+            )
+            break
     else:
+        index, where = "", "the index of the set is not beside it"
+        numbered = NUMBERED.fullmatch(file.name)
+        number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
+    if count < 2 or not 1 <= number <= count:
         return None
-    if count < 2:
-        return None
-    where = f"{printable(index)} says which tensors are in which" if index else "the index of the set is not beside it"
     what = f"it holds some of the model's tensors, the other files the rest; {where}"
     whole = (file.folder or ".") if index else ""
     return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
-
-
-def _index_of(file: _File) -> tuple[str, list[str]]:
-    """The name of the index beside a file that names it, and the files that this names, in order."""
-    for name in file.matching(INDEX):
-        index = json_or_none(os.path.join(file.folder, name), MAX_INDEX)
-        table = index.get("weight_map") if isinstance(index, dict) else None
-        named = {each for each in table.values() if type(each) is str} if isinstance(table, dict) else set()
-        if file.name in named:
-            return name, sorted(named)
-    return "", []
 
 
 def _placeholders(facts: _Facts) -> PartOf | None:

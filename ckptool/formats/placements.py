@@ -15,9 +15,9 @@ from itertools import accumulate, product
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Composite, Flags, TensorEntry
+from ckptool.checkpoint import Composite, Flags, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
 from ckptool.formats.pieces import Box, Piece
 
@@ -25,10 +25,12 @@ MAX_MESH = 1 << 20  # ranks
 MAX_DIMENSIONS = 64
 MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
 
-_Readings = tuple[tuple[Any, ...], tuple[int, ...], list[list[Piece] | None]]  # the last fields of a share
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
+Order = dict[Any, tuple[int, ...]]
+"""By dimension the axes of a mesh that divide it, in the order in which they do."""
 Run = tuple[int, int]  # the first index of the whole, and a length
+_Strides = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes that an axis was flattened from, and their strides
 
 
 # Recognition ---------------------------------------------------------------------------------------------------------
@@ -49,34 +51,29 @@ class Distributed:
 
     @property
     def spec(self) -> dict[Any, Any]:
-        return _attributes(self.state.get("_spec")) if self.is_dtensor else {}
-
-    @property
-    def mesh(self) -> dict[Any, Any]:
-        return _attributes(self.spec.get("mesh"))
+        return fields(self.state.get("_spec")) if self.is_dtensor else {}
 
     @property
     def ranks(self) -> tuple[Any, Any]:
         """Its rank and the number of ranks, as far as it says."""
         if self.is_dtensor:
-            return self.mesh.get("_rank"), _size_of_mesh(self.mesh)
-        group = _attributes(self.state[2]) if len(self.state) > 2 else {}
-        return group.get("global_rank"), group.get("global_world_size")
+            return inside(self.spec, "mesh._rank"), _size_of_mesh(fields(self.spec.get("mesh")))
+        group = self.state[2] if len(self.state) > 2 else None
+        return inside(group, "global_rank"), inside(group, "global_world_size")
 
     @property
-    def local(self) -> list[tuple[Any, Object | None]]:
+    def local(self) -> list[tuple[Any, Any]]:
         """The tensors that are here; of a ShardedTensor each with its place."""
         if self.is_dtensor:
             return [(self.state.get("_local_tensor"), None)]
-        shards = [_attributes(shard) for shard in _items(self.state[0])]
-        return [(shard.get("tensor"), shard.get("metadata")) for shard in shards]
+        return [(inside(shard, "tensor"), inside(shard, "metadata")) for shard in items(self.state[0])]
 
     @property
     def is_whole(self) -> bool:
         """True where this rank alone has all values."""
         tensors = [tensor for tensor, _ in self.local]
         if self.is_dtensor:
-            kinds = [_kind(each) for each in _items(self.spec.get("placements"))]
+            kinds = [_kind(each) for each in items(self.spec.get("placements"))]
             same = isinstance(tensors[0], (TensorEntry, Composite)) and tensors[0].shape == self.tensor.shape
             return bool(self.spec) and same and not any(kind.endswith("Partial") for kind in kinds)
         here = sum(tensor.numel for tensor in tensors if isinstance(tensor, TensorEntry))
@@ -100,23 +97,13 @@ def distributed(value: Any) -> Distributed | None:
     if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
         return None
     facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
-    state, fields = args[3], dict[Any, Any]()
+    state, named = args[3], dict[Any, Any]()
     for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
-        fields |= each if isinstance(each, dict) else {}
-    flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or fields.get("_is_param") is True)
+        named |= each if isinstance(each, dict) else {}
+    flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or named.get("_is_param") is True)
     if args[1].name == "DTensor":
-        return Distributed(value, True, fields, flags)
-    return Distributed(
-        value, False, state if isinstance(state, (tuple, list)) and len(state) > 1 else ((), None), flags
-    )
-
-
-def _attributes(node: Any) -> dict[Any, Any]:
-    return node.attributes if isinstance(node, Object) else {}
-
-
-def _items(node: Any) -> Sequence[Any]:
-    return node if isinstance(node, (list, tuple)) else ()
+        return Distributed(value, True, named, flags)
+    return Distributed(value, False, state if len(items(state)) > 1 else ((), None), flags)
 
 
 def _kind(node: Any) -> str:
@@ -187,14 +174,12 @@ class RankFile:
         shape, dtype = found.tensor.shape, found.tensor.dtype
         if shape is None or dtype is None:
             raise self._corrupt(name, "has no shape or type")
-        make = self._of_dtensor if found.is_dtensor else self._of_sharded
-        agreed, table, readings = make(name, found, shape)
         for local, _ in found.local:
-            if local.dtype != dtype:
+            if isinstance(local, TensorEntry) and local.dtype != dtype:
                 raise self.differs(name, f"is {dtype}, and its values here are {local.dtype}")
-        return RankShare(self, shape, dtype, agreed, table, readings, found.flags)
-
-    def _of_dtensor(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
+        if not found.is_dtensor:
+            places, chunks = self._shards(name, found, shape)
+            return RankShare(self, shape, dtype, places, (), [chunks], found.flags)
         spec, (local, _) = found.spec, found.local[0]
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
@@ -209,13 +194,33 @@ class RankFile:
             raise self.differs(name, f"has the shape {list(shape)}, and its spec says {list(sizes_of(meta[0]) or ())}")
         node = spec.get("mesh")
         if id(node) not in self._meshes:
-            self._meshes[id(node)] = node, self._read_mesh(name, _attributes(node))
+            self._meshes[id(node)] = node, self._read_mesh(name, fields(node))
         mesh = self._meshes[id(node)][1]
         axes = self._axes(name, spec.get("placements"), mesh, len(shape))
-        order = {_pair(entry)[0]: _pair(entry)[1] for entry in _items(spec.get("shard_order"))}
+        pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
+        order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
+        return self.divided(local, shape, dtype, mesh, axes, order, found.flags)
+
+    def divided(
+        self,
+        local: TensorEntry,
+        shape: tuple[int, ...],
+        dtype: DType,
+        mesh: Mesh,
+        axes: tuple[Axis, ...],
+        order: Order,
+        flags: Flags,
+    ) -> RankShare:
+        """The blocks of a local tensor that a mesh divides, in this order or, where none is given, as is read off."""
         orders = [(axes, order)] if order else [(axes, {}), encoded_order(axes, mesh.sizes)]
         readings = [blocks(local, shape, mesh, *each, self.owner) for each in orders]
-        return (mesh.sizes, axes, tuple(order.items())), mesh.table, readings
+        return RankShare(self, shape, dtype, (mesh.sizes, axes, tuple(order.items())), mesh.table, readings, flags)
+
+    def mesh(self, ranks: tuple[int, ...], axes: Sequence[_Strides]) -> Mesh:
+        """The mesh with these axes, cut from a table of ranks that this one is in."""
+        place = ranks.index(self.rank)
+        coordinate = tuple(_coordinate(place, *axis) for axis in axes)
+        return Mesh(tuple(prod(sizes) for sizes, _ in axes), self.tables.setdefault(ranks, ranks), coordinate)
 
     @property
     def path(self) -> str:
@@ -227,8 +232,8 @@ class RankFile:
 
     def _axes(self, name: str, placements: Any, mesh: Mesh, dimensions: int) -> tuple[Axis, ...]:
         axes: list[Axis] = []
-        for each in _items(placements):
-            kind, fields = _kind(each), _attributes(each)
+        for each in items(placements):
+            kind = _kind(each)
             if kind.endswith("Partial"):
                 raise Unsupported(
                     f"{self.path}: {name} is {kind.lstrip('_')}: each rank has a summand of it",
@@ -237,7 +242,8 @@ class RankFile:
                 )
             if kind not in ("Shard", "_StridedShard", "Replicate"):
                 raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
-            dim, split = fields.get("dim", each.args[0] if each.args else None), fields.get("split_factor", 1)
+            dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
+            dim = each.args[0] if dim is None and each.args else dim
             if kind == "Replicate":
                 axes.append(None)
             elif type(dim) is int and type(split) is int and -dimensions <= dim < dimensions and split > 0:
@@ -249,13 +255,13 @@ class RankFile:
             raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
         return tuple(axes)
 
-    def _read_mesh(self, name: str, fields: dict[Any, Any]) -> Mesh:
-        own = fields.get("mesh")
-        table = own if isinstance(own, TensorEntry) else fields.get("_rank_map", fields.get("_flatten_rank_map"))
-        if (_size_of_mesh(fields) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
+    def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
+        own = facts.get("mesh")
+        table = own if isinstance(own, TensorEntry) else facts.get("_rank_map", facts.get("_flatten_rank_map"))
+        if (_size_of_mesh(facts) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
             what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
             raise LimitExceeded(what, "Larger ones are not read.")
-        ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else _items(table))
+        ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise self._corrupt(name, "has a mesh without a table of ranks")
         if max(ranks) >= self.world:
@@ -265,38 +271,38 @@ class RankFile:
                 "Files of ranks are missing, or this one is of another run.",
                 "Copy the files of all ranks, of one run.",
             )
-        if self.rank not in ranks or fields.get("_rank", self.rank) != self.rank:
-            raise self.differs(name, f"was saved by rank {repr(fields.get('_rank'))[:20]} of its mesh")
-        ranks = self.tables.setdefault(ranks, ranks)
-        place = ranks.index(self.rank)
-        axes = _layout_of(own.shape, fields) if isinstance(own, TensorEntry) else _layout(fields.get("_layout"))
+        if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
+            raise self.differs(name, f"was saved by rank {repr(facts.get('_rank'))[:20]} of its mesh")
+        axes = row_major_axes(own.shape) if isinstance(own, TensorEntry) else _layout(facts.get("_layout"))
         if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
             raise self._corrupt(name, "has a mesh whose axes do not fit its table of ranks")
-        sizes = tuple(prod(sizes) for sizes, _ in axes)
-        coordinate = tuple(_coordinate(place, *axis) for axis in axes)
-        saved = fields.get("_coordinate_on_dim")
-        if isinstance(saved, (list, tuple)) and tuple(saved) != coordinate:
-            raise self.differs(name, f"is at {repr(tuple(saved))[:60]} of its mesh, whose table says {coordinate}")
-        return Mesh(sizes, ranks, coordinate)
+        mesh = self.mesh(ranks, axes)
+        saved = facts.get("_coordinate_on_dim")
+        if isinstance(saved, (list, tuple)) and tuple(saved) != mesh.coordinate:
+            said = f"is at {repr(tuple(saved))[:60]} of its mesh, whose table says {mesh.coordinate}"
+            raise self.differs(name, said)
+        return mesh
 
-    def _of_sharded(self, name: str, found: Distributed, shape: tuple[int, ...]) -> _Readings:
-        facts = _attributes(found.state[1])
+    def _shards(self, name: str, found: Distributed, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[Piece]]:
+        """Where the shards of all ranks are in a ShardedTensor, and those that are here."""
+        facts = fields(found.state[1])
         if sizes_of(facts.get("size")) not in (None, shape):
             raise self.differs(name, f"has the shape {list(shape)}, and its metadata says another")
-        places = [_place(each) for each in _items(facts.get("shards_metadata"))]
+        places = tuple(map(_place, items(facts.get("shards_metadata"))))
         chunks: list[Piece] = []
         for local, metadata in found.local:
             place = _place(metadata)
             if not isinstance(local, TensorEntry) or place is None:
                 raise self._corrupt(name, "has a shard without values or without a place")
-            if place[1] != local.shape:
-                raise self.differs(name, f"has {list(local.shape)} here, where its metadata says {list(place[1])}")
+            begin, sizes, rank = place
+            if sizes != local.shape:
+                raise self.differs(name, f"has {list(local.shape)} here, where its metadata says {list(sizes)}")
             if place[:2] not in [each[:2] for each in places if each]:
-                raise self.differs(name, f"has {list(place[1])} at {list(place[0])}, where its metadata has no shard")
-            if place[2] not in (None, self.rank):
-                raise self.differs(name, f"was saved by rank {place[2]:,}")
-            chunks.append(Piece(local, place[0], self.owner))
-        return tuple(places), (), [chunks]
+                raise self.differs(name, f"has {list(sizes)} at {list(begin)}, where its metadata has no shard")
+            if rank not in (None, self.rank):
+                raise self.differs(name, f"was saved by rank {rank:,}")
+            chunks.append(Piece(local, begin, self.owner))
+        return places, chunks
 
     def differs(self, name: str, what: str) -> Conflict:
         return Conflict(
@@ -320,39 +326,25 @@ def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
 
 def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
     """The offsets and sizes of a shard, and the rank that has it."""
-    fields = _attributes(node)
-    begin, sizes = sizes_of(fields.get("shard_offsets")), sizes_of(fields.get("shard_sizes"))
-    rank = _attributes(fields.get("placement")).get("_rank")
+    begin, sizes = sizes_of(inside(node, "shard_offsets")), sizes_of(inside(node, "shard_sizes"))
+    rank = inside(node, "placement._rank")
     return (begin, sizes, rank if type(rank) is int else None) if begin is not None and sizes is not None else None
 
 
-def _pair(entry: Any) -> tuple[Any, tuple[int, ...]]:
-    """A dimension, and the axes of the mesh that divide it, in the order in which they do."""
-    parts = entry.args if isinstance(entry, Object) else entry
-    return (parts[0], sizes_of(parts[1]) or ()) if isinstance(parts, tuple) and len(parts) == 2 else (None, ())
-
-
-# Meshes --------------------------------------------------------------------------------------------------------------
-
-_Strides = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes that an axis was flattened from, and their strides
-
-
-def _layout_of(shape: tuple[int, ...], fields: dict[Any, Any]) -> list[_Strides] | None:
+def row_major_axes(shape: tuple[int, ...]) -> list[_Strides]:
     """The axes of a mesh whose table has its shape."""
-    strides = (*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1),)[::-1] if shape else ()
-    return [((size,), (stride,)) for size, stride in zip(shape, strides, strict=True)]
+    return [((size,), (stride,)) for size, stride in zip(shape, row_major_strides(shape), strict=True)]
 
 
 def _layout(node: Any) -> list[_Strides] | None:
     """The axes of a mesh that was cut from a larger table."""
-    fields = _attributes(node)
-    if "axes" in fields:
-        parts = [(_attributes(axis).get("shape"), _attributes(axis).get("stride")) for axis in _items(fields["axes"])]
+    if (axes_of := inside(node, "axes")) is not None:
+        parts = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
     else:
-        sizes, strides = fields.get("shape", fields.get("sizes")), fields.get("stride", fields.get("strides"))
-        parts = (
-            list(zip(_items(sizes), _items(strides), strict=False)) if isinstance(sizes, tuple) else [(sizes, strides)]
-        )
+        sizes = inside(node, "shape") or inside(node, "sizes")
+        strides = inside(node, "stride") or inside(node, "strides")
+        apart = zip(items(sizes), items(strides), strict=False)
+        parts = list(apart) if isinstance(sizes, tuple) else [(sizes, strides)]
     axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in parts]
     fits = all(len(a) == len(b) <= MAX_RUNS and all(n > 0 for n in (*a, *b)) for a, b in axes)
     return axes if axes and fits else None
@@ -362,7 +354,7 @@ def _numbers(node: Any) -> tuple[int, ...]:
     """The numbers in nested tuples, in order; one that is none stands for a layout that cannot be."""
     if not isinstance(node, (tuple, list)):
         return (node,) if type(node) is int else (0,)
-    flat = [number for part in _items(node) for number in (_items(part) or (part,))]
+    flat = [number for part in items(node) for number in (items(part) or (part,))]
     return tuple(flat) if all(type(number) is int for number in flat) else (0,)
 
 
@@ -381,7 +373,7 @@ def blocks(
     shape: tuple[int, ...],
     mesh: Mesh,
     axes: tuple[Axis, ...],
-    order: dict[Any, tuple[int, ...]],
+    order: Order,
     owner: str,
 ) -> list[Piece] | None:
     """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
@@ -406,9 +398,7 @@ def _with_offsets(runs: list[Run]) -> list[tuple[int, int, int]]:
     return [(at, *run) for at, run in zip(offsets, runs, strict=False)]
 
 
-def runs_of(
-    shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: dict[Any, tuple[int, ...]]
-) -> list[list[Run]]:
+def runs_of(shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: Order) -> list[list[Run]]:
     """For each dimension the indices of the whole that a rank has, in the order of its local tensor.
 
     The axes of the mesh divide from left to right, or in the order given for a dimension.
@@ -424,15 +414,13 @@ def runs_of(
     return runs
 
 
-def encoded_order(
-    axes: tuple[Axis, ...], sizes: tuple[int, ...]
-) -> tuple[tuple[Axis, ...], dict[Any, tuple[int, ...]]]:
+def encoded_order(axes: tuple[Axis, ...], sizes: tuple[int, ...]) -> tuple[tuple[Axis, ...], Order]:
     """The placements without split factors, and for each dimension the order of the axes of the mesh that these encode.
 
     A split factor is the number of shards by axes further right that come before it. Where they encode no order, the
     placements are as they were.
     """
-    order: dict[Any, tuple[int, ...]] = {}
+    order: Order = {}
     for axis in reversed(range(len(axes))):
         dim, split = axes[axis] or (None, 1)
         behind = order.get(dim, ())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
-from ckptool.checkpoint.graph import structural_parts, visit
+from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
@@ -141,13 +141,13 @@ class TreeJoiner:
         """Notes which ranks have another value than the first. Raises `Conflict` where that is a part of a tensor, or a
         step."""
         name, first = address(path), values[0]
-        other = [file for file, value in zip(files, values, strict=True) if not _same(first, value)]
+        other = [file for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
         if not other:
             return
         if any(distributed(node) for value in values for node in visit(value)):
             raise self._conflict(name, "holds tensors that are divided over the ranks, and is not of one kind on all")
         if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
-            raise self._steps(name, f"{first!r} by {files[0].where}, and another by {other[0].where}")
+            raise self._conflict(name, f"is {first!r} by {files[0].where}, and another step by {other[0].where}")
         self.others.setdefault(name, [file.where for file in other])
 
     def unjoinable(self) -> list[str]:
@@ -162,7 +162,7 @@ class TreeJoiner:
         for path, (entry, what) in self.differing.items():
             name = str(path[-1]) if path else ""
             if name in _STEPS and entry.numel == 1:
-                raise self._steps(address(path), "one value by some ranks and another by others")
+                raise self._conflict(address(path), "is one step by some ranks and another by others")
             if name.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
                 raise Conflict(
                     f"{self.joiner.where}: {what} differs between ranks, and is not divided over them",
@@ -180,10 +180,6 @@ class TreeJoiner:
     def _conflict(self, name: str, what: str) -> Conflict:
         return Conflict(f"{self.joiner.where}: {name} {what}", _OTHER_RUN, _AGAIN)
 
-    def _steps(self, name: str, what: str) -> Conflict:
-        return Conflict(f"{self.joiner.where}: the ranks' files are of different steps: {name} is {what}",
-            "They are no checkpoint together.", _AGAIN)  # fmt: skip
-
 
 def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
     """The error for plain tensors that may be shards of larger ones."""
@@ -195,25 +191,10 @@ def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True for values that are written alike."""
-    pending, seen = [(one, other)], set[tuple[int, int]]()
-    while pending:
-        a, b = pending.pop()
-        if a is b or (id(a), id(b)) in seen:
-            continue
-        if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
-            if _facts(a) != _facts(b):
-                return False
-            continue
-        ours, theirs = list(structural_parts(a)), list(structural_parts(b))
-        if type(a) is not type(b) or isinstance(a, Global) or len(ours) != len(theirs):
-            return False
-        if not ours and a != b and not (a != a and b != b):
-            return False
-        if ours:
-            seen.add((id(a), id(b)))
-        pending += zip(ours, theirs, strict=True)
-    return True
+    """True for values without parts, or tensors, that are written alike."""
+    if isinstance(one, TensorEntry):
+        return _facts(one) == _facts(other)
+    return not isinstance(one, Global) and bool(one == other or (one != one and other != other))
 
 
 def _facts(entry: TensorEntry) -> tuple[Any, ...]:

@@ -18,18 +18,16 @@ from collections.abc import Iterator
 from itertools import islice
 from tarfile import TarError, TarFile, TarInfo
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, FileRange, Note, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.strided import subrange, swapped
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted
 from ckptool.formats.legacy_storages import as_text, module_source
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
-from ckptool.pickles.decode import Decoded
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import check_view, storage_class
 
@@ -57,63 +55,87 @@ def read(source: Source) -> Checkpoint:
     """
     members, end = read_members(source, MEMBERS)
     info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
-    little_endian = machine_order(info.root, VERSION, f"{source}: sys_info")
-    tables = _Tables(little_endian)
+    if not machine_order(info.root, VERSION, f"{source}: sys_info"):
+        what = f"{source} was written on a big-endian machine"
+        raise Unsupported(what, "Archives as old as that are read from little-endian ones only.")
+    tables = _Tables()
     for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
         try:
-            parse(members[name])
+            parse(_Member(members[name], tables.discarded))
         except CkptoolError as error:
             raise error.within(f"{source}: {name}") from None
-    decoded = _decoded(members["pickle"], tables, f"{source}: pickle")
-    metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
-    if tables.sources:
-        metadata["sources"] = dict(tables.sources)
-    odd = _notes(tables, little_endian, source.size - end)
-    notes = (*decoded.notes, *source_notes(tables.sources), *odd)
-    calls = (*info.aside(), *tables.discarded, *decoded.discarded)
-    return Checkpoint(decoded.root, NAME, metadata, source, notes=notes, discarded=calls)
-
-
-def _decoded(data: Data, tables: _Tables, name: str) -> Decoded:
+    name, data = f"{source}: pickle", members["pickle"]
     made = skeleton(data, name=name)
     if made.end != data.length:
         what = f"{name} has {data.length - made.end:,} bytes after its end"
         raise Corrupt(what, "Another pickle may be hidden there.")
-
-    return decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
-
-
-def _notes(tables: _Tables, little_endian: bool, left: int) -> list[Note]:
+    decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
+    metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
+    if tables.sources:
+        metadata["sources"] = dict(tables.sources)
     what = "the format has checksums of its headers only: damage to its data cannot be noticed"
-    notes = [Note("no-checksums", what, COMPACT)]
-    if not little_endian:
-        how = "turned" if tables.big_endian else "little-endian, and read so"
-        notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
-    if left:
+    notes = [*decoded.notes, *source_notes(tables.sources), Note("no-checksums", what, COMPACT)]
+    if left := source.size - end:
         notes.append(Note("trailing-bytes", f"{left:,} bytes after the archive are used by nothing", COMPACT))
     if tables.trailing:
         what = f"{tables.trailing:,} bytes in the archive's files are used by nothing"
         notes.append(Note("unused-bytes", what, COMPACT))
-    return notes
+    calls = (*info.aside(), *tables.discarded, *decoded.discarded)
+    return Checkpoint(decoded.root, NAME, metadata, source, notes=tuple(notes), discarded=calls)
 
 
-class _View:
-    """A part of a storage that has a key of its own."""
+class _Member:
+    """A file of the archive, front to back. discarded: gets what its pickles call and throw away."""
 
-    __slots__ = ("offset", "ref", "root")
+    def __init__(self, data: Data, discarded: list[Any]) -> None:
+        self.data, self.discarded, self.at = data, discarded, 0
 
-    def __init__(self, ref: StorageRef, root: StorageRef, offset: int) -> None:
-        self.ref, self.root, self.offset = ref, root, offset
+    @property
+    def left(self) -> int:
+        return self.data.length - self.at
+
+    def pickle(self, what: str) -> Any:
+        found = small_pickle(self.data, self.at, what)
+        self.discarded += found.aside()
+        self.at = found.end
+        return found.root
+
+    def count(self, what: str) -> int:
+        count = self.pickle(f"the number of {what}")
+        if type(count) is not int or not 0 <= count <= self.data.length:
+            raise Corrupt(f"{shown(count)} as the number of {what}", _DAMAGED)
+        return count
+
+    def integers(self, count: int, before: str) -> tuple[int, ...]:
+        if 8 * count > self.left:
+            raise Truncated(before)
+        self.at += 8 * count
+        return struct.unpack(f"<{count}q", self.data.read(self.at - 8 * count, 8 * count))
+
+
+def _fields(found: Any, what: str, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
+    parts = found if type(found) is tuple and len(found) == len(kinds) else (None,) * len(kinds)
+    if not all(isinstance(part, kind) and type(part) is not bool for part, kind in zip(parts, kinds, strict=True)):
+        raise Corrupt(f"{what} described by {shown(found)}", _DAMAGED)
+    return parts
+
+
+class _Place(NamedTuple):
+    """A storage, or a view of one that has a key of its own, from the element `begin` of the storage `root`."""
+
+    ref: StorageRef
+    root: Storage
+    begin: int = 0
+
+
+_KEY = (int, str)
 
 
 class _Tables:
     """The storages and tensors by their keys."""
 
-    def __init__(self, little_endian: bool) -> None:
-        self.little_endian = little_endian
-        self.big_endian = False  # whether the numbers and elements are
-        self.storages: dict[int | str, StorageRef] = {}
-        self.views: dict[int | str, _View] = {}
+    def __init__(self) -> None:
+        self.places: dict[int | str, _Place] = {}
         self.tensors: dict[int | str, TensorEntry] = {}
         self.sources: dict[str, dict[str, str | None]] = {}
         self.discarded: list[Any] = []
@@ -135,149 +157,83 @@ class _Tables:
             key = int(text)
         if type(key) is not int:
             raise Corrupt("a persistent id that is no number", "torch writes numbers, and modules' classes.")
-        found = self.tensors.get(key) or self.storages.get(key)
-        if found is None and (view := self.views.get(key)) is not None:
-            found = view.ref
-        if found is None:
+        if found := self.tensors.get(key):
+            return found
+        if key not in self.places:
             raise Corrupt(f"the value refers to the tensor {key}, which is not in the file", _DAMAGED)
-        return found
+        return self.places[key].ref
 
-    def _pickle(self, data: Data, at: int, what: str) -> tuple[Any, int]:
-        found = small_pickle(data, at, what)
-        self.discarded += found.aside()
-        return found.root, found.end
-
-    def _count(self, data: Data, what: str) -> tuple[int, int]:
-        count, at = self._pickle(data, 0, f"the number of {what}")
-        if type(count) is not int or not 0 <= count <= data.length:
-            raise Corrupt(f"{shown(count)} as the number of {what}", _DAMAGED)
-        return count, at
-
-    # Storages ----------------------------------------------------------------------------------------------------
-
-    def read_storages(self, data: Data) -> None:
-        count, at = self._count(data, "storages")
+    def read_storages(self, reader: _Member) -> None:
         with_views = True
-        for number in range(count):
-            place, at = self._pickle(data, at, f"storage {number:,}")
-            parts = place if type(place) is tuple else ()
-            with_views = len(parts) == 3
-            if len(parts) == 2 and type(parts[1]) is Global:  # before locations
-                parts = (parts[0], "cuda:0" if parts[1].module == "torch.cuda" else "cpu", parts[1])
-            at = self._storage(data, at, number, parts)
-        if with_views or at != data.length:
-            views, at = self._pickle(data, at, "the views")
+        for number in range(reader.count("storages")):
+            place = reader.pickle(f"storage {number:,}")
+            with_views = type(place) is tuple and len(place) == 3
+            if type(place) is tuple and len(place) == 2 and type(place[1]) is Global:  # before locations
+                place = (place[0], "cuda:0" if place[1].module == "torch.cuda" else "cpu", place[1])
+            what = f"storage {number:,}"
+            key, location, kind = _fields(place, f"{what} is", _KEY, (str, bytes), Global)
+            self._check_new(key)
+            known, dtype = storage_class(kind)
+            if not known or dtype is None:
+                raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
+            (count,) = reader.integers(1, f"{what} ends before its number of elements")
+            if count < 0:
+                raise Corrupt(f"{what} has {counted(count, 'element')}", _DAMAGED)
+            size = count * dtype.itemsize
+            if size > reader.left:
+                wanted = f"{counted(count, 'element')} of {dtype.itemsize} bytes"
+                why = "The file was cut off, or the number is wrong."
+                raise Truncated(f"{what} has {wanted}; {reader.left:,} bytes are left", why)
+            storage = Storage(subrange(reader.data, reader.at, size), as_text(location))
+            self.places[key] = _Place(StorageRef(storage, dtype), storage)
+            reader.at += size
+        if with_views or reader.left:
+            views = reader.pickle("the views")
             for view in views if type(views) is list else [None]:
-                self._view(view)
-        self.trailing += data.length - at
+                self._view(*_fields(view, "a view of a storage is", _KEY, _KEY, int, int))
+        self.trailing += reader.left
 
-    def _storage(self, data: Data, at: int, number: int, parts: tuple[Any, ...]) -> int:
-        key, location, kind = parts if len(parts) == 3 else (None, None, None)
-        location = as_text(location)
-        if not isinstance(key, (int, str)) or type(location) is not str or type(kind) is not Global:
-            raise Corrupt(f"storage {number:,} is described by {shown(parts)}", _DAMAGED)
+    def _view(self, key: int | str, root: int | str, begin: int, size: int) -> None:
         self._check_new(key)
-        known, dtype = storage_class(kind)
-        if not known or dtype is None:
-            raise Unsupported(f"storage {number:,} has the unknown type {kind}", "The size of its elements is unknown.")
-        if at + 8 > data.length:
-            raise Truncated(f"storage {number:,} ends before its number of elements")
-        size = self._elements(data.read(at, 8), dtype, data.length - at - 8, number) * dtype.itemsize
-        storage = Storage(subrange(data, at + 8, size), location)
-        if self.big_endian:
-            storage.data = swapped(Storage(storage.data, storage.location), dtype)
-        self.storages[key] = StorageRef(storage, dtype)
-        return at + 8 + size
-
-    def _elements(self, header: bytes, dtype: DType, room: int, number: int) -> int:
-        """The number of elements of a storage; where only the big-endian one is possible, all of the file is read
-        so."""
-        count = int.from_bytes(header, "big" if self.big_endian else "little", signed=True)
-        if not 0 <= count * dtype.itemsize <= room and not self.little_endian and not self.big_endian:
-            self.big_endian = all(not ref.storage.nbytes for ref in self.storages.values())
-            count = int.from_bytes(header, "big", signed=True)
-        if count < 0:
-            raise Corrupt(f"storage {number:,} has {counted(count, 'element')}", _DAMAGED)
-        if count * dtype.itemsize > room:
-            size = f"{counted(count, 'element')} of {dtype.itemsize} bytes"
-            what = f"storage {number:,} has {size}; {room:,} bytes are left"
-            raise Truncated(what, "The file was cut off, or the number is wrong.")
-        return count
-
-    def _view(self, view: Any) -> None:
-        target, root, offset, size = view if type(view) is tuple and len(view) == 4 else (None, None, None, None)
-        if (
-            not isinstance(target, (int, str))
-            or not isinstance(root, (int, str))
-            or type(offset) is not int
-            or type(size) is not int
-        ):
-            raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
-        self._check_new(target)
-        whole = self.storages.get(root)
-        if whole is None:
+        whole = self.places.get(root)
+        if whole is None or whole.ref.storage is not whole.root:
             raise BadTensor(f"a view of the storage {shown(root)}, which is not in the file or a view itself", _DAMAGED)
-        width = whole.dtype.itemsize if whole.dtype else 1
-        if offset < 0 or size < 0 or (offset + size) * width > whole.storage.nbytes:
-            there = whole.storage.nbytes // width
-            what = f"a view of the elements {offset:,} to {offset + size:,} of a storage that has {there:,}"
+        width = whole.ref.dtype.itemsize if whole.ref.dtype else 1
+        if begin < 0 or size < 0 or (begin + size) * width > whole.root.nbytes:
+            there = whole.root.nbytes // width
+            what = f"a view of the elements {begin:,} to {begin + size:,} of a storage that has {there:,}"
             raise BadTensor(what, _DAMAGED)
-        part = Storage(subrange(whole.storage.data, offset * width, size * width), whole.storage.location)
-        self.views[target] = _View(StorageRef(part, whole.dtype), whole, offset)
+        part = Storage(subrange(whole.root.data, begin * width, size * width), whole.root.location)
+        self.places[key] = _Place(StorageRef(part, whole.ref.dtype), whole.root, begin)
 
-    # Tensors -----------------------------------------------------------------------------------------------------
-
-    def read_tensors(self, data: Data) -> None:
-        count, at = self._count(data, "tensors")
-        for number in range(count):
-            place, at = self._pickle(data, at, f"tensor {number:,}")
-            at = self._tensor(data, at, number, place)
-        self.trailing += data.length - at
-
-    def _tensor(self, data: Data, at: int, number: int, place: Any) -> int:
-        key, storage, kind = place if type(place) is tuple and len(place) == 3 else (None, None, None)
-        if not isinstance(key, (int, str)) or not isinstance(storage, (int, str, NoneType)):
-            raise Corrupt(f"tensor {number:,} is described by {shown(place)}", _DAMAGED)
-        self._check_new(key)
-        rank, at = self._numbers(data, at, 1, number)
-        # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
-        dimensions = (rank[0] >> 32 if self.big_endian else rank[0]) & 0xFFFFFFFF
-        if dimensions > MAX_RANK:
-            raise Corrupt(
-                f"tensor {number:,} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED
-            )
-        sizes, at = self._numbers(data, at, 2 * dimensions + 1, number)
-        if storage is None:
-            made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None  # empty, of its type
-            if not isinstance(made, TensorEntry):
-                raise Corrupt(f"tensor {number:,} has no storage and is {shown(kind)}", _DAMAGED)
-            self.tensors[key] = made
-        else:
-            self.tensors[key] = self._entry(storage, sizes[:dimensions], sizes[dimensions:-1], sizes[-1], number)
-        return at
-
-    def _numbers(self, data: Data, at: int, count: int, number: int) -> tuple[tuple[int, ...], int]:
-        if at + 8 * count > data.length:
-            raise Truncated(f"tensor {number:,} ends before its sizes")
-        order = ">" if self.big_endian else "<"
-        return struct.unpack(f"{order}{count}q", data.read(at, 8 * count)), at + 8 * count
-
-    def _entry(
-        self, key: int | str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, number: int
-    ) -> TensorEntry:
-        view = self.views.get(key)
-        ref, root, begin = (view.ref, view.root, view.offset) if view else (self.storages.get(key), None, 0)
-        if ref is None or ref.dtype is None:
-            raise Corrupt(
-                f"tensor {number:,} is a view of the storage {shown(key)}, which is not in the file", _DAMAGED
-            )
-        if not shape and not ref.storage.nbytes:  # what had no dimensions was empty then
-            shape, stride = (0,), (1,)
-        check_view(ref.storage, ref.dtype, shape, stride, offset)
-        return TensorEntry((root or ref).storage, ref.dtype, shape, stride, begin + offset)
+    def read_tensors(self, reader: _Member) -> None:
+        for number in range(reader.count("tensors")):
+            what = f"tensor {number:,}"
+            key, storage, kind = _fields(reader.pickle(what), f"{what} is", _KEY, (*_KEY, NoneType), object)
+            self._check_new(key)
+            # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
+            dimensions = reader.integers(1, f"{what} ends before its sizes")[0] & 0xFFFFFFFF
+            if dimensions > MAX_RANK:
+                raise Corrupt(f"{what} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
+            sizes = reader.integers(2 * dimensions + 1, f"{what} ends before its sizes")
+            if storage is None:
+                made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None  # empty, of its type
+                if not isinstance(made, TensorEntry):
+                    raise Corrupt(f"{what} has no storage and is {shown(kind)}", _DAMAGED)
+                self.tensors[key] = made
+                continue
+            place = self.places.get(storage)
+            if place is None or place.ref.dtype is None:
+                raise Corrupt(f"{what} is a view of the storage {shown(storage)}, which is not in the file", _DAMAGED)
+            shape, stride, offset = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
+            if not shape and not place.ref.storage.nbytes:  # what had no dimensions was empty then
+                shape, stride = (0,), (1,)
+            check_view(place.ref.storage, place.ref.dtype, shape, stride, offset)
+            self.tensors[key] = TensorEntry(place.root, place.ref.dtype, shape, stride, place.begin + offset)
+        self.trailing += reader.left
 
     def _check_new(self, key: Any) -> None:
-        if key in self.storages or key in self.views or key in self.tensors:
+        if key in self.places or key in self.tensors:
             raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree about which is right.")
 
 

@@ -1,15 +1,15 @@
 """What known functions and classes may be called with: the words in which the table of `known` says it.
 
-Most rows say how many arguments (`every`, `up_to`, `exactly`) and of which kind each is; where arguments depend on each
-other, a rule looks at all of them. What is inside of them (names, objects, further calls) is judged where it stands, by
-`calls`.
+Most rows say how many arguments (`every`, `up_to`, `exactly`) and by a word of which kind each is; where arguments
+depend on each other, a rule looks at all of them. What is inside of them (names, objects, further calls) is judged
+where it stands, by `calls`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
@@ -17,7 +17,6 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.pickles.strings import StubbedValue
 
 Arguments = tuple[Any, ...]
-Kind = Callable[[Any], bool]  # of one argument
 Rule = Callable[[Arguments], bool]  # for all arguments of a call
 
 _SCALARS = frozenset(
@@ -25,125 +24,92 @@ _SCALARS = frozenset(
 )
 _SEQUENCES = (list, tuple, Set)
 
-
 # How many arguments, and each of what kind ---------------------------------------------------------------------------
 
+Word = Literal[
+    "anything", "scalar", "integer", "limit", "shape", "sequence", "pairs", "content", "factory", "number", "path",
+    "codec", "on error", "in date", "constant", "expression", "device", "attributes", "class of arrays",
+    "class of tensordict", "of random",
+]  # fmt: skip
 
-def every(kind: Kind) -> Rule:
+
+def every(word: Word) -> Rule:
     """Any number of arguments, each of one kind."""
-    return lambda args: all(map(kind, args))
+    return lambda args: all(_is_kind(word, arg) for arg in args)
 
 
-def up_to(*kinds: Kind) -> Rule:
+def up_to(*words: Word) -> Rule:
     """Arguments of these kinds, in this order; the later ones may be missing."""
-    return lambda args: len(args) <= len(kinds) and all(kind(arg) for kind, arg in zip(kinds, args, strict=False))
+    return lambda args: len(args) <= len(words) and all(map(_is_kind, words, args))
 
 
-def exactly(*kinds: Kind) -> Rule:
+def exactly(*words: Word) -> Rule:
     """Arguments of these kinds, in this order, and all of them."""
-    return lambda args: len(args) == len(kinds) and all(kind(arg) for kind, arg in zip(kinds, args, strict=True))
-
-
-# One argument --------------------------------------------------------------------------------------------------------
-
-
-def _typed(*types: type) -> Kind:
-    return lambda arg: type(arg) in types
-
-
-def _like(*types: type) -> Kind:
-    return lambda arg: isinstance(arg, types)
-
-
-def anything(_: Any) -> bool:
-    """No question is asked; what is in it is judged where it stands."""
-    return True
+    return lambda args: len(args) == len(words) and all(map(_is_kind, words, args))
 
 
 none = up_to()
-scalar = _typed(*_SCALARS)  # a number, a text, None
-integer = _typed(int)
-limit = _typed(int, type(None))  # how many items a `deque` may have
-shape = _typed(tuple)  # in `_reconstruct(ndarray, (0,), b"b")`
-sequence = _like(*_SEQUENCES)  # anything else would be asked for its items
-content = _like(str, bytes, StubbedValue, LazyBytes, *_SEQUENCES)  # of bytes: a number would be a size to allocate
-factory = _like(type(None), Global, Object)  # of a `defaultdict`: a function or class, judged where it stands
 
 
-def number(arg: Any) -> bool:
-    """A number, or the text of one, which is not so long that reading it takes for ever."""
-    if type(arg) not in (str, bytes):
-        return type(arg) in (bool, int, float, complex)
-    text = _NUMBER.fullmatch(arg if isinstance(arg, str) else arg.decode("latin-1")) if len(arg) <= 400 else None
-    return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
+def _is_kind(word: Word, arg: Any) -> bool:
+    """True for an argument of the kind that the word stands for."""
+    match word:
+        case "anything":  # what is in it is judged where it stands
+            return True
+        case "scalar":  # a number, a text, None
+            return type(arg) in _SCALARS
+        case "integer":
+            return type(arg) is int
+        case "limit":  # how many items a `deque` may have
+            return arg is None or type(arg) is int
+        case "shape":  # in `_reconstruct(ndarray, (0,), b"b")`
+            return type(arg) is tuple
+        case "sequence":  # anything else would be asked for its items
+            return isinstance(arg, _SEQUENCES)
+        case "pairs":  # a dictionary, too; one with attributes of its own may have a `keys` that is called
+            return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
+        case "content":  # of bytes: a number would be a size to allocate
+            return isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES))
+        case "factory":  # of a `defaultdict`: a function or class, judged where it stands
+            return isinstance(arg, (type(None), Global, Object))
+        case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
+            text = _NUMBER.fullmatch(_as_text(arg)) if len(arg) <= 400 else None
+            return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
+        case "number":
+            return type(arg) in (bool, int, float, complex)
+        case "path":  # or the name of a logger
+            return isinstance(arg, (str, bytes)) and len(arg) <= 4_096
+        case "codec":  # a usual one: none that runs its own code
+            return type(arg) is str and arg.lower() in "latin1 latin-1 iso-8859-1 ascii us-ascii utf8 utf-8".split()
+        case "on error":  # what a codec does with what it cannot read
+            return type(arg) is str and arg in ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
+        case "in date":  # a number, bytes, a time zone, a difference of times
+            return type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime")
+        case "constant":  # what has a class that can be spelled in no other way: `type(None)`, `type(...)`
+            return arg is None or (type(arg) is Global and arg.name in ("Ellipsis", "NotImplemented"))
+        case "expression":  # a regular one; Python goes through every character of its ranges where it ignores case
+            if not isinstance(arg, (str, bytes)) or len(arg) > 1_000:
+                return False
+            pattern = _as_text(arg)
+            return (pattern.isascii() and "\\u" not in pattern.lower()) or pattern.count("-") <= 64
+        case "device":  # or its name
+            return type(arg) is str or _is_torch_value(arg)
+        case "attributes":  # names and values; none that Python gives a meaning
+            return type(arg) is dict and all(type(name) is str for name in arg) and not _dunder(arg)
+        case "class of arrays":  # of numpy's, in memory
+            return type(arg) is Global and arg.name in ("ndarray", "matrix", "recarray", "chararray")
+        case "class of tensordict":
+            return type(arg) is Global and arg.module.startswith("tensordict.")
+        case "of random":  # the name of a bit generator of numpy's, its class or itself, and the function that makes it
+            module = arg.module if type(arg) is Global else _module(arg) if isinstance(arg, Object) else ""
+            return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
 
 
 _NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
 
 
-def path(arg: Any) -> bool:
-    """A path, or the name of a logger."""
-    return isinstance(arg, (str, bytes)) and len(arg) <= 4_096
-
-
-def codec(arg: Any) -> bool:
-    """A usual codec: none that runs its own code."""
-    return type(arg) is str and arg.lower() in "latin1 latin-1 iso-8859-1 ascii us-ascii utf8 utf-8".split()
-
-
-def on_error(arg: Any) -> bool:
-    """What a codec does with what it cannot read."""
-    return type(arg) is str and arg in ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
-
-
-def in_date(arg: Any) -> bool:
-    """A number, bytes, a time zone, a difference of times."""
-    return type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime")
-
-
-def pairs(arg: Any) -> bool:
-    """A dictionary, or a sequence of pairs. One with attributes of its own may have a `keys` that is called."""
-    return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
-
-
-def constant(arg: Any) -> bool:
-    """What has a class that can be spelled in no other way: `type(None)`, `type(...)`."""
-    return arg is None or (type(arg) is Global and arg.name in ("Ellipsis", "NotImplemented"))
-
-
-def expression(arg: Any) -> bool:
-    """A regular expression; Python goes through every character of its ranges where it ignores case."""
-    if not isinstance(arg, (str, bytes)):
-        return False
-    text = arg if isinstance(arg, str) else arg.decode("latin-1")
-    wide = not text.isascii() or "\\u" in text.lower()
-    return len(text) <= 1_000 and (not wide or text.count("-") <= 64)
-
-
-def device(arg: Any) -> bool:
-    """A device, or its name."""
-    return type(arg) is str or _is_torch_value(arg)
-
-
-def class_of_arrays(arg: Any) -> bool:
-    """A class of numpy's arrays in memory."""
-    return type(arg) is Global and arg.name in ("ndarray", "matrix", "recarray", "chararray")
-
-
-def class_of_tensordict(arg: Any) -> bool:
-    """A class of tensordict."""
-    return type(arg) is Global and arg.module.startswith("tensordict.")
-
-
-def attributes(arg: Any) -> bool:
-    """Names of attributes and their values; none that Python gives a meaning."""
-    return type(arg) is dict and all(type(name) is str for name in arg) and not _dunder(arg)
-
-
-def of_random(arg: Any) -> bool:
-    """The name of a bit generator of numpy's, its class or itself, and the function that makes it."""
-    module = arg.module if type(arg) is Global else _module(arg) if isinstance(arg, Object) else ""
-    return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
+def _as_text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
 
 
 # Several arguments that depend on each other --------------------------------------------------------------------------

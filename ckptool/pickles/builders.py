@@ -50,70 +50,51 @@ def purse(left: int) -> Spend:
 ORDERED_DICT = Global("collections", "OrderedDict")
 
 
-def _ordered_dict(spend: Spend, args: tuple[Any, ...]) -> Any:
-    if not args:
-        return OrderedDict()
-    pairs = args[0]  # Python 2 gave the items as a list of pairs
-    if len(args) != 1 or not isinstance(pairs, list):
-        return NotImplemented
-    spend(8 * len(pairs))
-    if not all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
-        return NotImplemented
-    check_collisions(pair[0] for pair in pairs)
-    made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
-    return made if len(made) == len(pairs) else NotImplemented
+def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
+    """The value of a call of a type of Python's, or of `_codecs.encode`."""
+    match (name, *args):
+        case ["OrderedDict"]:
+            return OrderedDict()
+        case ["OrderedDict", list(pairs)]:  # Python 2 gave the items as a list of pairs
+            spend(8 * len(pairs))
+            if all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
+                check_collisions(pair[0] for pair in pairs)
+                made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
+                return made if len(made) == len(pairs) else NotImplemented
+        case ["set" | "frozenset", list() | tuple() as items]:
+            spend(2 * len(items))
+            return Set(list(items), name == "frozenset") if all(map(is_hashable, items)) else NotImplemented
+        case ["complex", float(real), float(imag)]:
+            return complex(real, imag)
+        case ["encode", str(text), "latin1" | "latin-1"]:  # how protocol 2 spells bytes; any other codec stays a call
+            spend(len(text))
+            try:
+                return text.encode("latin-1")
+            except UnicodeEncodeError:
+                return NotImplemented
+        case ["encode", StubbedValue() as stub, "latin1" | "latin-1"]:
+            spend(stub.data.length)
+            return (encoded(stub) if stub.kind == "text" else None) or NotImplemented
+        case ["bytes"]:
+            return b""
+        case ["bytearray"]:
+            return bytearray()
+        case ["bytearray", bytes(content)] if type(content) is bytes:
+            spend(len(content))
+            return bytearray(content)
+        case ["bytearray", StubbedValue(kind="bytes") as stub]:
+            return StubbedValue(stub.data, "bytearray", stub.of or stub)
+        case ["bytearray", text, codec]:
+            return _plain("bytearray", spend, (_plain("encode", spend, (text, codec)),))
+    return NotImplemented
 
 
-def _set(spend: Spend, args: tuple[Any, ...], frozen: bool = False) -> Any:
-    if len(args) != 1 or not isinstance(args[0], (list, tuple)):
-        return NotImplemented
-    spend(2 * len(args[0]))
-    return Set(list(args[0]), frozen) if all(map(is_hashable, args[0])) else NotImplemented
-
-
-def _complex(args: tuple[Any, ...]) -> Any:
-    return complex(*args) if len(args) == 2 and all(type(a) is float for a in args) else NotImplemented
-
-
-def _latin1_bytes(spend: Spend, args: tuple[Any, ...]) -> Any:
-    """`_codecs.encode(text, "latin1")`: how protocol 2 spells bytes. Any other codec stays a call."""
-    if len(args) != 2 or type(args[0]) not in (str, StubbedValue) or args[1] not in ("latin1", "latin-1"):
-        return NotImplemented
-    if type(args[0]) is StubbedValue:
-        spend(args[0].data.length)
-        return (encoded(args[0]) if args[0].kind == "text" else None) or NotImplemented
-    spend(len(args[0]))
-    try:
-        return args[0].encode("latin-1")
-    except UnicodeEncodeError:
-        return NotImplemented
-
-
-def _bytes(args: tuple[Any, ...]) -> Any:
-    return NotImplemented if args else b""
-
-
-def _bytearray(spend: Spend, args: tuple[Any, ...]) -> Any:
-    if not args:
-        return bytearray()
-    data = args[0] if len(args) == 1 else _latin1_bytes(spend, args)
-    if type(data) is StubbedValue:
-        return StubbedValue(data.data, "bytearray", data.of or data) if data.kind == "bytes" else NotImplemented
-    if type(data) is not bytes:
-        return NotImplemented
-    spend(len(data))
-    return bytearray(data)
-
-
-_BUILTINS: dict[str, Builder] = {
-    "set": PerPickle(_set),
-    "frozenset": PerPickle(partial(_set, frozen=True)),
-    "complex": _complex,
-    "bytes": _bytes,
-    "bytearray": PerPickle(_bytearray),
-}
 PLAIN_BUILDERS: dict[Global, Builder] = {
-    ORDERED_DICT: PerPickle(_ordered_dict),
-    Global("_codecs", "encode"): PerPickle(_latin1_bytes),
-    **{Global(module, name): made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
+    ORDERED_DICT: PerPickle(partial(_plain, "OrderedDict")),
+    Global("_codecs", "encode"): PerPickle(partial(_plain, "encode")),
+    **{
+        Global(module, name): PerPickle(partial(_plain, name))
+        for module in ("builtins", "__builtin__")
+        for name in ("set", "frozenset", "complex", "bytes", "bytearray")
+    },
 }

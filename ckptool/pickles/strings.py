@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from codecs import utf_8_decode
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,18 +54,7 @@ def python2_unescaped(raw: bytes) -> bytes:
     return re.sub(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", one, raw)
 
 
-_ESCAPES = {
-    b"\\": b"\\",
-    b"'": b"'",
-    b'"': b'"',
-    b"n": b"\n",
-    b"r": b"\r",
-    b"t": b"\t",
-    b"a": b"\a",
-    b"b": b"\b",
-    b"f": b"\f",
-    b"v": b"\v",
-}
+_ESCAPES = {escape.encode(): char.encode() for escape, char in zip("\\'\"nrtabfv", "\\'\"\n\r\t\a\b\f\v", strict=True)}
 
 
 def python2_text(raw: bytes) -> Any:
@@ -85,46 +75,33 @@ def encoded(text: StubbedValue) -> StubbedValue | None:
 
     The text is read through once, in pieces, to learn where each byte of it is.
     """
-    places = [0]  # the number of characters before each piece
     data = text.data
-    for at in range(0, data.length, _PIECE):
-        chars = _latin1(data, at)
-        if chars is None:
-            return None
-        places.append(places[-1] + len(chars))
 
-    def read(offset: int, length: int) -> bytes:
-        end = min(offset + length, places[-1])
-        first = bisect_right(places, offset) - 1
-        got = []
-        for piece in range(first, len(places) - 1):
-            if places[piece] >= end:
-                break
-            got.append(_latin1(data, piece * _PIECE) or b"")
-        return b"".join(got)[offset - places[first] : end - places[first]] if got else b""
+    def piece(at: int) -> tuple[bytes, int]:
+        """The characters from byte `at` on as latin-1, and where the next piece begins."""
+        raw = data.read(at, min(_PIECE, data.length - at))
+        chars, used = utf_8_decode(raw, "strict", at + len(raw) == data.length)
+        return chars.encode("latin-1"), at + used
 
-    return StubbedValue(Computed(places[-1], read), "bytes", text)
-
-
-_PIECE = 1 << 16
-
-
-def _latin1(data: Data, at: int) -> bytes | None:
-    """The characters that begin in the piece of UTF-8 at byte `at`, as latin-1."""
-    raw = data.read(at, min(_PIECE + 1, data.length - at))
-    if len(raw) > _PIECE and not _continues(raw[-1]):
-        raw = raw[:-1]
-    if at and _continues(raw[0]):
-        raw = raw[1:]
+    counts, at = [0], 0  # characters before each piece
+    begins = [0]
     try:
-        return raw.decode("utf-8").encode("latin-1")
+        while at < data.length:
+            chars, at = piece(at)
+            counts.append(counts[-1] + len(chars))
+            begins.append(at)
     except UnicodeError:
         return None
 
+    def read(offset: int, length: int) -> bytes:
+        first, last = bisect_right(counts, offset) - 1, bisect_left(counts, offset + length)
+        content = b"".join(piece(at)[0] for at in begins[first:last] if at < data.length)
+        return content[offset - counts[first] :][:length]
 
-def _continues(byte: int) -> bool:
-    """True for the later bytes of a character in UTF-8."""
-    return byte & 0xC0 == 0x80
+    return StubbedValue(Computed(counts[-1], read), "bytes", text)
+
+
+_PIECE = 1 << 16
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name, kind_of
-from ckptool.pickles.plain.values import expand
+from ckptool.pickles.plain import expand
 
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
@@ -55,7 +55,7 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
     Raises `Conflict` where two keys of a dictionary would become one.
     """
     mapper = _Plain()
-    tree = mapper.map(checkpoint.tree)
+    tree = mapper.mapper.map(checkpoint.tree)
     places: dict[int, str] = {}
     for path, node in walk(checkpoint.tree):
         if id(node) in mapper.words:
@@ -109,13 +109,11 @@ class _Plain:
             }
         )
 
-    def map(self, tree: Any) -> Any:
-        return self.mapper.map(tree)
-
     def _set(self, value: Set) -> FromParts:
-        if value.frozen:
-            return FromParts(value.items, lambda parts: self._became(value, Set(list(parts)), "a set"))
-        return FromParts(value.items, lambda parts: Set(list(parts)))
+        def make(parts: list[Any]) -> Set:
+            return self._became(value, Set(parts), "a set") if value.frozen else Set(parts)
+
+        return FromParts(value.items, make)
 
     def _dict(self, value: dict[Any, Any]) -> FillLater:
         made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -139,70 +137,56 @@ class _Plain:
 
         return FillLater(made, fill)
 
-    # Tensors -----------------------------------------------------------------------------------------------------
-
     def _composite(self, value: Composite) -> Any:
         made = value.made
         if canonical(made.fn) == _FROM_TYPE and len(made.args) == 4:
             if canonical(made.args[1]) in _TENSOR_TYPES and _is_plain(made.args[3]):
                 return value
-            return self._without_class(value)
-        if _is_called(made.fn) and _is_plain(made.args):
+            # of a class of its own, or with attributes: the plain tensor that it was made from
+            from ckptool.pickles.torch_objects import BUILDERS
+
+            builder = BUILDERS.get(made.args[0])
+            inner = builder(made.args[2]) if builder is not None else NotImplemented
+            if isinstance(inner, TensorEntry):
+                return self._became(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
+        elif _is_called(made.fn) and _is_plain(made.args):
             return value
-        return self._dropped(value, f"a {value.kind} tensor")
-
-    def _without_class(self, value: Composite) -> Any:
-        """A tensor of a class of its own, or with attributes: the plain tensor that it was made from."""
-        from ckptool.pickles.torch_objects import BUILDERS
-
-        builder = BUILDERS.get(value.made.args[0])
-        inner = builder(value.made.args[2]) if builder is not None else NotImplemented
-        if not isinstance(inner, TensorEntry):
-            return self._dropped(value, f"a {value.kind} tensor")
-        return self._became(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
-
-    # Objects -----------------------------------------------------------------------------------------------------
+        return self._became(value, DROPPED, f"a {value.kind} tensor")
 
     def _object(self, node: Object) -> Any:
         if _is_plain_call(node) and node.how == "call" and not node.items:
             return FromParts([node.args], lambda parts: Object(node.fn, parts[0]))
-        state_dict = module_state_dict(node)
-        if state_dict is not None:
-            return self._instead(node, state_dict, "its state dict")
-        if module_attributes(node) is not None:
-            raise LimitExceeded(
-                "a module whose tensors' names would fill the memory", "The file is probably malicious."
-            )
-        value = expand(node)
-        if isinstance(value, Array):
-            entry = array_tensor(value)
-            return self._became(node, entry, "a tensor") if entry else self._dropped(node, repr(value)[1:-1])
-        if value is not node:
-            return self._instead(node, value, next((word for kind, word in _WORDS if isinstance(value, kind)), "text"))
-        if node.items:
-            return self._instead(node, dict(node.items), "a dictionary of its items")
-        if node.elements:
-            return self._instead(node, list(node.elements), "a list of its elements")
-        if node.attributes and node.how == "new":
-            return self._instead(node, dict(node.attributes), "a dictionary of its attributes")
-        return self._dropped(node, "has no plain form")
-
-    def _instead(self, node: Object, value: Any, word: str) -> Any:
-        """The result for `value`, in place of the object."""
-        self._note(node, f"{printable(node.name)} → {word}", True)
-        return value if type(value) in SCALARS else self.mapper.handled(value)
+        value = self._became(node, *_plain_form(node))
+        return value if value is DROPPED or type(value) in SCALARS else self.mapper.handled(value)
 
     def _became(self, node: Any, value: Any, word: str) -> Any:
-        self._note(node, f"{printable(_name(node))} → {word}", True)
+        """The value that stands for a node, which is noted."""
+        name, kept = printable(_name(node)), value is not DROPPED
+        said = f"{name} → {word}" if kept else name if name == printable(word) else f"{name}: {printable(word)}"
+        self.words.setdefault(id(node), (node, said, kept))
         return value
 
-    def _dropped(self, node: Any, word: str) -> Any:
-        name = printable(_name(node))
-        self._note(node, name if name == printable(word) else f"{name}: {printable(word)}", False)
-        return DROPPED
 
-    def _note(self, node: Any, word: str, kept: bool) -> None:
-        self.words.setdefault(id(node), (node, word, kept))
+def _plain_form(node: Object) -> tuple[Any, str]:
+    """What stands for an object, and what that is."""
+    state_dict = module_state_dict(node)
+    if state_dict is not None:
+        return state_dict, "its state dict"
+    if module_attributes(node) is not None:
+        raise LimitExceeded("a module whose tensors' names would fill the memory", "The file is probably malicious.")
+    value = expand(node)
+    if isinstance(value, Array):
+        entry = array_tensor(value)
+        return (entry, "a tensor") if entry else (DROPPED, repr(value)[1:-1])
+    if value is not node:
+        return value, next((word for kind, word in _WORDS if isinstance(value, kind)), "text")
+    if node.items:
+        return dict(node.items), "a dictionary of its items"
+    if node.elements:
+        return list(node.elements), "a list of its elements"
+    if node.attributes and node.how == "new":
+        return dict(node.attributes), "a dictionary of its attributes"
+    return DROPPED, "has no plain form"
 
 
 def _list(value: list[Any]) -> FillLater:

@@ -31,7 +31,7 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, 
 from ckptool.errors import quoted as shell_word
 from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
 from ckptool.output import check_target, digest_of, make_folder, replace_file
-from ckptool.pickles.plain.values import expand
+from ckptool.pickles.plain import expand
 from ckptool.verbs._options import DryRun
 
 # What is never anything but a checkpoint or an array, and the names that trainers give to `.bin` and `.tar`.

@@ -98,7 +98,7 @@ class Shown(Report):
 def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
     """A plain value, with everything below it; unless everything is wanted, as many lines, and only the size of a text
     of many lines."""
-    from ckptool.pickles.plain.values import plain
+    from ckptool.pickles.plain import plain
 
     value = plain(value)
     if isinstance(value, str):

@@ -18,7 +18,7 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read
-from ckptool.pickles.plain.values import plain
+from ckptool.pickles.plain import plain
 from tests.support.files import written
 from tests.support.npz_files import each_saver, numpy_file
 from tests.support.processes import is_quick

@@ -17,7 +17,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import npy, read
-from ckptool.pickles.plain.values import plain
+from ckptool.pickles.plain import plain
 from tests.support.files import written
 from tests.support.looped import looped
 

@@ -22,7 +22,7 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, UsageError
 from ckptool.formats import npz, read
 from ckptool.formats.checksums import crc_combine
-from ckptool.pickles.plain.values import plain
+from ckptool.pickles.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.formats import contract

@@ -22,7 +22,7 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry, with_
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import pickle_file, read
-from ckptool.pickles.plain.values import plain
+from ckptool.pickles.plain import plain
 from tests.support.files import CORPUS, torch_bytes, written
 from tests.support.looped import looped
 from tests.support.pickle_files import arrays_model, each, pickle_to, same_array

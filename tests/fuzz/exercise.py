@@ -22,9 +22,9 @@ from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors, walk
 from ckptool.errors import CkptoolError
 from ckptool.formats import torch_zip
+from ckptool.pickles import plain as plain_text
 from ckptool.pickles.calls import uses_of
-from ckptool.pickles.plain import text as plain_text
-from ckptool.pickles.plain.text import summary
+from ckptool.pickles.plain import summary
 from ckptool.render import lines
 from ckptool.render.json import dumps
 from ckptool.verbs.show import Shown

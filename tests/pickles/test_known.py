@@ -32,8 +32,8 @@ from ckptool.bridge import live_objects, tensors
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
+from ckptool.pickles import plain as values
 from ckptool.pickles.names import PYTHON_MODULES, TORCH_CLASSES
-from ckptool.pickles.plain import values
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
 from tests.support.looped import looped
 

@@ -23,8 +23,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array
-from ckptool.pickles.plain.text import summary, to_json
-from ckptool.pickles.plain.values import expand, plain, python_value
+from ckptool.pickles.plain import expand, plain, python_value, summary, to_json
 from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
 from tests.support.files import torch_bytes

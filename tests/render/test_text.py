@@ -16,7 +16,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import quoted
 from ckptool.facts import Note, Table, bar, dim, facts_of, green, short, size
-from ckptool.pickles.plain.text import to_json
+from ckptool.pickles.plain import to_json
 from ckptool.render.lines import error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.render.style import PLAIN, Style, columns

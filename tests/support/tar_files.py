@@ -57,15 +57,13 @@ def triple(*parts: Any) -> bytes:
     )
 
 
-def four(order: str = "<") -> bytes:
-    return block(struct.pack(f"{order}4f", 0, 1, 2, 3), 4, order)
+def four() -> bytes:
+    return block(struct.pack("<4f", 0, 1, 2, 3), 4)
 
 
-def place(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, order: str = "<", rank: int | None = None
-) -> bytes:
+def place(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, rank: int | None = None) -> bytes:
     dimensions = len(shape) if rank is None else rank
-    return struct.pack(f"{order}i4x{len(shape) + len(stride) + 1}q", dimensions, *shape, *stride, offset)
+    return struct.pack(f"<i4x{len(shape) + len(stride) + 1}q", dimensions, *shape, *stride, offset)
 
 
 def with_member(members: dict[str, bytes], **fields: Any) -> bytes:

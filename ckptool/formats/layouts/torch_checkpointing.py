@@ -19,6 +19,7 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder, Input, Source, read_json, read_small
 from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, counted, listed, printable
 from ckptool.formats.folder import RankFolder, lacks, missing_ranks
@@ -26,12 +27,10 @@ from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import (
     MAX_MESH,
     Axis,
-    Mesh,
     RankFile,
     RankShare,
-    blocks,
     distributed,
-    encoded_order,
+    row_major_axes,
     sizes_of,
 )
 from ckptool.formats.rank_trees import Described, TreeJoiner, not_joinable
@@ -144,45 +143,42 @@ Files = dict[int, tuple[str, str]]  # of an item: for each rank the path of its 
 
 def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int]:
     """The files of every item, by the table and else by their names; and the number of ranks."""
-    items: dict[str, Files] = {}
-    for item, about in table.get("metadata", {}).items():
-        layout = about.get("rank_to_layout_info") if isinstance(about, dict) else None
+    found: dict[str, Files] = {}
+    told = table.get("metadata", {})
+    for item, about in told.items():
+        layout = inside(about, "rank_to_layout_info")
         if type(item) is not str or not isinstance(layout, dict):
             raise _damaged(folder, "does not say where its items are")
         for rank, info in layout.items():
-            path: Any = f"{item}_{rank}.pt"
-            kind: Any = "TorchSerialization"
+            path, kind = f"{item}_{rank}.pt", "TorchSerialization"
             if info is not None:
-                about = info.get("serialization_format") if isinstance(info, dict) else None
-                path, kind = (info.get("file_path"), about.get("type")) if isinstance(about, dict) else (None, None)
+                path, kind = inside(info, "file_path"), inside(info, "serialization_format.type")
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
                 raise _damaged(folder, f"does not say where {item} is")
-            items.setdefault(item, {})[rank] = path, kind
-    placed = {path for files in items.values() for path, _ in files.values()}
-    for name, found in _files(folder).items():
-        if name not in placed and found["item"] not in table.get("metadata", {}):
-            files = items.setdefault(found["item"] or "model", {})
-            rank = int(found["rank"])
+            found.setdefault(item, {})[rank] = path, kind
+    placed = {path for files in found.values() for path, _ in files.values()}
+    for name, parts in _files(folder).items():
+        if name not in placed and parts["item"] not in told:
+            files, rank = found.setdefault(parts["item"] or "model", {}), int(parts["rank"])
             if rank in files:
                 what = f"{folder} has two files of one rank: {files[rank][0]} and {name}"
                 raise Conflict(what, "Which of them is the checkpoint's is not known.", "Move one of them away.")
-            files[rank] = name, _SUFFIXES[found["suffix"]]
+            files[rank] = name, _SUFFIXES[parts["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
-        world = max((max(files) + 1 for files in items.values()), default=1)
-    of_all = [item for item, files in items.items() if len(files) > 1 or item in table.get("metadata", {})]
-    missing = [_name_of(item, rank, items[item]) for item in of_all for rank in missing_ranks(items[item], world)]
+        world = max((max(files) + 1 for files in found.values()), default=1)
+    missing = []
+    for item, files in found.items():
+        # What the files of its ranks are called.
+        named = next(filter(None, (_FILE.fullmatch(path) for path, _ in files.values())), None)
+        before, after = (f"{named['item']}{named['mark']}", f".{named['suffix']}") if named else (f"{item}_", "")
+        if len(files) > 1 or item in told:
+            missing += [f"{before}{rank}{after}" for rank in missing_ranks(files, world)]
     if missing:
         raise lacks(folder, f"{len(missing):,} of {counted(world, 'rank file')}", missing)
-    if any(max(files) >= world for files in items.values()):
+    if any(max(files) >= world for files in found.values()):
         raise _damaged(folder, f"is of {counted(world, 'rank')}, and there are the files of more")
-    return items, world
-
-
-def _name_of(item: str, rank: int, files: Files) -> str:
-    """What the file of a rank is called, as those of the others are."""
-    found = next(filter(None, (_FILE.fullmatch(path) for path, _ in files.values())), None)
-    return f"{found['item']}{found['mark']}{rank}.{found['suffix']}" if found else f"{item}_{rank}"
+    return found, world
 
 
 def _opened(joined: RankFolder, path: str, kind: str) -> Any:
@@ -208,8 +204,7 @@ def _opened(joined: RankFolder, path: str, kind: str) -> Any:
 
 def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | None:
     """The blocks that the plain tensors of an item are, by the table; None for an item that is not in it."""
-    about = table.get("metadata", {}).get(item)
-    paths = about.get("nested_path_to_metadata") if isinstance(about, dict) else None
+    paths = inside(table.get("metadata", {}).get(item), "nested_path_to_metadata")
     if paths is None:
         return None
     if not isinstance(paths, dict):
@@ -246,14 +241,7 @@ def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> Ran
         return None
     if any(axis is not None and not 0 <= axis[0] < len(shape) for axis in axes):
         raise ValueError
-    place, coordinate = ranks.index(file.rank), []
-    for size in reversed(sizes):
-        place, at = divmod(place, size)
-        coordinate.append(at)
-    own = Mesh(sizes, file.tables.setdefault(ranks, ranks), tuple(reversed(coordinate)))
-    readings = [(axes, {}), encoded_order(axes, sizes)]
-    return RankShare(file, shape, _dtype(data), (sizes, axes), own.table,
-        [blocks(entry, shape, own, *each, file.owner) for each in readings], entry.flags)  # fmt: skip
+    return file.divided(entry, shape, _dtype(data), file.mesh(ranks, row_major_axes(sizes)), axes, {}, entry.flags)
 
 
 def _axis(placement: dict[str, Any]) -> Axis:

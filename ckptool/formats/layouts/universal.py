@@ -15,21 +15,19 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
-from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.nodes import fields, same_kind
 from ckptool.errors import Unsupported, counted, listed
-from ckptool.formats.folder import damaged, lacks, mixed, number_in
+from ckptool.formats.folder import damaged, lacks, number_in, refuse_other
 from ckptool.formats.layouts import deepspeed
 from ckptool.formats.layouts.deepspeed import UNIVERSAL
 from ckptool.formats.layouts.zero import (
     Tag,
     bare,
     checkpoint_of,
-    module_of,
     named_groups,
     plain,
     shapes_of,
     tag_files,
-    tree_of,
     undivided,
 )
 from ckptool.formats.pieces import agree
@@ -52,9 +50,8 @@ def read(source: Folder) -> Checkpoint:
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
     tag = tag_files(folder)
-    file = tag.models[min(tag.models)]
     first = tag.model(min(tag.models), layered=bool(tag.stages))
-    groups, own = shapes_of(tag, first, file), same_kind(first["module"], dict(first["module"] or {}))
+    groups, own = shapes_of(tag, first, tag.first), same_kind(first["module"], dict(first["module"] or {}))
     if first["module"] is None:
         message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
         tag.files.notes.append(Note(NO_BUFFERS, message))
@@ -63,44 +60,38 @@ def read_tag(folder: Folder) -> Checkpoint:
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
         raise lacks(inside, counted(len(missing), "parameter"), missing)
-    common = tag.files.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {}
-    common = common if isinstance(common, dict) else {}
+    common = fields(tag.files.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {})
+    once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
+    stepped: tuple[str, dict[str, Any]] | None = None
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots = _parameter(tag, inside, name, shape)
             weights[name] = slots.pop(WEIGHT)
-            # What stage 3 keeps once for a group: a `step`.
-            base = common.get("optimizer_state_dict")
-            states = base.get("state") if isinstance(base, dict) else None
-            state[name] = (undivided(states.get(number)) if isinstance(states, dict) else {}) | slots
-    steps = {step: name for name, slots in state.items() if (step := number_in(slots.get("step"))) is not None}
-    if len(steps) > 1:  # ZeRO steps all of its vectors together
-        one, other = list(steps.values())[:2]
-        raise mixed(inside, one, other, "they are of different steps")
+            state[name] = undivided(once.get(number)) | slots
+            if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
+                stepped = stepped or (name, {"step": step})
+                refuse_other(inside, stepped, (name, {"step": step}))
     parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
     world = first.get("dp_world_size")
     size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.models) + 1
-    stage = 3 if "zero_pp_rank" in file else 2
-    module = module_of(tag, first, own, weights, stage, size)
     folder.adopt(UNIVERSAL, inside)
     rest = {str(key): plain(value) for key, value in common.items() if key not in _JOINED}
-    tree = tree_of(first, module, optimizer, rest)
-    return replace(checkpoint_of(tag, tree, ", universal", size), container=NAME)
+    stage = 3 if "zero_pp_rank" in tag.first else 2
+    found = checkpoint_of(tag, first, own, weights, optimizer, rest, stage, size, ", universal")
+    return replace(found, container=NAME)
 
 
 def _add_parallel(tag: Tag, file: str, groups: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]) -> None:
     """Adds what another rank of tensor or pipeline parallelism has: names of parameters, buffers, frozen parameters."""
-    states = tag.files.open(file)
-    states = states if isinstance(states, dict) else {}
+    states = fields(tag.files.open(file))
     for number, shapes in enumerate(shapes_of(tag, states, file)):
         groups.extend({} for _ in range(number + 1 - len(groups)))
         groups[number].update(shapes)
     trained = {name for shapes in groups for name in shapes}
-    module = states.get("module")
-    for name, value in module.items() if isinstance(module, dict) else ():
+    for name, value in fields(states.get("module")).items():
         other: Any = own.setdefault(name, value)
         both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
         if name not in trained and both and agree(other, value, read=True) is False:
@@ -117,22 +108,18 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
     """The values of a parameter by the names of their files, in its shape."""
     files = Folder(os.path.join(inside.path, name))
     slots: dict[str, Any] = {}
-    for file in files.names:
-        if file.endswith(".pt"):
-            value = tag.files.open(file, files)
-            value = value.get("param") if isinstance(value, dict) else value
-            value = bare(value)
-            if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
-                value = value.reshape(shape)
-            slots[file.removesuffix(".pt")] = value
+    for file in (file for file in files.names if file.endswith(".pt")):
+        value = tag.files.open(file, files)
+        value = bare(value.get("param") if isinstance(value, dict) else value)
+        if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
+            value = value.reshape(shape)
+        slots[file.removesuffix(".pt")] = value
     inside.adopt(name, files)
     weight = slots.get(WEIGHT)
     if not isinstance(weight, TensorEntry):
         raise damaged(files, f"has no tensor in {WEIGHT}.pt")
-    wrong = [
-        key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape not in (weight.shape, ())
-    ]
-    if wrong or (len(weight.shape) != len(shape)):
+    wrong = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in (weight.shape, ())]
+    if wrong or len(weight.shape) != len(shape):
         meant = list(weight.shape if wrong else shape)
         raise damaged(files, f"has {listed(wrong or [WEIGHT])} of another shape than {meant}")
     return slots

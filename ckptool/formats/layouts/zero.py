@@ -12,17 +12,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.nodes import Global, Object, same_kind
+from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
 from ckptool.commands import other_program
-from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.folder import RankFolder, damaged, lacks, missing_ranks, mixed, number_in
-from ckptool.formats.pieces import Joiner, Piece, Range, Vector, agree, begin_alike
+from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
+from ckptool.formats.folder import RankFolder, complete, damaged, lacks, mixed, number_in, refuse_other
+from ckptool.formats.pieces import Joiner, Piece, Range, Vector, begin_alike
 from ckptool.formats.placements import sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
@@ -84,10 +85,13 @@ class Tag:
         return tree
 
     def shares(self) -> list[Share]:
-        """What all ranks have of the optimizer, which has to fit together."""
+        """What all ranks have of the optimizer. Raises `Conflict` for shares of several checkpoints, `Corrupt` where
+        some are missing."""
         found = [Share(rank, name, self.files.open(name)) for rank, name in sorted(self.optimizers.items())]
+        for other in found[1:]:
+            refuse_other(self.folder, (found[0].file, found[0].facts), (other.file, other.facts))
         if found:
-            _check_shares(self.folder, found)
+            complete(self.folder, self.optimizers, max(found[0].counts), found[0].file)
         return found
 
 
@@ -124,21 +128,22 @@ def read_tag(folder: Folder) -> Checkpoint:
         why = "Its values are laid out in another way than those of ZeRO, which is not read."
         raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
     shares = tag.shares()
-    own = same_kind(first["module"], dict(first["module"]))
-    own.update(_experts(tag, first))
-    weights, optimizer = joined_groups(tag, first, shares, own) if shares else (_masters(tag, first, own), None)
-    module = module_of(tag, first, own, weights, shares[0].stage if shares else 0, len(shares))
-    tree = tree_of(first, module, optimizer, shares[0].rest if shares else {})
-    tree |= {name: tag.files.open(name) for name in tag.others}
-    if not shares and first.get("param_shapes") is not None:
-        message = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
-        tag.files.notes.append(Note(NO_OPTIMIZER, message))
-    world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
-    ranks = len(shares) or (world if type(world) is int else 1)
-    found = checkpoint_of(tag, tree, f", {shares[0].engine}" if shares else "", max(1, ranks))
-    stepless = shares and not any("step" in shares[0].undivided(n) for n in range(len(shares[0].weights)))
-    if stepless and shares[0].stage > 2:  # stages 1 and 2 have the weights twice
-        found = replace(found, untied=tuple(share.file for share in shares))
+    own = same_kind(first["module"], first["module"] | _experts(tag, first))
+    if not shares:
+        if first.get("param_shapes") is not None:
+            message = (
+                "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+            )
+            tag.files.notes.append(Note(NO_OPTIMIZER, message))
+        world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
+        ranks = max(1, world) if type(world) is int else 1
+        return checkpoint_of(tag, first, own, _masters(tag, first, own), None, ranks=ranks)
+    share = shares[0]
+    found = checkpoint_of(
+        tag, first, own, *joined_groups(tag, first, shares, own), share.rest, share.stage, len(shares), share.engine
+    )
+    if share.stage > 2 and not any("step" in share.undivided(group) for group in range(len(share.weights))):
+        return replace(found, untied=tuple(share.file for share in shares))  # stages 1 and 2 have the weights twice
     return found
 
 
@@ -153,8 +158,7 @@ def parallel(folder: Folder, name: str) -> Unsupported:
 
 def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
     """The weights of all experts, each in a file of its own. Raises `Corrupt` for one that is not there."""
-    counts = first.get("num_experts")
-    for layer, count in enumerate(counts if isinstance(counts, list) else ()):
+    for layer, count in enumerate(items(first.get("num_experts"))):
         there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
         if type(count) is int and len(there) < count:
             raise lacks(tag.folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
@@ -165,20 +169,6 @@ def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
             raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
         found |= expert
     return found
-
-
-def checkpoint_of(tag: Tag, tree: dict[str, Any], engine: str, world: int) -> Checkpoint:
-    """The checkpoint of what was joined, with its notes."""
-    version = tree.get("ds_version")
-    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
-    return tag.files.checkpoint(NAME, tree, engine, world, tree.get("global_steps"))
-
-
-def tree_of(first: dict[str, Any], module: Any, optimizer: Any, rest: dict[str, Any]) -> dict[str, Any]:
-    """What the first rank saved, with the whole model and the optimizer by name in their places."""
-    joined = {"module": module} | ({"optimizer": optimizer} if optimizer is not None else {})
-    tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"}
-    return {**tree, **joined, **({ZERO: rest} if rest else {})}
 
 
 # A rank's share ------------------------------------------------------------------------------------------------------
@@ -193,39 +183,45 @@ class Share:
     """
 
     def __init__(self, rank: int, file: str, tree: Any) -> None:
-        found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
-        found = found if isinstance(found, dict) else {}
+        found = fields(fields(tree).get("optimizer_state_dict"))
         vectors = next((found[key] for key in _VECTORS if key in found), None)
-        if not isinstance(vectors, list):
-            raise damaged(file, "has no f32 weights in it")
         self.rank, self.file = rank, file
-        bared = list(map(bare, vectors))
-        if not all(isinstance(entry, TensorEntry) and len(entry.shape) == 1 for entry in bared):
-            raise damaged(file, "has f32 weights that are not flat vectors")
+        bared = [*map(bare, items(vectors))]
+        if vectors is None or not all(isinstance(each, TensorEntry) and len(each.shape) == 1 for each in bared):
+            raise damaged(file, "has no f32 weights in flat vectors")
         self.weights: list[TensorEntry] = bared
         base: Any = next((found[key] for key in _STATES if key in found), {})
-        states, groups = (base.get("state"), base.get("param_groups")) if isinstance(base, dict) else (base, [])
-        self.states = (
-            dict(enumerate(states)) if isinstance(states, list) else states if isinstance(states, dict) else {}
-        )
-        self.groups = groups if isinstance(groups, list) else []
+        states = base if isinstance(base, list) else fields(base).get("state")
+        self.states: dict[Any, Any] = dict(enumerate(states)) if isinstance(states, list) else fields(states)
+        self.groups = items(fields(base).get("param_groups"))
         stage = _number(found.get("zero_stage"))
         self.stage = 1 if stage is None else stage
-        self.counts = _items(found.get("partition_count")) or (found.get("partition_count"),)
+        self.counts = (*items(found.get("partition_count")),) or (found.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
             raise damaged(file, "does not say over how many ranks it is divided")
-        self.mappings = [each if isinstance(each, dict) else {} for each in _items(found.get("param_slice_mappings"))]
-        self.paddings = _items(found.get("param_alignment_paddings"))
+        self.mappings = [*map(fields, items(found.get("param_slice_mappings")))]
+        self.paddings = [*map(items, items(found.get("param_alignment_paddings")))]
         self.rest = {str(key): plain(value) for key, value in found.items() if key not in _LAYOUT}
 
     @property
     def engine(self) -> str:
         """The optimizer that wrote it, for people."""
-        return f"ZeRO stage {self.stage}" if "zero_stage" in self.rest else "BF16_Optimizer"
+        return f", ZeRO stage {self.stage}" if "zero_stage" in self.rest else ", BF16_Optimizer"
 
-    def state(self, group: int) -> dict[str, Any]:
-        found = self.states.get(group)
-        return found if isinstance(found, dict) else {}
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the shares of all ranks have alike."""
+        settings = [{k: v for k, v in fields(group).items() if type(v) in _PLAIN} for group in self.groups]
+        facts = {"ZeRO stage": self.stage, "division over ranks": self.counts, "number of groups": len(self.weights)}
+        facts |= {"learning rate or another setting": settings}
+        if self.stage > 2:
+            facts["length of vectors"] = [entry.shape[0] for entry in self.weights]
+        for number in range(len(self.weights)):
+            facts |= {f"{key} of group {number} of the optimizer": v for key, v in self.undivided(number).items()}
+        return facts
+
+    def state(self, group: int) -> dict[Any, Any]:
+        return fields(self.states.get(group))
 
     def keys(self, group: int) -> list[str]:
         """`""` for the weights, and the keys of the state of a group whose values are divided as the weights are."""
@@ -247,8 +243,7 @@ class Share:
         """Where it says that the pieces of names begin in this rank's vector, and their lengths."""
         found = {}
         for name, address in self.mappings[group].items() if group < len(self.mappings) else ():
-            fields = address.attributes if isinstance(address, Object) else {}
-            begin, length = fields.get("start"), fields.get("numel")
+            begin, length = (fields(address).get(key) for key in ("start", "numel"))
             if type(begin) is int and type(length) is int and type(name) is str and begin >= 0 <= length:
                 found[name] = begin, length
         return found
@@ -266,7 +261,7 @@ def undivided(state: Any) -> dict[str, Any]:
     """What an optimizer keeps once for a group (a `step`): each time another tensor, as every parameter has its own."""
     return {
         key: value.with_storage(value.storage.alone()) if isinstance(value, TensorEntry) else value
-        for key, value in (state.items() if isinstance(state, dict) else ())
+        for key, value in fields(state).items()
         if not _is_divided(value)
     }
 
@@ -277,10 +272,8 @@ def _is_divided(value: Any) -> bool:
 
 def plain(node: Any) -> Any:
     """An object of DeepSpeed's own (a loss scaler, a stage) as its attributes or its number."""
-    if not isinstance(node, Object):
-        return node
     number = _number(node)
-    return dict(node.attributes) if number is None else number
+    return node if not isinstance(node, Object) else dict(node.attributes) if number is None else number
 
 
 def _number(node: Any) -> int | None:
@@ -290,107 +283,71 @@ def _number(node: Any) -> int | None:
     return node if type(node) is int else None
 
 
-def _items(node: Any) -> tuple[Any, ...]:
-    return tuple(node) if isinstance(node, (list, tuple)) else ()
-
-
 def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[str, Any]]:
     """Parameter groups with names in place of the numbers of their vectors. names: those in each vector."""
     return [
-        {**group, "params": [name for number in _items(group.get("params")) for name in names.get(number, ())]}
-        for group in _items(groups)
+        {**group, "params": [name for number in items(group.get("params")) for name in names.get(number, ())]}
+        for group in items(groups)
         if isinstance(group, dict)
     ]
-
-
-def _check_shares(folder: Folder, shares: list[Share]) -> None:
-    """Raises `Corrupt` where ranks are missing, `Conflict` for shares of several checkpoints. shares: by rank."""
-
-    def settings(share: Share) -> list[Any]:  # the learning rate of a step, and the like
-        return [
-            {key: value for key, value in group.items() if type(value) in _PLAIN} if isinstance(group, dict) else None
-            for group in share.groups
-        ]
-
-    first = shares[0]
-    for other in shares[1:]:
-        for what, one, another in (
-            ("ZeRO stage", first.stage, other.stage),
-            ("division over ranks", first.counts, other.counts),
-            ("number of groups", len(first.weights), len(other.weights)),
-            ("step or learning rate", settings(first), settings(other)),
-        ):
-            if one != another:
-                shown = f": {one} and {another}" if type(one) is int else ""
-                raise mixed(folder, first.file, other.file, f"the {what} differs{shown}")
-        for group in range(len(first.weights)):
-            ours, theirs = first.undivided(group), other.undivided(group)
-            for key in ours.keys() & theirs.keys():
-                one, another = ours[key], theirs[key]
-                both = isinstance(one, TensorEntry) and isinstance(another, TensorEntry)
-                if agree(one, another) is False if both else type(one) is not type(another) or one != another:
-                    raise mixed(folder, first.file, other.file, f"{key!s} of the optimizer differs")
-    complete(folder, [share.rank for share in shares], max(first.counts), first.file)
-
-
-def complete(folder: Folder, ranks: list[int], world: int, file: str) -> None:
-    """Raises `Corrupt` for ranks of this world that have no file, `Conflict` for files of ranks beyond it."""
-    there = set(ranks)
-    if beyond := [f"rank {rank:,}" for rank in sorted(there) if rank >= world]:
-        raise Conflict(
-            f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
-            f"{listed(beyond, 3)}",
-            f"{file} gives that number. The others are left from a larger world, and may be of another step.",
-            "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
-        )
-    if len(there) < world:
-        what = f"the files of {counted(world - len(there), 'rank')} of {world:,}"
-        raise lacks(folder, what, [f"rank {rank:,}" for rank in missing_ranks(there, world)])
 
 
 # The pieces of trained tensors ---------------------------------------------------------------------------------------
 
 
 class _Placed(NamedTuple):
-    """A tensor of a group, and by key ("" for the weights) the ranges of the vectors that its values are in."""
+    """A tensor of a group, which begins at a place of the vectors that it is laid in."""
 
     name: str
     shape: tuple[int, ...]
     group: int
-    ranges: dict[str, list[Range]]
+    begin: int
+
+
+_Run = tuple[dict[str, list[Vector]], list[_Placed], int]
+"""Tensors in a row, and by key ("" for the weights) the vectors that each of them is divided over evenly: one that the
+ranks have together, or of stage 3 one of every rank. With the number of elements that the vectors are filled up to."""
 
 
 def joined_groups(
     tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]
 ) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """Every parameter that the optimizer has, by name, and the optimizer's state. own: the model's copies of them."""
-    shapes = shapes_of(tag, first, tag.first)
+    """Every parameter that the optimizer has, by name, and the optimizer's state. own: the model's copies of them.
+
+    Raises `Corrupt` where the parameters take more or less than the vectors have.
+    """
     _check_steps(tag, first, shares[0])
+    runs = _divided_each if shares[0].stage > 2 else _whole_vectors
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
-    placed = _whole_vectors(tag, first, shares, shapes) if shares[0].stage < 3 else _divided_each(tag, shares, shapes)
-    for name, shape, group, ranges in placed:
-        if name in weights:
-            raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
-        values = {
-            key: tag.joiner.in_ranges(
-                f"{name} {key}".strip(), shape, parts, None if key else _copy(own.get(name), shape)
-            )
-            for key, parts in ranges.items()
-        }
-        weights[name] = values.pop("")
-        if slots := values | shares[0].undivided(group):
-            state[name] = slots
-        names.setdefault(group, []).append(name)
+    for rows, laid, step in runs(tag, first, shares, shapes_of(tag, first, tag.first)):
+        world, length = len(rows[""]), rows[""][0].length
+        needed = max((each.begin + -(-prod(each.shape) // world) for each in laid), default=0)
+        if -(-needed // step) != -(-length // step):
+            what = f"the parameters of group {laid[0].group if laid else 0} take {counted(needed, 'element')}"
+            raise damaged(tag.folder, f"{what} of the ranks' vectors, which have {length:,}")
+        for name, shape, group, begin in laid:
+            if name in weights:
+                raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
+            copies = {"": _copy(own, name, shape)}
+            values = {
+                key: tag.joiner.in_ranges(f"{name} {key}".strip(), shape, _of_each(row, begin, shape), copies.get(key))
+                for key, row in rows.items()
+            }
+            weights[name] = values.pop("")
+            if slots := values | shares[0].undivided(group):
+                state[name] = slots
+            names.setdefault(group, []).append(name)
     return weights, {"state": state, "param_groups": named_groups(shares[0].groups, names)}
 
 
-def _copy(own: Any, shape: tuple[int, ...]) -> Piece | None:
+def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | None:
     """The model's own copy of a weight, to which the optimizer's is compared; stage 3 has none."""
-    if not isinstance(own, TensorEntry) or own.shape != shape or not own.dtype.is_float:
+    copy = own.get(name)
+    if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
         return None
-    return Piece(own, (0,) * len(shape), "the model's own copy")
+    return Piece(copy, (0,) * len(shape), "the model's own copy")
 
 
 def _check_steps(tag: Tag, first: dict[str, Any], share: Share) -> None:
@@ -418,52 +375,43 @@ def shapes_of(tag: Tag, states: dict[str, Any], file: str, key: str = "param_sha
     return found
 
 
-def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Placed]:
-    """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece."""
-    count, config = len(shares[0].weights), first.get("ds_config")
-    if len(shapes) != count:
-        groups = f"one has {counted(len(shapes), 'group')}, the other {count:,}"
-        raise mixed(tag.folder, tag.models[0], shares[0].file, groups)
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: Iterable[int] = ()) -> list[_Placed]:
+    """Where tensors begin that lie one after the other, each divided over as many vectors. paddings: behind them."""
+    behind = chain(paddings, repeat(0))
+    begins = accumulate((-(-prod(shape) // world) + next(behind) for shape in shapes.values()), initial=begin)
+    return [_Placed(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
+
+
+def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Run]:
+    """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece.
+
+    Raises `Conflict` where ranks say that they lay the tensors out otherwise.
+    """
+    share, world, config = shares[0], len(shares), fields(first.get("ds_config"))
+    if len(shapes) != len(share.weights):
+        groups = f"one has {counted(len(shapes), 'group')}, the other {len(share.weights):,}"
+        raise mixed(tag.folder, tag.models[0], share.file, groups)
     # DeepSpeed's own record of the pieces has another order than its vectors.
-    mapped = not (isinstance(zero, dict) and zero.get("round_robin_gradients"))
-    in_blocks = isinstance(config, dict) and config.get("use_data_before_expert_parallelism")
-    for group in range(count):
-        counts = shares[0].counts
-        size = counts[group] if group < len(counts) else max(counts)
-        size = len(shares) if size >= len(shares) or len(shares) % size else size
-        teams = len(shares) // size  # of experts, several, with experts of their own
+    mapped = not fields(config.get("zero_optimization")).get("round_robin_gradients")
+    for group, named in enumerate(shapes):
+        size = share.counts[group] if group < len(share.counts) else max(share.counts)
+        size = world if size >= world or world % size else size
+        teams = world // size  # of experts, several, with experts of their own
+        laid = _in_a_row(group, named, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
         for number in range(teams):
+            in_blocks = config.get("use_data_before_expert_parallelism")
             team = shares[number * size : (number + 1) * size] if in_blocks else shares[number::teams]
-            vectors = {key: Vector(share.vector(group, key) for share in team) for key in team[0].keys(group)}
-            paddings = team[0].paddings[group] if group < len(team[0].paddings) else ()
-            behind = iter(paddings if isinstance(paddings, list) else ())
-            begins = accumulate((prod(shape) + next(behind, 0) for shape in shapes[group].values()), initial=0)
-            row = zip(shapes[group].items(), begins, strict=False)
-            laid = [(name, begin, prod(shape)) for (name, shape), begin in row]
-            _check_vector(tag, team, group, laid, vectors[""], mapped)
-            for name, begin, length in laid:
-                full = _global_name(tag, name, number, shapes[group]) if teams > 1 else name
-                ranges = {key: [(row, begin, length)] for key, row in vectors.items()}
-                yield _Placed(full, shapes[group][name], group, ranges)
-
-
-def _check_vector(
-    tag: Tag, team: list[Share], group: int, laid: list[tuple[str, int, int]], vector: Vector, mapped: bool
-) -> None:
-    """Raises `Corrupt` where the parameters take more or less than a vector has, `Conflict` where ranks say that they
-    lay them out otherwise."""
-    needed = max((begin + length for _, begin, length in laid), default=0)
-    step = 2 * len(team)  # to which the vector is filled up
-    if -(-needed // step) != -(-vector.length // step):
-        has = f"have {counted(needed, 'element')}, the ranks' files {vector.length:,}"
-        raise damaged(tag.folder, f"the parameters of group {group} {has}")
-    for share, low in zip(team, vector.begins, strict=True) if mapped else ():
-        high, placed = low + share.weights[group].shape[0], share.placed(group)
-        for name, at, length in laid:
-            begin, end = max(at, low), min(at + length, high)
-            if begin < end and placed.get(name, (begin - low, end - begin)) != (begin - low, end - begin):
-                raise mixed(tag.folder, tag.models[0], share.file, f"{name} lies elsewhere")
+            rows = {key: [Vector(each.vector(group, key) for each in team)] for key in team[0].keys(group)}
+            for each, low in zip(team, rows[""][0].begins, strict=True) if mapped else ():
+                high, placed = low + each.weights[group].shape[0], each.placed(group)
+                for name, shape, _, at in laid:
+                    begin, end = max(at, low), min(at + prod(shape), high)
+                    if begin < end and placed.get(name, (begin - low, end - begin)) != (begin - low, end - begin):
+                        raise mixed(tag.folder, tag.models[0], each.file, f"{name} lies elsewhere")
+            if teams > 1:
+                yield rows, [each._replace(name=_global_name(tag, each.name, number, named)) for each in laid], 2 * size
+            else:
+                yield rows, laid, 2 * size
 
 
 def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
@@ -479,30 +427,21 @@ def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
     return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
 
 
-def _divided_each(tag: Tag, shares: list[Share], shapes: list[Shapes]) -> Iterator[_Placed]:
+def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Run]:
     """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
-    world = len(shares)
-    lengths = [entry.shape[0] for entry in shares[0].weights]
-    needed = [sum(-(-prod(shape) // world) for shape in group.values()) for group in shapes]
-    if odd := next((share for share in shares if [entry.shape[0] for entry in share.weights] != lengths), None):
-        raise mixed(tag.folder, shares[0].file, odd.file, "their vectors have other lengths")
-    if sum(needed) != sum(lengths):
-        has = f"take {counted(sum(needed), 'element')} of each rank, {shares[0].file} has {sum(lengths):,}"
-        raise damaged(tag.folder, f"the parameters {has}")
-    # Where a parameter is in two vectors, they are read as one.
-    runs = [[number] for number in range(len(lengths))] if needed == lengths else [[*range(len(lengths))]]
-    for number, run in enumerate(runs):
-        keys = shares[0].keys(run[0])
-        vectors = {key: [Vector(share.vector(group, key) for group in run) for share in shares] for key in keys}
-        begin = 0
-        for group in range(len(shapes)) if len(runs) == 1 else (number,):
-            for name, shape in shapes[group].items():
-                yield _Placed(name, shape, group, {key: _of_each(v, begin, shape) for key, v in vectors.items()})
-                begin += -(-prod(shape) // world)
+    world, lengths = len(shares), [entry.shape[0] for entry in shares[0].weights]
+    needed = [sum(-(-prod(shape) // world) for shape in named.values()) for named in shapes]
+    apart = needed == lengths  # where a parameter is in two vectors, they are read as one
+    begins = [0] * len(shapes) if apart else [*accumulate(needed, initial=0)]
+    laid = [_in_a_row(group, named, world, begins[group]) for group, named in enumerate(shapes)]
+    runs = [([n], row) for n, row in enumerate(laid)] if apart else [([*range(len(lengths))], [*chain(*laid)])]
+    for numbers, row in runs:
+        keys = shares[0].keys(min(numbers, default=0))
+        yield {key: [Vector(share.vector(n, key) for n in numbers) for share in shares] for key in keys}, row, 1
 
 
 def _of_each(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> list[Range]:
-    """What each rank has of a tensor, without the padding of the last."""
+    """What each of the vectors has of a tensor that they divide, without the padding of the last."""
     total = prod(shape)
     each = -(-total // len(vectors)) if vectors else 0
     return [
@@ -515,12 +454,11 @@ def _of_each(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> list[
 def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
     """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
     itself or those of a group in a row."""
-    optimizer, buffers = first.get("optimizer"), first.get("buffer_names") or ()
-    state = optimizer if isinstance(optimizer, dict) else {}
-    single = [(each, False) for group in state.get("fp32_groups") or () if isinstance(group, list) for each in group]
+    state, buffers = fields(first.get("optimizer")), first.get("buffer_names") or ()
+    single = [(each, False) for group in items(state.get("fp32_groups")) for each in items(group)]
     left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
     found: dict[str, TensorEntry] = {}
-    for wrapped, in_a_row in (*single, *((each, True) for each in state.get("fp32_groups_flat") or ())):
+    for wrapped, in_a_row in (*single, *((each, True) for each in items(state.get("fp32_groups_flat")))):
         master, names, begin = bare(wrapped), list[str](), 0
         if isinstance(master, TensorEntry) and in_a_row:  # the weights of other groups have other first values
             for name, entry in left.items():
@@ -532,45 +470,61 @@ def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, 
             names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
         if not names or sum(left[name].numel for name in names) != master.numel:
             raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
-        vector, begin = master.reshape((master.numel,)), 0
-        for copy, name in ((left.pop(name), name) for name in names):
-            entry = vector.narrow(0, begin, copy.numel).reshape(copy.shape)
-            whole = Piece(entry, (0,) * len(copy.shape), "the optimizer")
-            found[name] = tag.joiner.tensor(name, entry.shape, entry.dtype, [whole], _copy(copy, entry.shape))
-            begin += copy.numel
+        row = Vector([(master.reshape((master.numel,)), "the optimizer")])
+        for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
+            found[name] = tag.joiner.in_ranges(name, shape, [(row, at, prod(shape))], _copy(own, name, shape))
     return found
 
 
-# The model -----------------------------------------------------------------------------------------------------------
+# The checkpoint ------------------------------------------------------------------------------------------------------
 
 
-def module_of(
+def checkpoint_of(
+    tag: Tag,
+    first: dict[str, Any],
+    own: dict[Any, Any],
+    trained: dict[str, TensorEntry],
+    optimizer: Any,
+    rest: Mapping[str, Any] = MappingProxyType({}),
+    stage: int = 0,
+    ranks: int = 1,
+    engine: str = "",
+) -> Checkpoint:
+    """What the first rank saved, with the whole model and the optimizer by name in their places.
+
+    own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
+    """
+    joined: dict[str, Any] = {"module": _module_of(tag, first, own, trained, stage, ranks)}
+    joined |= ({"optimizer": optimizer} if optimizer is not None else {}) | ({ZERO: rest} if rest else {})
+    tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"} | joined
+    tree |= {name: tag.files.open(name) for name in tag.others}
+    version = first.get("ds_version")
+    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
+    return tag.files.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
+
+
+def _module_of(
     tag: Tag, first: dict[str, Any], own: dict[Any, Any], trained: dict[str, TensorEntry], stage: int, world: int
 ) -> dict[Any, Any]:
     """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved.
 
-    own: what the first rank saved as `module`.  trained: the f32 master values. A frozen parameter of stage 3 is
-    divided over the ranks; a buffer is saved whole by each.
+    A frozen parameter of stage 3 is divided over the ranks; a buffer is saved whole by each.
     """
     frozen: dict[str, list[tuple[TensorEntry, str]]] = {}
     buffers: dict[str, list[Piece]] = {}
+    facts: dict[int, dict[str, Any]] = {}
     if stage > 2:
-        complete(tag.folder, list(tag.models), world, tag.first)
-    shapes, start = shapes_of(tag, first, tag.first), min(tag.models)
-    for rank in sorted(tag.models) if stage > 2 else (start,):
-        states, owner = first if rank == start else tag.model(rank), f"rank {rank:,}"
-        for key in ("global_steps", "dp_world_size"):
-            if first.get(key) != states.get(key):
-                what = f"{key} are {first.get(key)!s} and {states.get(key)!s}"
-                raise mixed(tag.folder, tag.first, tag.models[rank], what)
-        if rank != start and shapes_of(tag, states, tag.models[rank]) != shapes:
-            raise mixed(tag.folder, tag.first, tag.models[rank], "their parameters have other names or shapes")
-        fragments, names = states.get("frozen_param_fragments"), states.get("buffer_names")
-        for name, entry in fragments.items() if isinstance(fragments, dict) else ():
+        complete(tag.folder, tag.models, world, tag.first)
+    for rank, file in sorted(tag.models.items()) if stage > 2 else [(min(tag.models), tag.first)]:
+        states, owner = tag.model(rank) if facts else first, f"rank {rank:,}"
+        facts[rank] = {"step": states.get("global_steps"), "size of the world": states.get("dp_world_size")}
+        facts[rank]["list of parameters"] = shapes_of(tag, states, file)
+        refuse_other(tag.folder, (tag.first, facts[min(facts)]), (file, facts[rank]))
+        for name, entry in fields(states.get("frozen_param_fragments")).items():
             if isinstance(entry, TensorEntry):
                 frozen.setdefault(name, []).append((entry, owner))
-        for name in names if isinstance(names, list) else ():
-            if type(name) is str and isinstance(entry := (states["module"] or {}).get(name), TensorEntry):
+        for name in items(states.get("buffer_names")):
+            if type(name) is str and isinstance(entry := fields(states["module"]).get(name), TensorEntry):
                 buffers.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), owner))
     values: dict[str, Any] = dict(trained)
     known = {n: s for each in shapes_of(tag, first, tag.first, "frozen_param_shapes") for n, s in each.items()}
@@ -584,15 +538,21 @@ def module_of(
                 vectors = [Vector([piece]) for piece in pieces if len(piece[0].shape) == 1]
                 values[name] = tag.joiner.in_ranges(name, shape, _of_each(vectors, 0, shape))
     values |= {name: tag.joiner.replicated(name, pieces) for name, pieces in buffers.items()}
-    _tie(first, own, values)
-    copies = [entry for name in trained if isinstance(entry := own.get(name), TensorEntry) and entry.numel]
+    # The other names of shared parameters have the values of those that are stored.
+    ties = dict(fields(first.get("shared_params")))
+    views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
+    for name, entry in own.items():
+        if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
+            ties.setdefault(name, views[entry.view])
+    for name, source in ties.items():
+        if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
+            values[name] = value
+    copies = Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel)
     if copies:
-        types = listed([str(dtype) for dtype in Counter(entry.dtype for entry in copies)])
-        what = counted(len(copies), "weight is shown as", "weights are shown as")
-        compared = f"the model's own copies ({types}) are compared with them when they are read"
+        what = counted(copies.total(), "weight is shown as", "weights are shown as")
+        compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
         tag.files.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
-    module = same_kind(own, {name: values.get(name, value) for name, value in own.items()})
-    module.update({name: value for name, value in values.items() if name not in module})
+    module = same_kind(own, {**own, **values})
     empty = [
         str(name)
         for name, value in module.items()
@@ -603,17 +563,3 @@ def module_of(
         why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
         raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
     return module
-
-
-def _tie(first: dict[str, Any], own: dict[Any, Any], values: dict[str, Any]) -> None:
-    """Gives the other names of shared parameters the values of those that are stored."""
-    shared = first.get("shared_params")
-    ties = dict(shared) if isinstance(shared, dict) else {}
-    views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
-    for name, entry in own.items():
-        if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
-            ties.setdefault(name, views[entry.view])
-    for name, source in ties.items():
-        found = values.get(source, own.get(source))
-        if isinstance(found, TensorEntry) and type(name) is str:
-            values[name] = found

@@ -179,7 +179,7 @@ def _find_end(source: Readable) -> int:
     tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
     after = tail[found + END.size :]
     if found < 0 or after[:4] == b"PK\x03\x04":
-        what, why = "whose directory is missing", "a torch file keeps its directory at the end."
+        what, why = "whose directory is missing", "a zip keeps its directory at the end."
         if found >= 0:
             what = f"to which something was added, and {what}"
             why = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it."

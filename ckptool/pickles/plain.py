@@ -1,0 +1,423 @@
+"""Objects as Python's own values (dates, numbers, paths, containers, configuration), made of what their pickles say;
+and values for people and programs: a line of text, and JSON that is bounded whatever a value refers to.
+
+`pickles.known` says by a word what an object is; here stands how the value of each such object is made.
+Sources: the `__reduce__` methods of the standard library (Python 3.8 to 3.14), torch, numpy 1 and 2, and omegaconf 2.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ckptool.checkpoint import Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.graph import COPY, FillLater, GraphMapper, Of
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import Array, array, array_type, element, scalar
+from ckptool.errors import CkptoolError, Corrupt, counted, printable
+from ckptool.pickles.known import is_torch_name, value_word
+
+Make = Callable[[Object], Any]
+"""The value of an object. `NotImplemented`, or one of `_NOT_WRITTEN_SO`, where its class would not have written
+that."""
+
+_NOT_WRITTEN_SO = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+
+
+def plain(value: Any) -> Any:
+    """The value with every object that is understood replaced by Python's own; unknown objects and tensors stay.
+
+    Namespaces, configuration, counters become dictionaries, deques lists, `torch.Size` tuples, devices and dtypes
+    texts, numpy scalars Python's numbers, numpy arrays an `Array`. Sharing and cycles stay.
+    """
+
+    def expanded(node: Object) -> Any:
+        found = expand(node)
+        return found if isinstance(found, Object) else mapper.handled(found)
+
+    mapper = GraphMapper({**COPY, dict: _dict, OrderedDict: _dict, Object: expanded, Global: shown})
+    return mapper.map(value)
+
+
+def _dict(node: dict[Any, Any]) -> FillLater:
+    made: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedDict) else {}
+
+    def fill(of: Of) -> None:
+        for key, item in node.items():
+            new = of(key)
+            try:
+                made[key if new in made else new] = of(item)
+            except TypeError:  # it became a list or a dictionary, which no key can be
+                made[key] = of(item)
+        if isinstance(node, OrderedDict) and isinstance(made, OrderedDict):
+            made.attributes = of(node.attributes)
+
+    return FillLater(made, fill)
+
+
+def shown(name: Global) -> Any:
+    """A name of torch's as text, which says all there is to say; any other stays a name."""
+    return str(name) if is_torch_name(name) else name
+
+
+def expand(node: Object) -> Any:
+    """An object as Python's own value (of a container, the parts are still nodes); the node itself if it is unknown."""
+    make = _VALUES.get(value_word(node.fn))
+    try:
+        value = make(node) if make is not None else node
+    except (CkptoolError, *_NOT_WRITTEN_SO):
+        return node
+    return node if value is NotImplemented else value
+
+
+def is_known(node: Object) -> bool:
+    """True if objects of its class have a value here."""
+    return value_word(node.fn) in _VALUES
+
+
+def python_value(node: Any) -> Any:
+    """The date, number, path, UUID, range or slice that an object stands for; `NotImplemented` for anything else.
+
+    Raises `Corrupt` where the class is known and its arguments are not what it writes.
+    """
+    make = _PYTHON.get(value_word(node.fn)) if isinstance(node, Object) else None
+    if make is None or node.kwargs or node.items or node.elements is not None:
+        return NotImplemented
+    try:
+        _check_arguments(node)
+        return make(node)
+    except _NOT_WRITTEN_SO:
+        raise Corrupt(
+            f"{node.name} with arguments that it never writes", "The pickle is damaged or malicious."
+        ) from None
+
+
+def _check_arguments(node: Object, levels: int = 3) -> None:
+    """Raises `TypeError` for more arguments than these classes have, or nested deeper than a time zone in a date."""
+    if not levels or type(node.args) is not tuple or len(node.args) > 10:
+        raise TypeError("more arguments than it has")
+    for part in node.args:
+        if isinstance(part, Object):
+            _check_arguments(part, levels - 1)
+
+
+def _stateless(node: Object) -> tuple[Any, ...]:
+    """The arguments of an object that has no state; raises `TypeError` for one that has."""
+    if node.state is not MISSING and node.state is not None and node.state != {}:
+        raise TypeError("a state")
+    args = tuple(python_value(part) if isinstance(part, Object) else part for part in node.args)
+    if any(arg is NotImplemented for arg in args):
+        raise TypeError("an argument of another kind")
+    return args
+
+
+# Python's own classes -------------------------------------------------------------------------------------------------
+
+
+def _of(make: Callable[..., Any], *kinds: type) -> Make:
+    """What a function makes of the arguments of an object that has no state, each of one of these kinds."""
+
+    def value(node: Object) -> Any:
+        args = _stateless(node)
+        if not all(isinstance(arg, kinds or object) for arg in args):
+            raise TypeError("an argument of another kind")
+        return make(*args)
+
+    return value
+
+
+def _primitive(cls: Callable[..., Any], *kinds: type) -> Make:
+    def value(node: Object) -> Any:
+        args = _stateless(node)
+        return cls(*args) if len(args) <= 1 and all(type(arg) in kinds for arg in args) else NotImplemented
+
+    return value
+
+
+def _dated(cls: Callable[..., Any], first: Any, *rest: Any) -> Any:
+    """Dates and times are pickled as the bytes of their fields; Python 2 wrote those as text."""
+    return cls(first.encode("latin-1") if isinstance(first, str) else first, *rest)
+
+
+def _fraction(*args: Any) -> Any:
+    """Fractions are pickled as `numerator/denominator`. An exponent, which Python reads too, could take all memory."""
+    if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
+        raise ValueError("not as it is written")
+    from fractions import Fraction  # with decimal, which next to no file needs
+
+    return Fraction(*args)
+
+
+def _timezone(*args: Any) -> Any:
+    zone = datetime.timezone(*args)
+    return datetime.timezone.utc if zone == datetime.timezone.utc and len(args) == 1 else zone
+
+
+def _uuid(node: Object) -> Any:
+    number = node.attributes["int"]
+    if type(number) is not int or node.args:
+        raise TypeError("no number")
+    from uuid import UUID
+
+    return UUID(int=number)
+
+
+_PYTHON: dict[str, Make] = {
+    "datetime": _of(partial(_dated, datetime.datetime)),
+    "date": _of(partial(_dated, datetime.date)),
+    "time": _of(partial(_dated, datetime.time)),
+    "timedelta": _of(datetime.timedelta, int),
+    "timezone": _of(_timezone),
+    "decimal": _of(lambda *args: import_module("decimal").Decimal(*args), str),
+    "fraction": _of(_fraction, str, int),
+    "uuid": _uuid,
+    # a path of the other system's kind cannot be made here, and is a pure one
+    "posix path": _of(pathlib.Path if os.name == "posix" else pathlib.PurePosixPath, str),
+    "windows path": _of(pathlib.Path if os.name != "posix" else pathlib.PureWindowsPath, str),
+    "pure posix path": _of(pathlib.PurePosixPath, str),
+    "pure windows path": _of(pathlib.PureWindowsPath, str),
+    "range": _of(range, int),
+    "slice": _of(slice, int, float, str, type(None)),
+    "int": _primitive(int, int),
+    "float": _primitive(float, float, int),
+    "bool": _primitive(bool, bool, int),
+    "str": _primitive(str, str),
+}
+
+# Containers, configuration, torch and numpy ---------------------------------------------------------------------------
+
+
+def _attributes(node: Object) -> Any:
+    return NotImplemented if node.items or node.elements else dict(node.attributes)
+
+
+def _counter(node: Object) -> Any:
+    first = node.args[0] if node.args else {}
+    return {**first, **(node.items or {})} if isinstance(first, dict) else NotImplemented
+
+
+def _list(node: Object) -> Any:
+    """The items that a list, a tuple or a deque was made of, and those appended to it."""
+    first = node.args[0] if node.args else []
+    return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
+
+
+def _attribute(name: str, *kinds: type) -> Make:
+    """The attribute of this name, in which a wrapper has what it holds."""
+
+    def value(node: Object) -> Any:
+        held = node.attributes[name]
+        return held if isinstance(held, kinds) else NotImplemented
+
+    return value
+
+
+def _device(kind: Any, index: Any = None, *_: Any) -> Any:
+    return str(kind) if index is None else f"{kind}:{index}"
+
+
+def _scalar(node: Object) -> Any:
+    found = scalar(node)
+    value = element(found.type, found.data) if found is not NotImplemented else found
+    return found if value is NotImplemented else value
+
+
+_VALUES: dict[str, Make] = {
+    **_PYTHON,
+    "array": array,
+    "array scalar": _scalar,
+    "array type": lambda node: str(array_type(node)),
+    **dict.fromkeys(("namespace", "attributes"), _attributes),
+    **dict.fromkeys(("defaultdict", "items"), lambda node: dict(node.items or {})),
+    "elements": lambda node: list(node.elements or ()),
+    "items or attributes": lambda node: dict(node.items if node.items is not None else node.attributes),
+    "counter": _counter,
+    "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
+    **dict.fromkeys(("deque", "list"), _list),
+    "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
+    "size": _of(lambda sizes: tuple(sizes), tuple, list),
+    "device": _of(_device),
+    "layout": _of(lambda name: name, str),
+    # None and missing values (`???`) stay those
+    "omegaconf": _attribute("_content", dict, list, str, type(None)),
+    "omegaconf node": _attribute("_val", object),
+    "mmengine config": _attribute("_cfg_dict", dict, Object),
+    "ml_collections": _attribute("_fields", dict, Object),
+}
+
+# One line -------------------------------------------------------------------------------------------------------------
+
+
+def summary(value: Any, width: int = 60) -> str:
+    """A printable line that says what a value of a tree is: `0.001`, `'adam'`, `3 items`, `numpy array f64[3, 4]`."""
+    text = _summary(expand(value) if isinstance(value, Object) else value, width)
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
+
+
+def _summary(value: Any, width: int) -> str:
+    if isinstance(value, str):
+        return f"'{printable(value[: width + 1])}'"
+    if isinstance(value, (bytes, bytearray)):
+        kind = "Python 2 text" if isinstance(value, ByteString) else type(value).__name__
+        return repr(bytes(value)) if len(value) <= 16 else f"{kind} of {len(value):,}"
+    if value is None or isinstance(value, (bool, float, complex)):
+        return str(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() < 1024 else f"integer of {counted(value.bit_length(), 'bit')}"
+    if isinstance(value, (dict, list, tuple, Set)):
+        return _container(value, width)
+    if isinstance(value, Object):
+        return _object(value)
+    if isinstance(value, (TensorEntry, Composite)):
+        return printable(repr(value)[1:-1])
+    if isinstance(value, StorageRef):
+        return f"{value.dtype or 'untyped'} storage of {value.storage.nbytes:,} bytes"
+    if isinstance(value, Global):
+        return printable(shown(value) if is_torch_name(value) else repr(value)[1:-1])
+    if isinstance(value, Array):
+        found = value.values() if value.size == 1 and not value.shape else None
+        return printable(f"numpy {value.type} {found[0]}" if found else repr(value)[1:-1])
+    return printable(str(value))
+
+
+_FLAT = (str, int, float, bool, type(None))
+
+
+def _container(value: Any, width: int) -> str:
+    items = value.items if isinstance(value, Set) else value
+    if isinstance(value, dict):
+        return counted(len(items), "item") if items else "{}"
+    name, begin, end = ("tuple", "(", ")") if isinstance(value, tuple) else ("list", "[", "]")
+    if isinstance(value, Set):
+        name, begin, end = "frozenset" if value.frozen else "set", "{", "}"
+    if not items:
+        return f"empty {name}" if isinstance(value, Set) else begin + end
+    if len(items) <= 8 and all(isinstance(item, _FLAT) for item in items):
+        comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
+        text = f"{begin}{', '.join(_summary(item, width) for item in items)}{comma}{end}"
+        if len(text) <= width:
+            return text
+    return f"{name} of {counted(len(items), 'item')}"
+
+
+def _object(node: Object) -> str:
+    counts = (
+        (len(node.attributes), "attribute"),
+        (len(node.items or ()), "item"),
+        (len(node.elements or ()), "element"),
+    )
+    having = " and ".join(counted(count, word) for count, word in counts if count)
+    kind = "" if is_known(node) else {"new": "unknown class ", "call": "unknown call "}.get(node.how, "persistent ")
+    return f"<{kind}{printable(node.name)}{' with ' + having if having else ''}>"
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+MAX_JSON_DEPTH = 100
+MAX_JSON_NODES = 100_000
+MAX_JSON_BYTES = 4_096
+MAX_JSON_REPEATED = 4 << 20  # characters of what stands there already
+SHORT = 256
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON can say it: keys are texts, NaN and infinities the texts "NaN", "Infinity", "-Infinity".
+
+    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands
+    for the rest. Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`,
+    unknown objects `{"object": name, …}`.
+    """
+    return to_jsons([value])[0]
+
+
+def to_jsons(values: Sequence[Any]) -> list[Any]:
+    """The same for several values, which are bounded together."""
+    writer = _Json(MAX_JSON_NODES + 4 * len(values))
+    return [writer.value(plain(value), 0) for value in values]
+
+
+class _Json:
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.repeated = MAX_JSON_REPEATED
+        self.written: dict[int, Any] = {}  # long texts and numbers, by id (and kept alive for it)
+
+    def _affordable(self, value: Any, size: int) -> bool:
+        """False for a long text or number that was written before, once such repetitions have come to too much."""
+        if size <= SHORT:
+            return True
+        if id(value) in self.written:
+            self.repeated -= size
+        self.written[id(value)] = value
+        return self.repeated >= 0
+
+    def value(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or (kind is int and value.bit_length() < 1024):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
+        if kind is str and self._affordable(value, len(value)):
+            return _without_surrogates(value)
+        if kind is int and self._affordable(value, value.bit_length() // 4):
+            return hex(value)
+        self.left -= kind is not str and kind is not int
+        if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.left < 0:
+            return {"...": summary(value)}
+        match value:
+            case dict():
+                return {self._key(key, value): self.value(item, depth + 1) for key, item in self._some(value.items())}
+            case list() | tuple() | Set():
+                items = value.items if isinstance(value, Set) else value
+                return [self.value(item, depth + 1) for item in self._some(items)]
+            case bytes() | bytearray():
+                small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
+                return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
+            case complex(real=real, imag=imag):
+                return [self.value(real, depth), self.value(imag, depth)]
+            case TensorEntry(dtype=dtype, shape=shape) | Composite(dtype=dtype, shape=shape):
+                return {"tensor": dtype.name if dtype else None, "shape": None if shape is None else list(shape)}
+            case Array(shape=shape):
+                facts = {"numpy": str(value.type), "shape": list(shape)}
+                numbers = value.values() if value.size <= 64 else None
+                if numbers is not None:
+                    facts["values"] = self.value(numbers, depth + 1)
+                    facts |= {"order": "F"} if value.fortran else {}
+                return facts
+            case Object(args=args, items=items, elements=elements, attributes=state):
+                parts = {"args": args, "items": items, "elements": elements, "state": state}
+                said = {name: self.value(part, depth + 1) for name, part in parts.items() if part}
+                return {"object": printable(value.name), **said}
+            case StorageRef():
+                return summary(value)
+        return printable(str(value))
+
+    def _some(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            if self.left < 0:
+                return
+            self.left -= 1
+            yield value
+
+    def _key(self, key: Any, owner: dict[Any, Any]) -> str:
+        if type(key) is str:
+            return _without_surrogates(key) if self._affordable(key, len(key)) else summary(key, SHORT)
+        text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
+        while text in owner:  # 0 beside '0'
+            text = f"{text} ({type(key).__name__})"
+        return text
+
+
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+def _without_surrogates(text: str) -> str:
+    """Lone surrogates cannot be written as UTF-8: they become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
