@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
@@ -25,8 +26,10 @@ from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import reserve
-from ckptool.output.hashing import StreamingSha256
 from ckptool.output.sink import Progress, Sink
+
+if TYPE_CHECKING:
+    from ckptool.output.hashing import StreamingSha256
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."

@@ -11,13 +11,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
 from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
-from ckptool.output.hashing import StreamingSha256
+
+if TYPE_CHECKING:
+    from ckptool.output.hashing import StreamingSha256
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far, and in all."""

@@ -41,9 +41,7 @@ from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
-from ckptool.output import append_in_place, check_folder, check_target, replace_file, replace_folder
-from ckptool.output.append import refuse_links
-from ckptool.output.durable import make_folder
+from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.pickles.reduce import from_live
@@ -294,6 +292,8 @@ class Change:
                 else "That container can be read, not written.",
                 f"Write a new one: {arg(out=OUT)}",
             )
+        from ckptool.output.append import append_in_place, refuse_links
+
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
             what = f"{arg(in_place=True)} keeps the container ({original.container})"
@@ -351,6 +351,8 @@ class Change:
             check_target(target, **options)
         else:
             known = _files_at(target) if replaceable is None else replaceable
+            from ckptool.output.folders import check_folder
+
             check_folder(target, replaceable={*known, *plan.files}, **options)
         return ()
 
@@ -549,6 +551,8 @@ def put_in_place(
     if set(plan.files) == {""}:
         return replace_file(plan, target, **options)
     known = _files_at(target) if replaceable is None else set(replaceable)
+    from ckptool.output.folders import replace_folder
+
     return replace_folder(plan, target, replaceable=known, **options)
 
 

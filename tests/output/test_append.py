@@ -25,7 +25,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
-from ckptool.output import append_in_place
+from ckptool.output.append import append_in_place
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.zips import record_starts, rezipped
@@ -306,7 +306,7 @@ KILLED = """
 import sys
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats import read, torch_zip
-from ckptool.output import append_in_place
+from ckptool.output.append import append_in_place
 while True:
     old = read(sys.argv[1])
     tree = {key if key == "note" else f"module.{key}": part for key, part in old.tree.items()}

@@ -18,7 +18,8 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
-from ckptool.output import folders, replace_file, replace_folder
+from ckptool.output import folders, replace_file
+from ckptool.output.folders import replace_folder
 from tests.support.errors import three_parts
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, free_space, names
