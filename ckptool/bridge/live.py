@@ -13,7 +13,8 @@ from ckptool.bridge.to_live import Builder, Unknown
 from ckptool.checkpoint import Checkpoint, StorageRef
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING
-from ckptool.formats.in_memory import LIVE, Memory, holds_containers
+from ckptool.formats import LIVE
+from ckptool.formats.in_memory import Memory, holds_containers
 
 
 class TorchMemory(Memory, TorchReader):

@@ -404,6 +404,10 @@ class PartOf:
     index: Annotated[str, LIVE] = ""
     join: Annotated[tuple[str, ...], LIVE] = ()
 
+    def sentence(self) -> str:
+        """The meaning as a sentence."""
+        return f"{self.meaning[:1].upper()}{self.meaning[1:]}."
+
     @property
     def is_complete(self) -> bool:
         """True for a folder all of whose members are there and whole: a checkpoint that is not joined here."""
@@ -417,6 +421,7 @@ class Checkpoint(TreeMapping):
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
+    memory: of what was read from no file, the objects (see `formats.in_memory`).
     discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
@@ -430,6 +435,7 @@ class Checkpoint(TreeMapping):
     metadata: dict[str, Any] = field(default_factory=dict)
     source: Input | None = None
     origin: Any = None
+    memory: Any = field(default=None, repr=False, kw_only=True)
     notes: tuple[Note, ...] = ()
     discarded: tuple[Any, ...] = ()
     tensors_only: bool = False

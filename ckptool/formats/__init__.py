@@ -118,6 +118,7 @@ _NAMES = {container.name: container for container in FORMATS}
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
 SHARDED, DCP = "sharded", "dcp"  # what is written as a folder
+LIVE = "live"  # what was read from memory
 HEAD = 512
 # Formats whose first bytes may be opcodes that take in a text, the name of a first member or the length of a header.
 _DISGUISES = {"torch-tar": rb"", "archive": rb"", "safetensors": rb".{0,3}[VUTXBC\x8a-\x8c]"}

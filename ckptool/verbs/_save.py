@@ -35,8 +35,6 @@ from ckptool.errors import (
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks, members
-from ckptool.formats.in_memory import LIVE as IN_MEMORY
-from ckptool.formats.in_memory import Memory, in_objects
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
@@ -44,7 +42,6 @@ from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.pickles.reduce import from_live
 from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
@@ -209,12 +206,16 @@ class Change:
             refuse_damaged(original)
         if self.live:
             nbytes = sum(storage.nbytes for storage in storages(changed.tree))
-            made = () if asked["dry_run"] else (in_objects(original, changed),)
-            return replace(self.written(original, "", IN_MEMORY, "in memory", 0, nbytes), made=made)
+            written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
+            if asked["dry_run"]:
+                return written
+            if original.memory is not None:  # as the original was given
+                return replace(written, made=(original.memory.objects(changed.tree),))
+            return replace(written, made=(replace(changed, base=(), source=None),))  # it is in no file
         if path is None:
             return self._in_place(original, changed, changes, inputs)
-        if isinstance(original.origin, Memory):
-            original.origin.refuse_unsaved(changed.tree)
+        if original.memory is not None:
+            original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
             raise Conflict(
                 f"{path} is the input itself",
@@ -438,12 +439,11 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
     """A checkpoint of live objects; one that was opened is taken as it is."""
     if isinstance(tree, Checkpoint):
         return tree
-    read: Any = from_live
-    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
-        from ckptool.bridge import from_torch
-
-        read = from_torch
-    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
+    if "torch" in sys.modules:
+        from ckptool.bridge import from_torch as read
+    else:  # there can be no tensor of torch in the tree
+        from ckptool.pickles.reduce import from_live as read
+    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)
 
 
 def path_of(verb: str, path: Any) -> str:
