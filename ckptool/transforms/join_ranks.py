@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -35,23 +35,21 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, RankFolder
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
-from ckptool.names.arithmetic import Lookup
+from ckptool.names.arithmetic import Arithmetic, Lookup
 from ckptool.names.joining import JOIN_WAYS
-from ckptool.names.rule_files import JOIN_LOOK, read_join_rules
+from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, JoinRules, Rule, refuse_idle
+from ckptool.names.scope import Scope
 from ckptool.names.steps import steps_of
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"
 _CHUNK = re.compile(r"model([0-9]{1,3})?")
-
-Numbers = Callable[[dict[str, Any]], Lookup]
-"""The numbers that names in rules stand for, by the model's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +71,22 @@ class _RankTensor:
     owner: str
 
 
-def open_by_rules(file: PathLike, path: PathLike, at: str | None = None, *, part: bool = False) -> Opened:
-    """Opens a folder whose ranks' files are joined by the rules in `path`; of anything else, the layers are unstacked.
-
-    Raises what `read_join_rules`, `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not
-    there.
-    """
-    return open_joined(file, read_join_rules(os.fspath(path)), at, part=part)
-
-
 def open_joined(
-    file: PathLike, rules: JoinRules, at: str | None = None, *, part: bool = False, numbers: Numbers | None = None
+    file: PathLike,
+    rules: JoinRules,
+    at: str | None = None,
+    *,
+    part: bool = False,
+    given: Mapping[str, int] = {},
+    variables: Mapping[str, Arithmetic] = {},
 ) -> Opened:
-    """The same by rules that were read."""
+    """Opens a folder whose ranks' files are joined by rules; of anything else, the layers are unstacked.
+
+    given, variables: of the numbers in the rules, beside those of the configuration.
+    Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
+    """
     name, place = split(file)
-    found = joined(name, rules, numbers)
+    found = joined(name, rules, given, variables)
     if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = f"See what it is: {command('inspect', name)}"
@@ -108,10 +107,10 @@ def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
     return found
 
 
-def joined(path: str, rules: JoinRules, numbers: Numbers | None = None) -> Checkpoint | None:
+def joined(
+    path: str, rules: JoinRules, given: Mapping[str, int] = {}, variables: Mapping[str, Arithmetic] = {}
+) -> Checkpoint | None:
     """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
-
-    numbers: of names in the rules; by default those of the configuration beside the files.
 
     Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
     tensors; `Truncated` for missing ranks; `Conflict` for replicas that differ, and files of two iterations.
@@ -121,25 +120,25 @@ def joined(path: str, rules: JoinRules, numbers: Numbers | None = None) -> Check
         source = megatron.latest(source)
     if not isinstance(source, Folder) or not (names := _files(source)):
         return None
-    found = []
+    files, found = RankFolder(source), []
     for place, name in names:
         above, _, last = name.rpartition("/")
         file = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(name, file)
-        found.append((place, name, formats.read_alone(file)))
-    ranks = [_rank(source, place, name, each.tree) for place, name, each in found if not name.endswith(OPTIMIZER)]
+        each = formats.read_alone(file)
+        found.append((place, name, each.tree))
+        files.notes = [*({note.code: note for note in (*files.notes, *each.notes)}).values()]
+        files.discarded += each.discarded
+    ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
-    config = configuration(Checkpoint({}, "", source=source))
-    model, joiner = _model(source, ranks, rules, config.get if numbers is None else numbers(config))
+    scope = Scope(given, variables, configuration(Checkpoint({}, "", source=source)), {})
+    model = _model(files.joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
-    for _, name, each in found:
+    for _, name, tree in found:
         if name.endswith(OPTIMIZER):
-            beside[name.partition("/")[0]][OPTIMIZER] = each.tree
-    notes = {note.code: note for _, _, each in found for note in each.notes} | {n.code: n for n in joiner.notes()}
+            beside[name.partition("/")[0]][OPTIMIZER] = tree
     tree = {"model": model, "ranks": beside} if any(beside.values()) else model
-    facts = {"engine": "model-parallel ranks, joined by rules", "ranks": len(ranks)}
-    discarded = tuple(call for _, _, each in found for call in each.discarded)
-    return Checkpoint(tree, "model-parallel", facts, source, notes=tuple(notes.values()), discarded=discarded)
+    return files.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
 
 
 # The ranks -----------------------------------------------------------------------------------------------------------
@@ -201,8 +200,8 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> tuple[dict[str, Any], Joiner]:
-    joiner, model = Joiner(str(folder)), dict[str, Any]()
+def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> dict[str, Any]:
+    model: dict[str, Any] = {}
     shares: dict[str, list[_RankTensor]] = {}
     for name, rank, value in _named(ranks, rules.layers):
         if isinstance(value, TensorEntry):
@@ -236,7 +235,7 @@ def _model(folder: Folder, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
                 f"By {_said(rule)}, they should be the same.",
                 "If each has its own part, name the way in which it is divided; if one will do: first.",
             )
-    return model, joiner
+    return model
 
 
 def _said(rule: Rule) -> str:

@@ -118,7 +118,10 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
     rs = bool(adapter.config.get("use_rslora"))
     modules = [delta.module for delta in adapter.products]
     alphas = [alpha_of(delta, rs) for delta in adapter.products]
-    fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": _targets(modules, other_modules)}
+    ends = tuple(f".{module}" for module in modules)  # PEFT compares the ends of names, or an expression with all of it
+    is_clear = not any(other.endswith(ends) for other in other_modules)
+    targets = list(modules) if is_clear else "|".join(map(re.escape, modules))
+    fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": targets}
     for name, pattern, values in (
         ("r", "rank_pattern", [delta.rank for delta in adapter.products]),
         ("lora_alpha", "alpha_pattern", [int(alpha) if alpha == int(alpha) else alpha for alpha in alphas]),
@@ -129,14 +132,6 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
     fields["use_dora"] = any(delta.magnitude is not None for delta in adapter.deltas)
     fields["lora_bias"] = any(delta.method == BIAS for delta in adapter.deltas)
     return fields
-
-
-def _targets(modules: Sequence[str], others: Iterable[str]) -> list[str] | str:
-    """The modules by name; by an expression where a name is also the end of another module's, as PEFT compares."""
-    ends = tuple(f".{module}" for module in modules)
-    if any(other.endswith(ends) for other in others):
-        return "|".join(map(re.escape, modules))
-    return list(modules)
 
 
 # Converting ----------------------------------------------------------------------------------------------------------

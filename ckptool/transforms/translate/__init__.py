@@ -18,8 +18,9 @@ from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError
 from ckptool.names.rules import Translation
 from ckptool.names.scope import Scope
+from ckptool.names.steps import Matches
 from ckptool.transforms.rename import module_names
-from ckptool.transforms.translate.apply import KEEP, RootPlan, TranslatedRoot, carry_out, plan_steps, refuse_unused
+from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, carry_out, plan_steps, refuse_unused
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 
@@ -100,7 +101,7 @@ def translated_items(checkpoint: Checkpoint, translation: Translation, node: Map
     return carry_out(translation, plan, node, scope, KEEP).items
 
 
-def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: RootPlan) -> None:
+def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: Matches) -> None:
     keys = {key for step in plan.steps if step.rule.chain for key in step.keys}
     refuse_quantized(checkpoint, [node], "Changed", keys)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.compare import same_bytes
@@ -40,16 +40,7 @@ class TranslatedRoot:
     unfilled: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class RootPlan(Matches):
-    """The steps for one set of weights. tied, dropped, unfilled: keys that are left out."""
-
-    tied: list[str]
-    dropped: list[str]
-    unfilled: list[str]
-
-
-def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> RootPlan:
+def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> Matches:
     """Which keys of a set of weights go into which steps. Reads nothing but the zeros that are to be left out.
 
     Raises `Conflict` for a step of which a key is missing.
@@ -59,7 +50,7 @@ def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) 
     gone = steps_of(translation.drop, keys)
     found = steps_of(translation.rules, gone.rest, scope, ranges=scope.ranges(translation.ranges), there=node)
     dropped = [*tied, *(key for step in gone.steps for key in step.keys)]
-    return RootPlan(found.steps, found.rest, tied, dropped, unfilled)
+    return replace(found, dropped=dropped, tied=tied, unfilled=unfilled)
 
 
 def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -> None:
@@ -72,7 +63,7 @@ def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -
 
 
 def carry_out(
-    translation: Translation, plan: RootPlan, node: Mapping[Any, Any], scope: Scope, rest: str
+    translation: Translation, plan: Matches, node: Mapping[Any, Any], scope: Scope, rest: str
 ) -> TranslatedRoot:
     """The new items of a set of weights. Reads nothing yet.
 
