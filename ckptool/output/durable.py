@@ -35,11 +35,11 @@ ATTEMPTS = 100  # to make a temporary file that no other run takes for one that 
 UNTOUCHED = "Nothing else was changed: {} is as it was."
 
 
-def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
+def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool = False) -> str:
     """The path that a write to `target` replaces (a link's own target); raises if it cannot or must not be written.
 
-    Raises `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing
-    one.
+    sweep: what killed runs left beside it is removed, even where it is refused since it exists. Raises `OutputExists`
+    where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
     """
     path = os.fspath(target)
     if elsewhere := refused_place(path, writing=True):
@@ -47,7 +47,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
     real = os.path.realpath(path) if os.path.islink(path) else path
     why = "A file was to be written there."
     try:
-        status = os.stat(real)
+        mode = os.stat(real).st_mode
     except FileNotFoundError:
         if not os.path.isdir(folder := folder_of(real)):
             what = f"cannot write {path}: there is no folder {folder}"
@@ -55,15 +55,17 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool) -> str:
         if not os.path.basename(path):
             fix = Text("Name a file; or use -d for the folder, which is made.", python="Name a file.")
             raise FileProblem(f"cannot write {path}: it names a folder, which is not there", why, fix) from None
-        return real
+        mode = 0
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
-    if stat.S_ISDIR(status.st_mode):
+    if stat.S_ISDIR(mode):
         fix = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
         raise FileProblem(f"cannot write {path}: it is a folder", why, fix)
-    if not stat.S_ISREG(status.st_mode):
+    if mode and not stat.S_ISREG(mode):
         raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
-    if not overwrite:
+    if sweep:
+        sweep_folder(folder_of(real))
+    if mode and not overwrite:
         how = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
         raise OutputExists(f"{path} exists already", fix=how)
     return real
@@ -88,8 +90,7 @@ def replace_file(
     it durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
     then nothing is changed.
     """
-    sweep_folder(folder_of(check_target(target, overwrite=True)))
-    real = check_target(target, overwrite=overwrite)
+    real = check_target(target, overwrite=overwrite, sweep=True)
     temporary, fd = "", -1
     try:
         with write_problems(target):
