@@ -149,7 +149,7 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     from ckptool.checkpoint import Checkpoint
     from ckptool.errors import Conflict
     from ckptool.formats import torch_zip
-    from ckptool.output.sink import Sink, segments_of
+    from ckptool.output.sink import Sink
 
     path = written(FILE, tmp_path / "a.pt")
     for edits in range(directory.MAX_EDITS):
@@ -161,7 +161,7 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
         )
         assert plan is not None
         with path.open("r+b") as file:
-            Sink(file.fileno(), plan.keep, plan.nbytes, None).write(segments_of(plan))
+            Sink(file.fileno(), plan.keep, plan.nbytes, None).write(plan.files[""])
     checkpoint = read(path)
     assert checkpoint.tree["n"] == directory.MAX_EDITS - 1
     with pytest.raises(Conflict, match="edited in place 100 times"):
