@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
+from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
@@ -147,7 +148,11 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
             tree.setdefault("sharded_objects", {}).setdefault(found[1], {})[found[2]] = value
         elif found := _OF_OPTIMIZER.fullmatch(name):
             chained, slot, parameter, buffer = found.groups()
-            own = _settings(tree.setdefault("optimizer", {}), common.get("optimizer"), chained)
+            own, beside = tree.setdefault("optimizer", {}), fields(common.get("optimizer"))
+            for key in (int(chained) if chained else None, "optimizer"):  # to where its groups are in `common.pt`
+                inside = beside.get(key)
+                if isinstance(inside, dict) and "param_groups" not in beside:
+                    own, beside = own.setdefault(key, {}), inside
             if slot:
                 own.setdefault("state", {}).setdefault(parameter, {})[slot] = value
             else:
@@ -157,15 +162,6 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
         else:
             tree[name] = value
     return {key: value for key, value in tree.items() if key != "model" or value}
-
-
-def _settings(optimizer: dict[Any, Any], common: Any, chained: str | None) -> dict[Any, Any]:
-    """The dictionary in the optimizer that stands where the parameter groups do in `common.pt`."""
-    for key in (int(chained) if chained else None, "optimizer"):
-        inside = common.get(key) if isinstance(common, dict) else None
-        if isinstance(inside, dict) and "param_groups" not in common:
-            optimizer, common = optimizer.setdefault(key, {}), inside
-    return optimizer
 
 
 def _fill(tree: dict[Any, Any], common: dict[Any, Any], above: str = "") -> list[str]:
