@@ -53,14 +53,45 @@ def read(source: Input) -> Checkpoint:
     `Truncated` without `common.pt`, `Unsupported` for another backend, `Conflict` for files of two iterations.
     """
     assert isinstance(source, Folder)
-    if not is_run(source):
-        return _iteration(source)
     from ckptool import formats
 
-    last = latest(source)
-    found = formats.read_alone(last)
-    source.adopt(os.path.basename(last.path), last)
-    return replace(found, source=source)
+    if is_run(source):
+        last = latest(source)
+        found = formats.read_alone(last)
+        source.adopt(os.path.basename(last.path), last)
+        return replace(found, source=source)
+    backend = _backend(source)
+    if backend != "torch_dist":
+        what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
+        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
+        raise Unsupported(
+            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
+        )
+    if COMMON not in source:
+        what = f"{source} has no {COMMON}"
+        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
+    found = dcp.read(source)
+    beside = formats.read_alone(source.open(COMMON))
+    if not isinstance(beside.tree, dict):
+        raise Corrupt(f"{source}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
+    tree = _sorted_by_kind(found.tree, beside.tree)
+    collisions = _fill(tree, beside.tree)
+    _name_parameters(tree.get("optimizer"))
+    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
+    if collisions:
+        what = counted(len(collisions), "entry is", "entries are")
+        shown = listed(collisions, 3)
+        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
+    ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
+    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, beside.tree.get("iteration"))
+    return replace(
+        found,
+        tree=tree,
+        container=NAME,
+        metadata=found.metadata | facts,
+        notes=tuple(notes),
+        discarded=(*found.discarded, *beside.discarded),
+    )
 
 
 def latest(run: Folder) -> Folder:
@@ -87,43 +118,6 @@ def _backend(folder: Folder) -> str:
     table = json_or_none(os.path.join(folder.path, BACKEND), MAX_JSON) if BACKEND in folder else None
     backend = table.get("sharded_backend") if isinstance(table, dict) else None
     return backend if isinstance(backend, str) else ""
-
-
-def _iteration(folder: Folder) -> Checkpoint:
-    from ckptool import formats
-
-    backend = _backend(folder)
-    if backend != "torch_dist":
-        what = f"{folder} was saved by Megatron-Core with its backend {backend[:40]}"
-        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
-        raise Unsupported(
-            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
-        )
-    if COMMON not in folder:
-        what = f"{folder} has no {COMMON}"
-        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
-    found = dcp.read(folder)
-    beside = formats.read_alone(folder.open(COMMON))
-    if not isinstance(beside.tree, dict):
-        raise Corrupt(f"{folder}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
-    tree = _sorted_by_kind(found.tree, beside.tree)
-    collisions = _fill(tree, beside.tree)
-    _name_parameters(tree.get("optimizer"))
-    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
-    if collisions:
-        what = counted(len(collisions), "entry is", "entries are")
-        shown = listed(collisions, 3)
-        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
-    ranks = {match[1] for name in folder.names if (match := _RANK_FILE.fullmatch(name))}
-    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(folder, beside.tree.get("iteration"))
-    return replace(
-        found,
-        tree=tree,
-        container=NAME,
-        metadata=found.metadata | facts,
-        notes=tuple(notes),
-        discarded=(*found.discarded, *beside.discarded),
-    )
 
 
 def step_of(folder: Folder, iteration: Any) -> dict[str, int]:

@@ -157,15 +157,6 @@ def read_tag(folder: Folder) -> Checkpoint:
     return found
 
 
-def parallel(folder: Folder, name: str) -> Unsupported:
-    """The error for a model that is divided by tensor parallelism."""
-    return Unsupported(
-        f"{folder} was saved with tensor parallelism, which {name} is of",
-        "Each rank has parts of the weights, and how those are joined depends on the model.",
-        "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder here.",
-    )
-
-
 # A rank's share ------------------------------------------------------------------------------------------------------
 
 
