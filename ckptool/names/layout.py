@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -110,16 +111,11 @@ def _field(config: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
     if isinstance(value, (list, tuple)):  # one for each block
         return all(_is_one_of(each, texts) for each in value)
-    if type(value) in (int, float):
-        return any(_is_number(text, value) for text in texts)
+    for text in texts if type(value) in (int, float) else ():
+        with suppress(ValueError):
+            if float(text) == value:
+                return True
     return (value if isinstance(value, str) else json.dumps(value, default=str)) in texts
-
-
-def _is_number(text: str, value: float) -> bool:
-    try:
-        return float(text) == value
-    except ValueError:
-        return False
 
 
 _RANKED = re.compile(r"(.+) \[(\d{1,3})\]")
@@ -229,7 +225,7 @@ def without_base(rules: Translation, base: str) -> Translation:
         rules,
         rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
         drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
-        unfill=tuple(replace(fill, name=bare(fill.name)) for fill in rules.unfill),
+        unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
         tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
     )
 

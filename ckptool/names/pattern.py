@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import comb, prod
@@ -41,13 +41,15 @@ class Variable:
 class Name:
     """One name of a rule. digits: the variables of the rule that are numbers, since arithmetic is done with them.
 
-    expression: the regular expression of a rule with `re:`, of the side that is filled in, too.
+    expression: the regular expression of a rule with `re:`, of the side that is filled in, too.  matches: the test of a
+    name that is only matched, as those of `--only`: `*` crosses dots, `re:` is searched for.
     """
 
     text: str
     pieces: tuple[str | Variable | Arithmetic, ...] = ()
     digits: frozenset[str] = frozenset()
     expression: re.Pattern[str] | None = None
+    matches: Matcher | None = None
 
     @cached_property
     def variables(self) -> dict[str, str]:
@@ -106,6 +108,8 @@ class Name:
         ranges: how many values a variable has, where arithmetic has several. Raises `UsageError` where it has two
         solutions, for a key that is too long, and what evaluating it raises.
         """
+        if self.matches is not None:
+            return {"": key} if self.matches(key) else None
         if self.open_ended > 2 and comb(len(key), self.places) > MANY_WAYS:
             what = f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.places} places for them"
             raise UsageError(what, "They could match it in too many ways: write fewer of *.")
@@ -130,16 +134,6 @@ class Name:
             match = self.expression.fullmatch(groups[""])
             return match.expand(self.text) if match else groups[""]
         return "".join([piece if isinstance(piece, str) else _filled(piece, groups, lookup) for piece in self.pieces])
-
-
-@dataclass(frozen=True)
-class Glob(Name):
-    """A pattern that is only matched, as those of `--only`: `*` crosses dots, `re:` is searched for."""
-
-    matches: Matcher = field(kw_only=True)
-
-    def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
-        return {"": key} if self.matches(key) else None
 
 
 def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str:
@@ -202,19 +196,15 @@ def parse_name(text: str) -> Name:
         elif _WORD.fullmatch(inner):
             pieces.append(Variable(match[0], inner, f"v_{inner}"))
         else:
-            pieces.append(_arithmetic(inner))
+            try:
+                pieces.append(parse_arithmetic(inner))
+            except UsageError:
+                what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
+                raise UsageError(what) from None
     name = Name(text, tuple(piece for piece in (*pieces, text[at:]) if piece != ""))
     if len(pieces) > MANY_OPEN and name.open_ended > MANY_OPEN:
         raise UsageError(f"{text!r} has {stars:,} *", "They could match a key in too many ways.")
     return name
-
-
-def _arithmetic(inner: str) -> Arithmetic:
-    try:
-        return parse_arithmetic(inner)
-    except UsageError:
-        what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
-        raise UsageError(what) from None
 
 
 def parse_expressions(old: str, new: str) -> tuple[Name, Name]:

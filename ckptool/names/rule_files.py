@@ -35,8 +35,8 @@ from ckptool.errors import UsageError, listed, printable
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.names.chain import Operation
 from ckptool.names.joining import JOIN_WAYS
-from ckptool.names.pattern import Glob, parse_name, split_names
-from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, ZeroFill, parse_rules
+from ckptool.names.pattern import Name, parse_name, split_names
+from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, parse_rules
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
 FUNCTIONS = ("size", "count", "root")
@@ -64,19 +64,14 @@ def rules_tree(path: str, look: str) -> Any:
     try:
         return yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
-        line, problem = _place_in(text, error)
+        line, problem = 1, str(error)
+        if (mark := getattr(error, "problem_mark", None)) is not None:
+            line, problem = mark.line + 1, str(getattr(error, "problem", ""))
+        elif isinstance(at := getattr(error, "position", None), int):  # of an invalid character: the offset only
+            line, problem = text.count("\n", 0, at) + 1, f"the character {text[at : at + 1]!r} cannot be in YAML"
         raise UsageError(f"{path}, line {line}: {problem}", "The rules file is not valid YAML.", look) from None
     except RecursionError:
         raise UsageError(f"{path} is nested too deep", "Rules are not nested like this.", look) from None
-
-
-def _place_in(text: str, error: Any) -> tuple[int, str]:
-    """The line of a YAML error and the problem; for an invalid character, PyYAML gives the offset only."""
-    if (mark := getattr(error, "problem_mark", None)) is not None:
-        return mark.line + 1, str(error.problem)
-    if isinstance(at := getattr(error, "position", None), int):
-        return text.count("\n", 0, at) + 1, f"the character {text[at : at + 1]!r} cannot be in YAML"
-    return 1, str(error)
 
 
 def scalar_text(node: Any) -> str:
@@ -197,17 +192,14 @@ def _optional(node: Any, path: str) -> tuple[Rule, ...]:
     return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
 
 
-def _expressions(functions: tuple[str, ...]) -> Callable[[Any, str], dict[str, Arithmetic]]:
-    def read(node: Any, path: str) -> dict[str, Arithmetic]:
-        found = {}
-        for key, value in items(node, path, "mapping"):
-            try:
-                found[scalar_text(key)] = parse_arithmetic(scalar_text(value), functions)
-            except UsageError as error:
-                raise error.within(line_of(key, path)) from None
-        return found
-
-    return read
+def _expressions(node: Any, path: str) -> dict[str, Arithmetic]:
+    found = {}
+    for key, value in items(node, path, "mapping"):
+        try:
+            found[scalar_text(key)] = parse_arithmetic(scalar_text(value), FUNCTIONS)
+        except UsageError as error:
+            raise error.within(line_of(key, path)) from None
+    return found
 
 
 def _patterns(node: Any, path: str) -> tuple[Rule, ...]:
@@ -216,7 +208,7 @@ def _patterns(node: Any, path: str) -> tuple[Rule, ...]:
 
 def dropping(pattern: str, place: str = "") -> Rule:
     """The rule that leaves out the keys of a pattern. Raises `UsageError` for an invalid expression."""
-    return Rule(pattern, place, (Glob(pattern, matches=matcher(pattern)),), ())
+    return Rule(pattern, place, (Name(pattern, matches=matcher(pattern)),), ())
 
 
 def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
@@ -226,7 +218,7 @@ def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
 _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 
 
-def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
+def _fills(node: Any, path: str) -> tuple[Rule, ...]:
     found = []
     for each in items(node, path, "sequence"):
         match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
@@ -235,8 +227,8 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
-            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
-            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
+            zeros = Operation("zeros", tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip()))
+            found += [Rule(text, place, (parse_name(old),), (parse_name(each),), (zeros,)) for each in split_names(new)]
         except UsageError as error:
             raise error.within(place) from None
     return tuple(found)
@@ -245,8 +237,8 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
 _SECTIONS: dict[str, Callable[[Any, str], Any]] = {
     "rules": _rules,
     "optional": _optional,
-    "variables": _expressions(FUNCTIONS),
-    "ranges": _expressions(FUNCTIONS),
+    "variables": _expressions,
+    "ranges": _expressions,
     "drop": _patterns,
     "drop_new": _patterns,
     "tied": _ties,
@@ -267,10 +259,6 @@ def read_join_rules(path: str) -> JoinRules:
         raise UsageError(what, "", fix)
     found = _once(node, path, _JOIN_SECTIONS, JOIN_LOOK)
     return JoinRules(path, **{name: _JOIN_SECTIONS[name](each, path) for name, each in found.items()})
-
-
-def _joins(node: Any, path: str) -> tuple[Rule, ...]:
-    return tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items())
 
 
 def _join(pattern: str, node: Any, path: str) -> Rule:
@@ -295,7 +283,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
         raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
     try:
         numbers = tuple(parse_arithmetic(texts[name]) for name in needed if name != "like")
-        matched = Glob(pattern, matches=matcher(pattern))
+        matched = Name(pattern, matches=matcher(pattern))
     except UsageError as error:
         raise error.within(place) from None
     return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, words=texts.get("like", "")),))
@@ -310,4 +298,8 @@ def _prefixes(node: Any, path: str) -> tuple[str, ...]:
     return tuple(_name(each, path).removesuffix(".") for each in names)
 
 
-_JOIN_SECTIONS: dict[str, Callable[[Any, str], Any]] = {"join": _joins, "layers": _prefixes, "unstack": _prefixes}
+_JOIN_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "join": lambda node, path: tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items()),
+    "layers": _prefixes,
+    "unstack": _prefixes,
+}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.commands import arg
 from ckptool.errors import UsageError, listed
-from ckptool.names.arithmetic import Arithmetic, Functions, Lookup, Unbound, unbound
+from ckptool.names.arithmetic import Arithmetic, Functions, Unbound, unbound
 from ckptool.names.pattern import Groups, parse_name
 
 Number = Callable[[Arithmetic], int]
@@ -63,22 +63,22 @@ class Scope:
 
     @property
     def functions(self) -> Functions:
-        return {"size": self._size, "count": self._count, "root": self._root}
+        def size(name: Any = None, axis: Any = None, *more: Any) -> int | None:
+            shape = getattr(self.node.get(name), "shape", None) or ()
+            return shape[axis] if not more and type(axis) is int and -len(shape) <= axis < len(shape) else None
 
-    def _size(self, name: Any = None, axis: Any = None, *more: Any) -> int | None:
-        shape = getattr(self.node.get(name), "shape", None) or ()
-        return shape[axis] if not more and type(axis) is int and -len(shape) <= axis < len(shape) else None
+        def count(name: Any = "", *more: Any) -> int | None:
+            """How many values the first variable of a name has among the keys; None where no key matches."""
+            parsed = parse_name(str(name))
+            group = next(iter(parsed.variables), None)
+            matches = ((key, parsed.pattern.fullmatch(key)) for key in self.node if type(key) is str)
+            found = {match[group] if group else key for key, match in matches if match is not None}
+            return None if more else len(found) or None
 
-    def _count(self, name: Any = "", *more: Any) -> int | None:
-        """How many values the first variable of a name has among the keys; None where no key matches."""
-        parsed = parse_name(str(name))
-        group = next(iter(parsed.variables), None)
-        matches = ((key, parsed.pattern.fullmatch(key)) for key in self.node if type(key) is str)
-        found = {match[group] if group else key for key, match in matches if match is not None}
-        return None if more else len(found) or None
+        def root(number: Any = None, *more: Any) -> int | None:
+            return isqrt(number) if not more and type(number) is int and number >= 0 else None
 
-    def _root(self, number: Any = None, *more: Any) -> int | None:
-        return isqrt(number) if not more and type(number) is int and number >= 0 else None
+        return {"size": size, "count": count, "root": root}
 
     def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
         """How many values each variable with a range has, as far as that is known."""
@@ -86,14 +86,12 @@ class Scope:
 
     def number(self, groups: Groups) -> Number:
         """A function that evaluates expressions where the variables of names stand for these texts."""
-        return lambda expression: expression.value(self._with(groups))
 
-    def _with(self, groups: Groups) -> Lookup:
         def lookup(name: str) -> int | None:
             text = groups.get(f"v_{name}", "")
             return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else self.lookup(name)
 
-        return lookup
+        return lambda expression: expression.value(lookup)
 
     def refuse_unused(self, known: Collection[str]) -> None:
         """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""

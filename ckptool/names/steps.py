@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.names.pattern import Groups
-from ckptool.names.rules import Rule
+from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
 from ckptool.names.scope import Scope
 
 Overs = tuple[tuple[str, int], ...]
@@ -41,19 +41,6 @@ class Step:
         return {**self.groups, **{f"v_{name}": str(number) for name, number in overs}}
 
 
-@dataclass(slots=True)
-class Matches:
-    """The steps for some names, in the order of the first name of each, and the names that no rule takes."""
-
-    steps: list[Step]
-    rest: list[str]
-
-    @property
-    def used(self) -> set[tuple[str, str]]:
-        """The rules that take any, by `origin`."""
-        return {step.rule.origin for step in self.steps}
-
-
 def steps_of(
     rules: Iterable[Rule],
     names: Iterable[str],
@@ -61,8 +48,8 @@ def steps_of(
     *,
     ranges: Mapping[str, int] = {},
     there: Collection[object] = (),
-) -> Matches:
-    """Gives every name to the first rule that matches it. Reads nothing.
+) -> tuple[list[Step], list[str]]:
+    """The steps for some names, each taken by the first rule that matches it, and the names that no rule takes.
 
     scope, ranges: of the numbers in names.  there: all names, of which some rules want one beside theirs.
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
@@ -80,10 +67,13 @@ def steps_of(
                     continue
             except UsageError as error:
                 raise rule.within(error) from None
-            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over))
-            shared = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-            step = found.setdefault((id(rule), *sorted(shared.items())), Step(rule, shared, {}))
-            keys = step.inputs.setdefault(overs, [None] * len(rule.old))
+            overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over)) if rule.over else ()
+            if overs:
+                groups = {group: text for group, text in groups.items() if group[2:] not in rule.over}
+            place = (id(rule), *sorted(groups.items()))
+            if place not in found:
+                found[place] = Step(rule, groups, {})
+            keys = found[place].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
                 raise rule.error(what, "The rule takes one of them.")
@@ -93,7 +83,7 @@ def steps_of(
             rest.append(key)
     for step in found.values():
         _refuse_incomplete(step)
-    return Matches([*found.values()], rest)
+    return [*found.values()], rest
 
 
 def _refuse_incomplete(step: Step) -> None:
@@ -121,10 +111,27 @@ def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule
     Raises `UsageError`, which points at the rule, where a number would be below zero.
     """
     found = {}
-    for step in steps_of(rules, names).steps:
+    for step in steps_of(rules, names)[0]:
         (name,) = step.keys
         try:
             found[name] = step.rule, step.rule.new[0].fill(step.groups)
         except UsageError as error:
             raise step.rule.within(error, [name]) from None
     return found
+
+
+def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], str]:
+    """A function from a key to its new one by the first rule that matches it, also for keys that are not among these.
+
+    Raises `NoMatch` for a rule that takes none of the keys.
+    """
+    found = renamed(rules, keys)
+    used = {rule.origin for rule, _ in found.values()}
+    idle = [rule for rule in rules if rule.origin not in used]
+    hidden = any(renamed([rule], keys) for rule in idle)
+    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY)
+
+    def rename(key: str) -> str:
+        return (found if key in keys else renamed(rules, [key])).get(key, (None, key))[1]
+
+    return rename

@@ -19,6 +19,15 @@ Builder = Callable[[tuple[Any, ...]], Any]
 """Makes the value of a known call from its arguments; returns `NotImplemented` for arguments that it does not know."""
 
 
+class TakesState:
+    """What a builder makes of an object without arguments, to be given its state (BUILD): a leaf of the tree."""
+
+    __slots__ = ()
+
+    def fill(self, state: Any) -> None:
+        raise NotImplementedError
+
+
 Spend = Callable[[int], None]
 """Says that a call copies what takes at least so many bytes in a file; see `purse`."""
 

@@ -18,7 +18,7 @@ from ckptool.checkpoint.nodes import (
     is_hashable,
 )
 from ckptool.errors import CkptoolError, UnsafeObject, counted
-from ckptool.pickles.builders import Builder
+from ckptool.pickles.builders import Builder, TakesState
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.reader import PickleReader
@@ -182,6 +182,8 @@ class ObjectMaker:
         if type(target) is Object and target.state is MISSING:
             target.state = state
             self._used(target)
+        elif isinstance(target, TakesState):
+            target.fill(state)
         elif (
             type(target) is OrderedDict
             and target.attributes is None

@@ -8,7 +8,6 @@ from html import escape
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
 from ckptool.facts import Note, Report, Table, Told, Verbatim
 from ckptool.render.lines import lines
@@ -34,7 +33,6 @@ def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
     return "".join(pieces[:kept]) + (rest.format(f"{left:,}") if left else "")
 
 
-@provides("html", Checkpoint)
 def checkpoint_html(checkpoint: Checkpoint) -> str:
     """An opened checkpoint: its parts and an outline of their tensors."""
     from ckptool.analysis.inspect import listing

@@ -27,15 +27,9 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
-from ckptool.output import (
-    NewFolder,
-    StreamingSha256,
-    digest_of,
-    make_folder,
-    remove_folder,
-    replace_file,
-    sweep_folder,
-)
+from ckptool.output import make_folder, replace_file, sweep_folder
+from ckptool.output.folders import NewFolder, remove_folder
+from ckptool.output.hashing import StreamingSha256, digest_of
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 from ckptool.training.lock import OTHER_RUN
 
@@ -150,6 +144,7 @@ class Store:
         def begin() -> str:
             self.refuse_others(step - 1, step)
             made.append(NewFolder(os.path.join(self.folder, name_of(step, ".dcp"))))
+            made[0].begin()
             return made[0].path
 
         try:

@@ -154,7 +154,11 @@ def slot_names_in(
     found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
     wrong: CkptoolError | None = None
     for root in roots:
-        own = parameters_of(root, _buffers_beside(root, whole))
+        # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
+        holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
+        buffer_names = holder.get("buffer_names") if isinstance(holder, dict) else None
+        beside = [name for name in buffer_names if type(name) is str] if isinstance(buffer_names, list) else []
+        own = parameters_of(root, dict.fromkeys(beside, BUFFER))
         if len(own) > len(slots):
             own = {name: shape for name, shape in own.items() if name not in buffers}
         try:
@@ -214,20 +218,19 @@ def _in_order(optimizer: Mapping[str, Any], parameters: Shapes) -> dict[Any, str
     left = [list(reversed(group["params"])) for group in optimizer["param_groups"]]
     if sum(map(len, left)) != len(parameters):
         return None
+    # A slot without tensors fits every shape; the step, a number, says nothing.
+    shapes = {
+        slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
+        for slot, state in optimizer["state"].items()
+        if isinstance(state, dict)
+    }
     found: dict[Any, str] = {}
     for name, shape in parameters.items():
-        fits = [slots for slots in left if slots and _agrees(optimizer["state"].get(slots[-1]), shape)]
+        fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
         if len(fits) != 1:
             return None
         found[fits[0].pop()] = name
     return found
-
-
-def _agrees(slot: Any, shape: tuple[int, ...]) -> bool:
-    """True where a tensor of a slot has the shape, or it has none; the step, a number, says nothing."""
-    values = slot.items() if isinstance(slot, dict) else ()
-    shapes = [value.shape for key, value in values if isinstance(value, TensorEntry) and key != "step"]
-    return not shapes or shape in shapes
 
 
 def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
@@ -251,13 +254,6 @@ def in_model_order(tensors: Mapping[Any, Any]) -> bool:
     dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
     names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
     return len(names) < 3 or names != sorted(names)
-
-
-def _buffers_beside(root: StateDict, whole: Checkpoint) -> dict[str, str]:
-    """The names that DeepSpeed lists beside the weights as those of buffers, which no optimizer has, and their kind."""
-    holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
-    names = holder.get("buffer_names") if isinstance(holder, dict) else None
-    return dict.fromkeys((name for name in names if type(name) is str), BUFFER) if isinstance(names, list) else {}
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from ckptool.conventions.state_dicts import (
     without_wrappers,
 )
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
-from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
-from ckptool.names.steps import renamed
 
 Rename = Callable[[str], str]
 
@@ -235,18 +233,3 @@ def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> di
             raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
         replaced[id(state)] = same_kind(state, items)
     return replaced
-
-
-def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence[Rule]) -> Renamed:
-    """Renames keys by the first rule that matches each. Raises `NoMatch` for a rule that matches no key."""
-    names = dict.fromkeys(key for root in roots for key in root.names())
-    found = renamed(rules, names)
-    used = {rule.origin for rule, _ in found.values()}
-    idle = [rule for rule in rules if rule.origin not in used]
-    hidden = any(renamed([rule], names) for rule in idle)
-    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY)
-
-    def rename(key: str) -> str:
-        return (found if key in names else renamed(rules, [key])).get(key, (None, key))[1]
-
-    return apply(checkpoint, roots, rename)

@@ -15,7 +15,7 @@ from ckptool.commands import Command, argument, as_argument, command, verb
 from ckptool.errors import printable
 from ckptool.facts import Page
 from ckptool.formats import torch_zip
-from ckptool.output import replace_folder
+from ckptool.output.folders import replace_folder
 from ckptool.pickles.reduce import array_entry, from_live
 from ckptool.verbs._options import Overwrite
 

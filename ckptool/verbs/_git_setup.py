@@ -30,7 +30,8 @@ from ckptool.commands import option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, counted, listed, printable
 from ckptool.errors import quoted as shell_word
 from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
-from ckptool.output import check_target, digest_of, make_folder, replace_file
+from ckptool.output import check_target, make_folder, replace_file
+from ckptool.output.hashing import digest_of
 from ckptool.pickles.plain import expand
 from ckptool.verbs._options import DryRun
 

@@ -169,9 +169,10 @@ def _opened(
         if against is not None:
             what = f"{arg('against')} takes FSDP's flat parameters apart, and {arg('rules_file')} joins other files"
             raise UsageError(what, "No folder needs both.", "Leave out one of them.")
-        from ckptool.transforms.join_ranks import open_by_rules
+        from ckptool.names.rule_files import read_join_rules
+        from ckptool.transforms.join_ranks import open_joined
 
-        return open_by_rules(file, rules_file, at, part=part)
+        return open_joined(file, read_join_rules(os.fspath(rules_file)), at, part=part)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.layouts.flat_parameters import rebuilt

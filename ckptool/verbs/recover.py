@@ -215,7 +215,7 @@ def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unkn
     if container.tensors_only:
         tree = found.checkpoint.tree
         refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
-    formats.refuse_suffix(target, container, original, str(source))
+    formats.refuse_name(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         return original, Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     with no_collection():

@@ -10,7 +10,8 @@ from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike
 from ckptool.names.rule_files import renaming
-from ckptool.transforms.rename import by_rules
+from ckptool.names.steps import by_rules
+from ckptool.transforms.rename import apply
 from ckptool.verbs._options import ChangedAt, Out, files_and_rules
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change, renamed_file
 
@@ -52,5 +53,6 @@ def rename(
         why = "A rule is OLD => NEW."
         raise UsageError(what, why, f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}")
     change = begin_change("rename", file, out, at, options)
-    renamed = by_rules(change.part, model_state_dicts(change.part, named=change.named), parsed)
+    roots = model_state_dicts(change.part, named=change.named)
+    renamed = apply(change.part, roots, by_rules(parsed, dict.fromkeys(key for root in roots for key in root.names())))
     return renamed_file(change, renamed, clean="the rules leave every key as it is")

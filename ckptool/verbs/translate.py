@@ -17,10 +17,8 @@ from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded.writing import divided
-from ckptool.names.arithmetic import Lookup
 from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.names.rules import Translation, parse_rules, parse_setting
-from ckptool.names.scope import Scope
 from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.flatten import export, left_behind, siblings
@@ -107,12 +105,9 @@ def translate(
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:
-        def numbers(config: dict[str, Any]) -> Lookup:
-            return Scope(given, translation.variables, config, {}).lookup
-
         if translation.join is None or reverse or not isinstance(file, (str, os.PathLike)):
             return open_to_change(file, at)
-        return open_joined(file, translation.join, at, numbers=numbers)
+        return open_joined(file, translation.join, at, given=given, variables=translation.variables)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)

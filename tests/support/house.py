@@ -54,7 +54,7 @@ DESIGNS = {
     "engines that match names": """
         steps.steps_of places.Places optimizers.slot_names suggest.suggest
         warm_start_plan.plan_warm_start fit.find_way""",
-    "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner join_ranks.joined",
+    "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner",
     "JSON languages for trees": "unpacking sidecar bundle_json",
 }
 

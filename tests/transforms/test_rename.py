@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,21 @@ from torch import nn
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.conventions.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import StateDict, model_state_dicts
 from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
 from ckptool.names import steps
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
-from ckptool.transforms.rename import Renamed, apply, by_rules
+from ckptool.transforms.rename import Renamed, apply
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.files import opened, weights
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.stripping import stripped
+
+
+def by_rules(checkpoint: Checkpoint, roots: Sequence[StateDict], rules: Sequence[Rule]) -> Renamed:
+    return apply(checkpoint, roots, steps.by_rules(rules, dict.fromkeys(key for root in roots for key in root.names())))
 
 
 def renamed(value: Any, folder: Path, *rules: str) -> Renamed:

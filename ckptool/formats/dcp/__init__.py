@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
@@ -31,7 +33,7 @@ from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
-from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Described, Path, Place, Tables, table_names
+from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Path, Place, Saved, Tables, table_names
 from ckptool.formats.folder import number_in, refuse_other_steps
 from ckptool.formats.pieces import Joiner, Piece
 
@@ -74,8 +76,13 @@ def read(source: Input) -> Checkpoint:
     if isinstance(source, Source) and not _is_table(source):
         return _of_a_rank(tables, payloads, os.path.basename(source.path))
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
-    payloads.open_in_order(tables.values)
-    values = {name: _value(joined, payloads, name, value) for name, value in tables.values.items()}
+    chunks = payloads.opened(tables.values)
+    values = {
+        name: _object(joined, payloads, name, [place for _, place in value.chunks])
+        if value.dtype is None
+        else _tensor(joined, name, value, value.dtype, chunks.pop(name))
+        for name, value in tables.values.items()
+    }
     untied = _check_steps(tables, values)
     tree, metadata, notes = tree_pickle.restored(values)
     if tree is None:
@@ -167,22 +174,18 @@ def _flattened(tables: Tables) -> PartOf | None:
 # The values ----------------------------------------------------------------------------------------------------------
 
 
-def _value(joined: Joiner, payloads: Payloads, name: str, value: Described) -> Any:
-    if value.dtype is None:
-        return _object(joined, payloads, name, [place for _, place in value.chunks])
-    chunks = []
-    for box, place in value.chunks:
-        begin, sizes = box
-        entry, owner = payloads.chunk(name, place, box, value.dtype), _owner(place)
-        if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, value.dtype):
-            meant = f"the chunk of {name} at {list(begin)} should be {value.dtype}{list(sizes)}"
-            what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
+def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list[Any]) -> TensorEntry:
+    pieces = []
+    for entry, ((begin, sizes), place) in zip(entries, value.chunks, strict=True):
+        if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, dtype):
+            meant = f"the chunk of {name} at {list(begin)} should be {dtype}{list(sizes)}"
+            what = f"{joined.where}: {meant}, the file of {_owner(place.file)} has {entry!r:.100}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
-        chunks.append(Piece(entry, begin, owner))
-    if len(chunks) > 1 and all(chunk.entry.shape == value.shape for chunk in chunks):  # as buffers in tables of ranks
-        whole = joined.replicated(name, chunks)
+        pieces.append(Piece(entry, begin, _owner(place.file)))
+    if len(pieces) > 1 and all(piece.entry.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
+        whole = joined.replicated(name, pieces)
     else:
-        whole = joined.tensor(name, value.shape, value.dtype, chunks)
+        whole = joined.tensor(name, value.shape, dtype, pieces)
     return whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))  # tied names are two tensors
 
 
@@ -202,9 +205,10 @@ def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
 
-def _owner(place: Place) -> str:
-    found = _RANK.match(place.file)
-    return f"rank {int(found[1])} ({place.file})" if found else place.file
+@lru_cache(1 << 10)
+def _owner(file: str) -> str:
+    found = _RANK.match(file)
+    return f"rank {int(found[1])} ({file})" if found else file
 
 
 def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) -> Any:
@@ -215,7 +219,7 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
         if same is None and name not in joined.not_compared:
             joined.not_compared.append(name)
         if same is False:
-            joined.different[name] = f"that of {_owner(first)} is taken, {_owner(other)} has another"
+            joined.different[name] = f"that of {_owner(first.file)} is taken, {_owner(other.file)} has another"
             break
     return payloads.object(name, first)
 

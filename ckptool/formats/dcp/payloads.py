@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Folder, Part
 from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.dcp import compressed
-from ckptool.formats.dcp.tables import Described, Place
+from ckptool.formats.dcp.tables import Place, Saved
 from ckptool.formats.dcp.templates import Templates
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.pieces import Box
@@ -30,7 +30,6 @@ class Payloads:
 
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
-    _chunks: dict[tuple[str, int, Box, str], Any] = field(default_factory=dict)
     _templates: Templates = field(default_factory=Templates)
     _streams: compressed.Streams = field(default_factory=compressed.Streams)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
@@ -45,32 +44,32 @@ class Payloads:
             return value
         return self._zip(name, part).tree
 
-    def chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
-        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that.
+    def opened(self, values: dict[str, Saved]) -> dict[str, list[Any]]:
+        """The chunks of all tensors, or what else stands in their places, in the order of the table.
 
-        The same at one place for several names, which are tied.
+        One file after the other: a thousand ranks have more files than may be open at once. The same at one place for
+        several names, which are tied.
         """
-        several = (place.file, place.offset) in self._safetensors  # whose tensors all have its own place
-        key = (place.file, place.offset, box, name if several else "")
-        if key not in self._chunks:
-            self._chunks[key] = self._chunk(name, place, box, dtype)
-        return self._chunks[key]
-
-    def open_in_order(self, values: dict[str, Described]) -> None:
-        """Opens the chunks of all tensors file by file: a thousand ranks have more files than may be open at once."""
-        places = [
-            (place.file, place.offset, name, index)
-            for name, value in values.items()
-            if value.dtype is not None
-            for index, (_, place) in enumerate(value.chunks)
-        ]
-        for _, _, name, index in sorted(places):
-            value = values[name]
+        by_file: dict[str, list[tuple[str, int, DType]]] = {}
+        found: dict[str, list[Any]] = {}
+        for name, value in values.items():
             if value.dtype is not None:
-                box, place = value.chunks[index]
-                self.chunk(name, place, box, value.dtype)
+                found[name] = [None] * len(value.chunks)
+                for number, (_, place) in enumerate(value.chunks):
+                    by_file.setdefault(place.file, []).append((name, number, value.dtype))
+        for chunks in by_file.values():
+            known: dict[tuple[int, Box, str], Any] = {}
+            for name, number, dtype in chunks:
+                box, place = values[name].chunks[number]
+                key = (place.offset, box, name if (place.file, place.offset) in self._safetensors else "")
+                if key not in known:
+                    known[key] = self.chunk(name, place, box, dtype)
+                found[name][number] = known[key]
+            chunks.clear()
+        return found
 
-    def _chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
+    def chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
+        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
         part = self._part(place)
         if place.transforms:
             compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")

@@ -8,8 +8,11 @@ size of every tensor and the chunks of that rank alone; nothing says how many ra
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
@@ -27,6 +30,8 @@ from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.pieces import Box
 from ckptool.formats.placements import sizes_of
+from ckptool.pickles.builders import TakesState
+from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 
 METADATA = ".metadata"
@@ -38,8 +43,7 @@ Key = tuple[str, tuple[int, ...] | None]  # a name, and the offsets of a chunk; 
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The place of a chunk or an object: a file of the folder, and the range of its bytes."""
 
     file: str
@@ -49,15 +53,19 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Described:
-    """A value as the tables describe it. chunks: of a tensor, where each of its blocks is; of an object (without a
-    dtype), where each rank that has one saved it.
+class Saved:
+    """A value as a table describes it. chunks: of a tensor, where each of its blocks is; of an object (without a
+    dtype), where each rank that has one saved it.  path: in the nested dictionaries that were saved, where it is known.
     """
 
     shape: tuple[int, ...] = ()
     dtype: DType | None = None
     requires_grad: bool = False
     chunks: list[tuple[Box, Place]] = field(default_factory=list)
+    path: Path = ()
+
+    def __str__(self) -> str:
+        return "an object" if self.dtype is None else f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -65,27 +73,20 @@ class Tables:
     """What the tables of a folder say together. unused: names that have data and are not described.
 
     paths: for every name its path in the nested dictionaries that were saved, unchecked.
+    files: those that values are in, and how many are in each.
     """
 
     folder: Folder
     names: list[str]
-    values: dict[str, Described] = field(default_factory=dict)
+    values: dict[str, Saved] = field(default_factory=dict)
     paths: dict[Any, Any] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     versions: set[str] = field(default_factory=set)
     discarded: list[Any] = field(default_factory=list)
+    files: Counter[str] = field(default_factory=Counter)
 
     def damaged(self, what: str, name: str = "") -> Corrupt:
         return Corrupt(f"{self.folder}: its {name or self.names[0]} {what}", "The table is damaged or malicious.")
-
-    @property
-    def files(self) -> dict[str, int]:
-        """The files that values are in, and how many are in each."""
-        count: dict[str, int] = {}
-        for value in self.values.values():
-            for _, place in value.chunks:
-                count[place.file] = count.get(place.file, 0) + 1
-        return count
 
     def add(self, name: str) -> None:
         """Reads a table, and adds what it says to that of the others."""
@@ -93,7 +94,7 @@ class Tables:
         described = facts.get("state_dict_metadata")
         if not isinstance(described, dict) or not all(type(key) is str for key in described):
             raise self.damaged("has no table of names", name)
-        places = self._places(name, facts.get("storage_data"))
+        places = self._places(name, facts.pop("storage_data", None))
         for key, node in described.items():
             self._add_value(name, key, node, places)
         self.unused.update(key for key, _ in places)
@@ -108,7 +109,9 @@ class Tables:
         if source.size > MAX_METADATA:
             raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
         data = source.read(0, source.size)
-        decoded = decode(data, no_storage, _BUILDERS, name=str(source), file_bytes=source.size)
+        odd: list[Any] = []
+        entries = {fn: partial(_entry, kind, odd) for fn, kind in _ENTRIES.items()}
+        decoded = decode(data, no_storage, {**_BUILDERS, **entries}, name=str(source), file_bytes=source.size)
         if decoded.end != len(data):
             raise Ambiguous(
                 f"{source} has {len(data) - decoded.end:,} bytes after its end", "Another pickle may be hidden there."
@@ -117,7 +120,7 @@ class Tables:
             what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
             why = "Another program wrote it."
             raise NotACheckpoint(what, why, f"Name the file: {other_program('ls', self.folder.path)}")
-        self.discarded += decoded.aside()
+        self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
         fields: dict[Any, Any] = decoded.root.attributes
         return fields
 
@@ -126,9 +129,8 @@ class Tables:
         if not isinstance(table, dict):
             raise self.damaged("does not say where its values are", name)
         places: dict[Key, Place] = {}
-        files: dict[str, str] = {}
         for index, info in table.items():
-            key, place = _key(index), _place(info, files)
+            key, place = _read(index, "MetadataIndex"), _read(info, "_StorageInfo")
             if key is None or place is None:
                 raise self.damaged(f"has an entry {len(places):,} without a place", name)
             if key in places:
@@ -136,64 +138,56 @@ class Tables:
                     f"{self.folder}: its {name} has two places for {key[0]}", "Readers disagree about which one counts."
                 )
             places[key] = place
-        if missing := self.folder.missing(files):
+        table.clear()
+        if missing := self.folder.missing({place.file for place in places.values()}):
             raise lacks(self.folder, f"{len(missing):,} of its files", missing)
         return places
 
     def _add_value(self, table: str, name: str, node: Any, places: dict[Key, Place]) -> None:
         """Adds the description of a value; takes what it names out of `places`."""
-        value = self._described(table, name, node)
+        kind = _class(node)
+        value = Saved()
+        if kind == "TensorStorageMetadata":
+            shape = sizes_of(node.attributes.get("size"))
+            dtype, trained = _properties(node.attributes.get("properties"))
+            if shape is None or dtype is None:
+                raise self.damaged(f"says nothing of the shape or type of {name}", table)
+            value = Saved(shape, dtype, trained)
+        elif kind != "BytesStorageMetadata":
+            raise self.damaged(f"says of {name} that it is a {kind or type(node).__name__}", table)
         known = self.values.setdefault(name, value)
         if (known.shape, known.dtype) != (value.shape, value.dtype):
             raise Conflict(
-                f"{self.folder}: {name} is {_kind(known)} in one of its tables, and {_kind(value)} in {table}",
+                f"{self.folder}: {name} is {known} in one of its tables, and {value} in {table}",
                 "The tables are of two checkpoints.",
                 "Copy the folder again, or take another checkpoint.",
             )
         if value.dtype is None:
-            known.chunks.append((((), ()), self._taken(table, (name, None), places)))
-            return
-        boxes = self._boxes(table, name, node.attributes.get("chunks"), len(value.shape))
-        for begin, sizes in boxes:
+            boxes: dict[Box, None] = {((), ()): None}
+        else:
+            boxes = self._boxes(table, name, node.attributes.get("chunks"), len(value.shape))
+        for box in boxes:
+            begin, sizes = box
+            place = places.pop((name, begin if value.dtype else None), None)
             if 0 in sizes and 0 not in value.shape:  # the share of a rank that has none of it
-                places.pop((name, begin), None)
-            else:
-                known.chunks.append(((begin, sizes), self._taken(table, (name, begin), places)))
+                continue
+            if place is None:
+                what = name if value.dtype is None else f"the chunk of {name} at {list(begin)}"
+                raise self.damaged(f"does not say where {what} is", table)
+            self.files[place.file] += 1
+            known.chunks.append((box, place))
 
-    def _described(self, table: str, name: str, node: Any) -> Described:
-        kind = _class(node)
-        if kind == "BytesStorageMetadata":
-            return Described()
-        if kind != "TensorStorageMetadata":
-            raise self.damaged(f"says of {name} that it is a {kind or type(node).__name__}", table)
-        shape, (dtype, trained) = sizes_of(node.attributes.get("size")), _properties(node.attributes.get("properties"))
-        if shape is None or dtype is None:
-            raise self.damaged(f"says nothing of the shape or type of {name}", table)
-        return Described(shape, dtype, trained)
-
-    def _boxes(self, table: str, name: str, chunks: Any, rank: int) -> list[Box]:
+    def _boxes(self, table: str, name: str, chunks: Any, rank: int) -> dict[Box, None]:
         """The offsets and the sizes of each chunk; what no rank has an element of may stand there repeatedly."""
         boxes: dict[Box, None] = {}
         for chunk in chunks if isinstance(chunks, list) else ():
-            fields = chunk.attributes if _class(chunk) == "ChunkStorageMetadata" else {}
-            begin, sizes = sizes_of(fields.get("offsets")), sizes_of(fields.get("sizes"))
-            if begin is None or sizes is None or len(begin) != rank or len(sizes) != rank:
+            box = _read(chunk, "ChunkStorageMetadata")
+            if box is None or len(box[0]) != rank or len(box[1]) != rank:
                 raise self.damaged(f"has chunks of {name} without offsets and sizes", table)
-            if (begin, sizes) in boxes and 0 not in sizes:
-                raise self.damaged(f"has a chunk of {name} at {list(begin)} twice: they overlap", table)
-            boxes[begin, sizes] = None
-        return list(boxes)
-
-    def _taken(self, table: str, key: Key, places: dict[Key, Place]) -> Place:
-        place = places.pop(key, None)
-        if place is None:
-            what = key[0] if key[1] is None else f"the chunk of {key[0]} at {list(key[1])}"
-            raise self.damaged(f"does not say where {what} is", table)
-        return place
-
-
-def _kind(value: Described) -> str:
-    return "an object" if value.dtype is None else f"{value.dtype}{list(value.shape)}"
+            if box in boxes and 0 not in box[1]:
+                raise self.damaged(f"has a chunk of {name} at {list(box[0])} twice: they overlap", table)
+            boxes[box] = None
+        return boxes
 
 
 def table_names(folder: Folder) -> list[str]:
@@ -230,27 +224,75 @@ def _class(node: Any) -> str:
     return name if module.startswith("torch.distributed.") else ""
 
 
-def _key(index: Any) -> Key | None:
-    if _class(index) != "MetadataIndex":
-        return None
-    fields = index.attributes
+def _key(fields: dict[Any, Any]) -> Key | None:
     name, offset = fields.get("fqn"), fields.get("offset")
     offsets = None if offset is None else sizes_of(offset)
-    return (name, offsets) if type(name) is str and (offset is None) == (offsets is None) else None
-
-
-def _place(info: Any, files: dict[str, str]) -> Place | None:
-    """files: the names so far, of which each is kept once."""
-    if _class(info) != "_StorageInfo":
+    if type(name) is not str or type(fields.get("index")) not in (int, type(None)):
         return None
-    fields = info.attributes
+    return (name, offsets) if (offset is None) == (offsets is None) else None
+
+
+def _place(fields: dict[Any, Any]) -> Place | None:
     file, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     transforms = fields.get("transform_descriptors") or ()
     if type(file) is not str or type(offset) is not int or type(length) is not int:
         return None
-    if not isinstance(transforms, (list, tuple)):
+    if not isinstance(transforms, (list, tuple)) or not all(type(each) is str for each in transforms):
         return None
-    return Place(files.setdefault(file, file), offset, length, tuple(map(str, transforms)))
+    return Place(file, offset, length, tuple(transforms))
+
+
+def _box(fields: dict[Any, Any]) -> Box | None:
+    begin, sizes = sizes_of(fields.get("offsets")), sizes_of(fields.get("sizes"))
+    return None if begin is None or sizes is None else (begin, sizes)
+
+
+class _Kind(NamedTuple):
+    """A class of which a table has hundreds of thousands. read: what its fields say, None for damage.
+    plain: the names of the fields in which nothing is left then.
+    """
+
+    name: str
+    read: Callable[[dict[Any, Any]], Any]
+    plain: frozenset[str]
+
+
+_KINDS = {
+    "MetadataIndex": _Kind("MetadataIndex", _key, frozenset({"fqn", "offset", "index"})),
+    "_StorageInfo": _Kind(
+        "_StorageInfo", _place, frozenset({"relative_path", "offset", "length", "transform_descriptors"})
+    ),
+    "ChunkStorageMetadata": _Kind("ChunkStorageMetadata", _box, frozenset({"offsets", "sizes"})),
+}
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_ENTRIES = {Global(module, name): kind for module in _MODULES for name, kind in _KINDS.items()}
+
+
+class _Entry(TakesState):
+    """An object of one of these classes, kept as what was read of it. odd: gets the states in which more is."""
+
+    __slots__ = ("kind", "odd", "value")
+
+    def __init__(self, kind: _Kind, odd: list[Any]) -> None:
+        self.kind, self.odd, self.value = kind, odd, None
+
+    def fill(self, state: Any) -> None:
+        self.value = self.kind.read(state) if type(state) is dict else None
+        if self.value is None or not self.kind.plain.issuperset(state):
+            self.odd.append(state)
+        else:
+            state.clear()  # the pickle may remember it to its end
+
+
+def _entry(kind: _Kind, odd: list[Any], args: tuple[Any, ...]) -> Any:
+    return NotImplemented if args else _Entry(kind, odd)
+
+
+def _read(node: Any, name: str) -> Any:
+    """What an object of that class says; None where it is of another, or damaged."""
+    if type(node) is _Entry:
+        return node.value if node.kind.name == name else None
+    return _KINDS[name].read(node.attributes) if _class(node) == name else None
 
 
 def _properties(node: Any) -> tuple[DType | None, bool]:

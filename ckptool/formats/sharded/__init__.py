@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
@@ -133,23 +133,10 @@ def _no_index(folder: Folder) -> OnlyAPart:
 # The index -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Index:
-    """An index and the shards that it names. `map`: name -> file.  metadata: what it says beside that."""
-
-    folder: Folder
-    name: str
-    map: dict[str, str]
-    metadata: dict[str, Any]
-    shards: dict[str, Checkpoint] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return os.path.join(self.folder.path, self.name)
-
-
 def _read_index(folder: Folder, name: str) -> Checkpoint:
-    index = _parsed(folder, name)
-    files = sorted(set(index.map.values()))
+    index = os.path.join(folder.path, name)
+    weight_map, metadata = _parsed(folder.open(name))
+    files = sorted(set(weight_map.values()))
     if missing := folder.missing(files):
         raise Corrupt(
             f"{index}: {len(missing):,} of its {counted(len(files), 'shard')} "
@@ -157,52 +144,61 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
             "A sharded checkpoint is complete only with all of its shards.",
             "Download or copy the missing files.",
         )
-    _check_numbers(index, files)
-    index.shards = {file: _shard(index, file) for file in files}
-    kinds = {file: shard.container != safetensors.NAME for file, shard in index.shards.items()}
-    if len(set(kinds.values())) > 1:
-        what = f"{index} names shards of safetensors and of torch, as {next(file for file in kinds if kinds[file])}"
+    counts = {file: int(found["count"]) for file in files if (found := NUMBERED.fullmatch(file))}
+    if counts and set(counts.values()) != {len(counts)}:
+        said = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
+        names = listed(list(counts), 3)
+        raise Conflict(
+            f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}: {names}",
+            "The files come from two runs, or the index belongs to others.",
+            _AGAIN,
+        )
+    shards = {file: _shard(index, folder.open(file)) for file in files}
+    torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
+    if 0 < len(torchs) < len(shards):
+        what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"
         raise Conflict(what, "Writers use one of the two; the files come from two runs.", _AGAIN)
-    pickled = any(kinds.values())  # torch's own containers
-    _check_agreement(index)
+    pickled = bool(torchs)
+    trees = {file: shard.tree for file, shard in shards.items()}
+    _check_agreement(index, weight_map, trees)
     # Tensors of safetensors stand in the order of the index, those of pickles in theirs, the model's.
-    tree = _joined([shard.tree for shard in index.shards.values()]) if pickled else {}
+    tree = _joined(list(trees.values()))
     if not pickled:
-        tree = {name: index.shards[file].tree[name] for name, file in index.map.items()}
-        for shard in index.shards.values():  # tied within their shard
-            tree.update({name: value for name, value in shard.tree.items() if name not in tree})
-    ties = _recorded_ties(index, tree)
+        tree = {name: trees[file][name] for name, file in weight_map.items()} | tree  # with those tied within a shard
+    ties: dict[str, str] = {}  # names left out: {dropped: kept} in the index (the hub's savers), or in a shard
+    for place in (metadata, *(shard.metadata for shard in shards.values())):
+        for dropped, kept in place.items():
+            tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
+            if tied and ties.setdefault(dropped, kept) != kept:
+                what = f"{index}: {dropped} is recorded as a tie of {kept} and of {ties[dropped]}"
+                raise Conflict(what, "The shards come from two runs.")
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
-    sizes = _check_size(index, tree)
-    if (pickle := index.metadata.pop(whole_tree.KEY, None)) is not None and not pickled:
-        tree, _, is_whole = whole_tree.unpack(tree, pickle, str(index))
+    notes = [*_notes_of_shards(shards), *_stale(folder, name, files), *_check_size(index, metadata, tree, trees)]
+    if (pickle := metadata.pop(whole_tree.KEY, None)) is not None and not pickled:
+        tree, _, is_whole = whole_tree.unpack(tree, pickle, index)
         if is_whole:
             what = f"{index} has the pickle of a whole tree"
             raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
-    notes = (*_notes_of_shards(index), *_stale(index, files), *sizes)
     if ties:
-        shown = listed(list(ties), 3)
-        notes += (
-            Note(
-                "ties-recorded",
-                f"{counted(len(ties), 'name is', 'names are')} stored as ties of names in other shards: {shown}",
-            ),
+        stored = counted(len(ties), "name is", "names are")
+        notes.append(
+            Note("ties-recorded", f"{stored} stored as ties of names in other shards: {listed(list(ties), 3)}")
         )
     if pieces := hf_pieces.below(folder):
         what = f"the pieces in {hf_pieces.BELOW}/ that torch made these files of are not read"
-        notes += (Note("pieces-not-read", what, command("diff", folder.path, pieces)),)
-    metadata = {key: value for key, value in index.metadata.items() if key not in ties}
-    for shard in index.shards.values():
+        notes.append(Note("pieces-not-read", what, command("diff", folder.path, pieces)))
+    metadata = {key: value for key, value in metadata.items() if key not in ties}
+    for shard in shards.values():
         metadata = marks.with_recovered_part(metadata, (), shard.metadata)
     notes += marks.recovered_notes(metadata)
-    origin = Division.of(name, pickled, index.shards, ties)
-    discarded = tuple(call for shard in index.shards.values() for call in shard.discarded)
-    return Checkpoint(tree, NAME, metadata, folder, origin, notes, discarded, tensors_only=not pickled)
+    division = Division.of(name, pickled, shards, ties)
+    discarded = tuple(call for shard in shards.values() for call in shard.discarded)
+    return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), discarded, tensors_only=not pickled)
 
 
-def _parsed(folder: Folder, name: str) -> _Index:
-    source = folder.open(name)
+def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
+    """The `weight_map` of an index, and its metadata."""
     if source.size > MAX_INDEX:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
     fields = parse_object(source.read(0, source.size), f"{source}: the index")
@@ -223,13 +219,13 @@ def _parsed(folder: Folder, name: str) -> _Index:
         )
     if not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
-    return _Index(folder, name, names, metadata)
+    return names, metadata
 
 
-def _shard(index: _Index, file: str) -> Checkpoint:
-    source = index.folder.open(file)
+def _shard(index: str, source: Source) -> Checkpoint:
     if detect(source.read(0, min(HEAD, source.size)), source):
-        raise Corrupt(f"{index} names an index as a shard: {file}", "Shards hold tensors, not further shards.")
+        name = os.path.basename(source.path)
+        raise Corrupt(f"{index} names an index as a shard: {name}", "Shards hold tensors, not further shards.")
     shard = _opened(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
         what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
@@ -242,98 +238,61 @@ def _shard(index: _Index, file: str) -> Checkpoint:
 # Do they belong together? --------------------------------------------------------------------------------------------
 
 
-def _check_numbers(index: _Index, files: list[str]) -> None:
-    """The numbers in the names of shards say how many there are; they must agree with how many the index names."""
-    numbered = [file for file in files if NUMBERED.fullmatch(file)]
-    numbers = {found["count"] for file in numbered if (found := NUMBERED.fullmatch(file))}
-    if not numbers or (len(numbers) == 1 and int(max(numbers)) == len(numbered)):
-        return
-    said = " and ".join(f"of {int(number):,}" for number in sorted(numbers))
-    raise Conflict(
-        f"{index} names {counted(len(numbered), 'shard')}, whose names say that they are {said}: {listed(numbered, 3)}",
-        "The files come from two runs, or the index belongs to others.",
-        "Download or copy all of them again, index included.",
-    )
+def _check_agreement(index: str, weight_map: dict[str, str], trees: dict[str, dict[Any, Any]]) -> None:
+    """Raises `Conflict` unless each name of the index is in its shard and each tensor of a shard in the index.
 
-
-def _check_agreement(index: _Index) -> None:
-    """Raises `Conflict` unless each name of the index is in its shard and each tensor of a shard in the index."""
-    trees = {file: shard.tree for file, shard in index.shards.items()}
-    lacking = [name for name, file in index.map.items() if name not in trees[file]]
+    Names of a shard that are tied to others of it may be missing in the index.
+    """
+    lacking = [name for name, file in weight_map.items() if name not in trees[file]]
     strange = []
     for file, tree in trees.items():
-        own = {
-            id(entry.storage.data)
-            for name, entry in tree.items()
-            if isinstance(entry, TensorEntry) and index.map.get(name) == file
-        }
-        for name, entry in tree.items():
-            where = index.map.get(name)
-            tied = where is None and isinstance(entry, TensorEntry) and id(entry.storage.data) in own
+        entries = {name: entry for name, entry in tree.items() if isinstance(entry, TensorEntry)}
+        own = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
+        for name in tree:
+            where = weight_map.get(name)
+            tied = where is None and name in entries and id(entries[name].storage.data) in own
+            if where is not None and where != file and name in trees[where]:
+                what = f"{index}: {name!s} is in two shards, {where} and {file}"
+                why = "Readers take one or the other; which of the two values is right is recorded nowhere."
+                raise Conflict(what, why, _AGAIN)
             if where != file and not tied:
-                strange.append((name, file, where))
-    twice = [(name, file, where) for name, file, where in strange if where is not None and name in trees[where]]
-    if twice:
-        name, file, where = twice[0]
-        what = f"{index}: {name!s} is in two shards, {where} and {file}"
-        why = "Readers take one or the other; which of the two values is right is recorded nowhere."
-        raise Conflict(what, why, _AGAIN)
+                strange.append(f"{name!s} in {file}")
     parts = []
     if lacking:
         parts.append(f"{len(lacking):,} of its names are not in their shards ({listed(lacking, 3)})")
     if strange:
-        names = [f"{name!s} in {file}" for name, file, _ in strange]
         tensors = f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')}"
-        parts.append(f"{tensors} not in it ({listed(names, 3)})")
+        parts.append(f"{tensors} not in it ({listed(strange, 3)})")
     if parts:
         what = f"{index} and its shards do not belong together: {', and '.join(parts)}"
         raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
 
 
-def _check_size(index: _Index, tree: dict[Any, Any]) -> list[Note]:
-    """Compares the index's sum of bytes. Many writers get it wrong: it is a note, unless it tells two runs apart."""
-    said = index.metadata.get("total_size")
-    if said is None:
-        return []
+def _check_size(
+    index: str, metadata: dict[str, Any], tree: dict[Any, Any], trees: dict[str, dict[Any, Any]]
+) -> list[Note]:
+    """Compares the index's sum of bytes. Many writers get it wrong: it is a note, unless it tells two runs apart.
+
+    Raises `Conflict` for shards of different float types where the sum fits one of these for all.
+    """
+    said = metadata.get("total_size")
     entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
-    seen: dict[Any, int] = {}
-    for entry in entries:
-        seen.setdefault(id(entry.storage.data) if isinstance(entry, TensorEntry) else id(entry), entry.nbytes)
-    found = sum(seen.values())
-    if said in (found, sum(entry.nbytes for entry in entries)):
+    once = {id(each.storage.data) if isinstance(each, TensorEntry) else id(each): each.nbytes for each in entries[::-1]}
+    found = sum(once.values())
+    if said is None or said in (found, sum(entry.nbytes for entry in entries)):
         return []
-    if type(said) is int:
-        _refuse_two_types(index, said)
+    stored = {file: [e for e in tree.values() if isinstance(e, TensorEntry)] for file, tree in trees.items()}
+    floats = {file: {e.dtype for e in found if e.dtype.kind == "float"} for file, found in stored.items()}
+    first, *others = [kinds for kinds in floats.values() if kinds] or [set()]
+    if type(said) is int and any(first.isdisjoint(other) for other in others):
+        for dtype in first.union(*others):
+            every = (e for found in stored.values() for e in found)
+            if said == sum(e.numel * (dtype if e.dtype.kind == "float" else e.dtype).itemsize for e in every):
+                odd = [file for file, kinds in floats.items() if kinds and dtype not in kinds]
+                what = f"{index} counts the bytes of a checkpoint in {dtype}; of another type are {listed(odd, 3)}"
+                raise Conflict(what, "The shards come from two runs, or from two versions of one.", _AGAIN)
     shown = f"{said:,}" if type(said) in (int, float) else repr(said)[:40]
     return [Note("total-size", f"the index says that its tensors have {shown} bytes; they have {found:,}")]
-
-
-def _refuse_two_types(index: _Index, said: int) -> None:
-    """Raises `Conflict` for shards of different float types where the index's sum fits one of these for all."""
-    sums: dict[str, int] = {}
-    entries = {file: [e for e in s.tree.values() if isinstance(e, TensorEntry)] for file, s in index.shards.items()}
-    floats = {file: {e.dtype for e in found if e.dtype.kind == "float"} for file, found in entries.items()}
-    kinds = [found for found in floats.values() if found]
-    if not any(a.isdisjoint(b) for a in kinds[:1] for b in kinds[1:]):
-        return
-    for dtype in set().union(*kinds):
-        every = (
-            e.numel * (dtype if e.dtype.kind == "float" else e.dtype).itemsize
-            for found in entries.values()
-            for e in found
-        )
-        sums[str(dtype)] = sum(every)
-    for dtype_name, total in sums.items():
-        if total == said:
-            odd = [
-                file for file, found in floats.items() if dtype_name not in {str(dtype) for dtype in found} and found
-            ]
-            others = listed(odd, 3)
-            what = f"{index} counts the bytes of a checkpoint in {dtype_name}; of another type are {others}"
-            raise Conflict(what, "The shards come from two runs, or from two versions of one.", _AGAIN)
-
-
-# The tree ------------------------------------------------------------------------------------------------------------
 
 
 def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
@@ -349,26 +308,13 @@ def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
     return OrderedDict(items, attributes or None)
 
 
-def _recorded_ties(index: _Index, tree: dict[Any, Any]) -> dict[str, str]:
-    """The names left out as ties: `{dropped: kept}` in the metadata of the index (the hub's savers) or of a shard."""
-    ties: dict[str, str] = {}
-    for place in (index.metadata, *(shard.metadata for shard in index.shards.values())):
-        for dropped, kept in place.items():
-            tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
-            if tied and ties.setdefault(dropped, kept) != kept:
-                both = f"{kept} and of {ties[dropped]}"
-                what = f"{index}: {dropped} is recorded as a tie of {both}"
-                raise Conflict(what, "The shards come from two runs.")
-    return ties
-
-
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
-def _notes_of_shards(index: _Index) -> Iterator[Note]:
+def _notes_of_shards(shards: dict[str, Checkpoint]) -> Iterator[Note]:
     """The notes of all shards, one of each kind."""
     by_code: dict[str, list[tuple[str, Note]]] = {}
-    for file, shard in index.shards.items():
+    for file, shard in shards.items():
         for note in shard.notes:
             if note.code != marks.RECOVERED_NOTE:  # it is told of all together
                 by_code.setdefault(note.code, []).append((file, note))
@@ -378,16 +324,15 @@ def _notes_of_shards(index: _Index) -> Iterator[Note]:
         yield Note(code, f"{file}: {note.message}{more}")
 
 
-def _stale(index: _Index, files: Iterable[str]) -> Iterator[Note]:
+def _stale(folder: Folder, index: str, files: list[str]) -> Iterator[Note]:
     """Files that are named as shards of this checkpoint and are not in its index."""
-    named, stem = set(files), index.name.removesuffix(".index.json")
-    beginnings = {found["stem"] for file in named if (found := NUMBERED.fullmatch(file))} | {os.path.splitext(stem)[0]}
+    stems = {found["stem"] for file in files if (found := NUMBERED.fullmatch(file))}
+    stems.add(os.path.splitext(index.removesuffix(".index.json"))[0])
     stale = [
         name
-        for name in index.folder.names
-        if name not in named and (found := NUMBERED.fullmatch(name)) and found["stem"] in beginnings
+        for name in folder.names
+        if name not in files and (found := NUMBERED.fullmatch(name)) and found["stem"] in stems
     ]
     if stale:
-        shown = listed(stale, 3)
         what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
-        yield Note("stale-shards", f"{what}, perhaps of another run: {shown}")
+        yield Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}")

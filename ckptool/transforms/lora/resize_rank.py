@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.commands import arg
 from ckptool.conventions.adapter_keys import BIAS, WHOLE
 from ckptool.errors import LimitExceeded, UsageError, counted, listed
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter, Delta
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter
 from ckptool.transforms.lora.low_rank import MAX_FACTORS, Truncation
 from ckptool.transforms.lora.schemes import (
     AdapterFile,
@@ -41,7 +40,14 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
     deltas = []
     for delta in adapter.products:
         if rank < delta.rank:
-            delta = _truncated(delta, rank, bool(adapter.config.get("use_rslora")), truncations)
+            a, b = delta.factors["A"], delta.factors["B"]
+            if a.numel + b.numel > MAX_FACTORS:
+                what = f"{delta.module} has {counted(a.numel + b.numel, 'element')}"
+                raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+            truncations.append(Truncation(delta.module, b, a, rank))
+            delta = replace(delta, factors=truncations[-1].factors(), rank=rank)
+            if delta.alpha is not None:
+                delta = replace(delta, alpha=alpha_of(delta, bool(adapter.config.get("use_rslora"))))
             tree |= {delta.keys[role]: entry for role, entry in delta.factors.items()}
             if "alpha" in delta.keys:
                 tree[delta.keys["alpha"]] = alpha_tensor(alpha_of(delta), adapter.tree[delta.keys["alpha"]].dtype)
@@ -59,28 +65,14 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
     ranks = listed([f"{each:,}" for each in sorted({each.rank for each in adapter.products})], 4)
     summary = f"{counted(len(deltas), 'module')} of rank {ranks} in rank {rank:,}"
 
-    def facts() -> dict[str, Any]:
-        errors = {each.name: each.error for each in truncations if each.error is not None}
-        return {"rank": rank, "modules": len(deltas), "errors": errors}
+    def errors() -> dict[str, float]:
+        return {each.name: each.error for each in truncations if each.error is not None}
 
-    dora = sum(delta.magnitude is not None for delta in deltas)
-    return AdapterFile(tree, config, texts, summary, facts, _details(truncations, dora))
+    def details() -> Iterator[str]:
+        if worst := sorted(errors().items(), key=lambda error: -error[1]):
+            yield f"cut off, of the norm of each product: {listed([f'{name} {error:.2%}' for name, error in worst], 4)}"
+        if (dora := sum(delta.magnitude is not None for delta in deltas)) and truncations:
+            yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
 
-
-def _details(truncations: Sequence[Truncation], dora: int) -> Iterator[str]:
-    worst = sorted(((each.error, each.name) for each in truncations if each.error is not None), key=lambda it: -it[0])
-    if worst:
-        shown = [f"{name} {error:.2%}" for error, name in worst]
-        yield f"cut off, of the norm of each product: {listed(shown, 4)}"
-    if dora and truncations:
-        yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
-
-
-def _truncated(delta: Delta, rank: int, rs: bool, truncations: list[Truncation]) -> Delta:
-    a, b = delta.factors["A"], delta.factors["B"]
-    if a.numel + b.numel > MAX_FACTORS:
-        what = f"{delta.module} has {counted(a.numel + b.numel, 'element')}"
-        raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
-    truncations.append(Truncation(delta.module, b, a, rank))
-    changed = replace(delta, factors=truncations[-1].factors(), rank=rank)
-    return changed if delta.alpha is None else replace(changed, alpha=alpha_of(changed, rs))
+    facts = {"rank": rank, "modules": len(deltas)}
+    return AdapterFile(tree, config, texts, summary, lambda: {**facts, "errors": errors()}, details())

@@ -107,10 +107,11 @@ def losses_of(
             yield f"{names[0]} would become {names[1]}, not {names[2] or 'what it was made of'}"
             return
     for name in sorted({name for step in again.steps for name in step.rule.names}):
-        values = [_number(each, name) for each in (numbered, scope)]
-        if None not in values and values[0] != values[1]:
-            yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
-            return
+        with suppress(UsageError):
+            values = [each.lookup(name) for each in (numbered, scope)]
+            if None not in values and values[0] != values[1]:
+                yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
+                return
     left_out = {*done.dropped, *done.unfilled, *(name for name, _ in there.tied)}
     kept = {key: value for key, value in node.items() if key not in left_out}
     if lacking := [printable(key) for key in kept if key not in again.items]:
@@ -121,12 +122,6 @@ def losses_of(
         yield "tensors that share a storage are written apart"
     elif list(kept) != [key for key in again.items if key in kept]:
         yield "the order of the keys"
-
-
-def _number(scope: Scope, name: str) -> int | None:
-    with suppress(UsageError):
-        return scope.lookup(name)
-    return None
 
 
 def _tags(value: Any) -> Any:
