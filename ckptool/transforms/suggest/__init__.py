@@ -116,7 +116,7 @@ class Writing:
         rule, given = TriedRule(text, [], set(), {}), set[str]()
         stack = {f"v_{STACKED}": f"{{{STACKED}}}"}  # whose number stays open
         try:
-            steps = steps_of(parse_rules(text), self.source).steps
+            steps, _ = steps_of(parse_rules(text), self.source)
             made = [
                 (step.rule.operations, *(name.fill({**step.groups, **stack}) for name in step.rule.new))
                 for step in steps
