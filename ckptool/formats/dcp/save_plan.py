@@ -33,8 +33,9 @@ from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
-from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
-from ckptool.formats.dcp.tables import MAX_METADATA, METADATA
+from ckptool.formats.dcp.table_pickle import table_pickle
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Place, Saved
+from ckptool.formats.pieces import Box
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 
@@ -192,7 +193,7 @@ class _Saving:
 
     def __init__(self, division: RankDivision) -> None:
         self.division = division
-        self.items: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], _Item]]] = {}
+        self.items: dict[str, list[tuple[Box, _Item]]] = {}
         self.objects: list[_Item] = []
         self.divided: list[_Item] = []
         self.whole: list[_Item] = []
@@ -210,7 +211,7 @@ class _Saving:
         self.checks += plan.checks
         item = _Item(plan.nbytes, segments=segments)
         self.objects.append(item)
-        self.items[name] = [((), (), item)]
+        self.items[name] = [(((), ()), item)]
         for number, storage in enumerate(storages(value)):
             self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
@@ -226,7 +227,7 @@ class _Saving:
         for rank, (begin, block) in enumerate(blocks):
             item = self._row_major(name, block, rank)
             self.divided.append(item)
-            chunks.append((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape, item))
+            chunks.append(((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape), item))
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -243,7 +244,7 @@ class _Saving:
     def add_whole(self, name: str, entry: TensorEntry) -> None:
         item = self._as_it_lies(name, entry)
         self.whole.append(item)
-        self.items[name] = [((0,) * len(entry.shape), entry.shape, item)]
+        self.items[name] = [(((0,) * len(entry.shape), entry.shape), item)]
 
     def _as_it_lies(self, name: str, entry: TensorEntry) -> _Item:
         """The part of its storage that it touches, with its strides."""
@@ -287,14 +288,11 @@ class _Saving:
             files[item.rank].append(item)
         return {_file_name(rank): _RankFile(items) for rank, items in enumerate(files) if items}
 
-    def described(self, name: str, value: Any, flat: FlatNames) -> SavedValue:
-        chunks = [
-            SavedChunk(begin, sizes, _file_name(item.rank), item.begin, item.size)
-            for begin, sizes, item in self.items[name]
-        ]
+    def described(self, name: str, value: Any, flat: FlatNames) -> Saved:
+        chunks = [(box, Place(_file_name(item.rank), item.begin, item.size)) for box, item in self.items[name]]
         if not isinstance(value, TensorEntry):
-            return SavedValue(flat.paths[name], None, chunks=chunks)
-        return SavedValue(flat.paths[name], value.dtype, value.shape, value.flags.requires_grad, chunks)
+            return Saved(chunks=chunks, path=flat.paths[name])
+        return Saved(value.shape, value.dtype, value.flags.requires_grad, chunks, flat.paths[name])
 
 
 def _file_name(rank: int) -> str:
