@@ -27,7 +27,7 @@ _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `text`: as given; `place`: where it was read (`rules.yaml, line 3`).  `reverses`: it was turned round.
+    """A rule. `text`: as given; `place`: where it was read (`rules.yaml, line 3`).
 
     group: the number of the optional rules with which it matches, or none of them does; 0 where it has to match.
     beside: a key that has to be there as well, on the old side and on the new one.
@@ -38,7 +38,6 @@ class Rule:
     old: tuple[Name, ...]
     new: tuple[Name, ...]
     chain: tuple[Operation, ...] = ()
-    reverses: bool = False
     group: int = 0
     beside: tuple[Name | None, Name | None] = (None, None)
 
@@ -59,7 +58,7 @@ class Rule:
             raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
         chain = tuple(op for op in inverse if op is not None)
         turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
-        return checked(replace(turned, reverses=not self.reverses))
+        return checked(turned)
 
     def error(self, what: str, why: str = "", fix: str = "", *, kind: type[CkptoolError] = UsageError) -> CkptoolError:
         """An error that points at the rule."""
