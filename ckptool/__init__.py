@@ -87,17 +87,18 @@ _HOMES = {
     "save_for_cpu": "verbs._live",
 }
 
-# Types that offer what a layer above them does -> the module with the functions; `Type.form`: that form.
+# What a type offers and a layer above it does: `Type.form` -> the module and the function in it.
 PROVIDERS = {
-    "Checkpoint.entry": "checkpoint.tree",
-    "Checkpoint.html": "render.html",
-    "Checkpoint.names": "checkpoint.tree",
-    "Checkpoint.tensors": "checkpoint.tree",
-    "Composite": "bridge",
-    "Composite.cast": "transforms.casting",
-    "Memory": "bridge.live",
-    "TensorEntry": "bridge",
-    "TensorEntry.cast": "transforms.casting",
+    "Checkpoint.entry": "checkpoint.tree:find_named",
+    "Checkpoint.html": "render.html:checkpoint_html",
+    "Checkpoint.names": "checkpoint.tree:names_of",
+    "Checkpoint.tensors": "checkpoint.tree:addressed",
+    "Composite.cast": "transforms.casting:cast_lazily",
+    "Composite.numpy": "bridge.to_live:to_numpy",
+    "Composite.torch": "bridge.to_live:to_torch",
+    "Memory.torch": "bridge.live:torch_memory",
+    "TensorEntry.cast": "transforms.casting:cast_lazily",
+    "TensorEntry.torch": "bridge.to_live:to_torch",
 }
 
 

@@ -219,7 +219,7 @@ def test_of_several_edits_in_place_at_once_some_are_refused(tmp_path: Path) -> N
 
 def test_clocks_that_jump_change_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing depends on the time of day, nor on how old a file seems."""
-    left = tmp_path / f"{durable._prefix('out.pt')}0123456789abcdef.tmp"
+    left = Path(durable.hidden_name(str(tmp_path / "out.pt")))
     for moment in (0, 1, 2**31, 4_000_000_000):
         left.write_bytes(b"debris")
         os.utime(left, (moment, moment))
@@ -232,7 +232,7 @@ def test_clocks_that_jump_change_nothing(model: Path, tmp_path: Path, monkeypatc
 
 def test_a_locked_temporary_file_is_left_alone(model: Path, tmp_path: Path) -> None:
     """The lock of a dead machine may never go: no run waits for it, and none removes what it holds."""
-    foreign = tmp_path / f"{durable._prefix('out.pt')}0123456789abcdef.tmp"
+    foreign = Path(durable.hidden_name(str(tmp_path / "out.pt")))
     foreign.write_bytes(b"another machine's")
     with foreign.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -257,7 +257,7 @@ def test_without_file_locks_new_files_are_written_and_in_place_is_refused(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    left = tmp_path / f"{durable._prefix('out.pt')}0123456789abcdef.tmp"
+    left = Path(durable.hidden_name(str(tmp_path / "out.pt")))
     left.write_bytes(b"perhaps alive")
     ckptool.strip_module(model, tmp_path / "out.pt")
     assert_same_objects(load(tmp_path / "out.pt"), clean())

@@ -13,8 +13,8 @@ from ckptool.bridge.to_live import Builder, Unknown
 from ckptool.checkpoint import Checkpoint, StorageRef
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING
-from ckptool.checkpoint.registry import provides
-from ckptool.formats.in_memory import LIVE, Memory, holds_containers
+from ckptool.formats import LIVE
+from ckptool.formats.in_memory import Memory, holds_containers
 
 
 class TorchMemory(Memory, TorchReader):
@@ -64,7 +64,6 @@ class _LiveBuilder(Builder):
         return found
 
 
-@provides("torch", Memory)
 def torch_memory(_: Memory) -> Memory:
     """A reader that knows torch's objects."""
     return TorchMemory()

@@ -386,11 +386,7 @@ def _staged(plan: WarmStartPlan, slots: Mapping[str, _Slot], target: Target, ass
     entries = {first: _bare_entry(plan.chosen[names[0]]) for first, names in groups.items()}
     for entry in entries.values():
         verify(entry)
-    in_files = {
-        first: entry
-        for first, entry in entries.items()
-        if isinstance(entry.storage.data, FileRange) and not entry.storage.deduplicated
-    }
+    in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = bridge.build(Checkpoint(in_files, ""))
     changes, seen, tied = [], set(), tie_groups(target.tensors.values())
     for first, names in groups.items():

@@ -26,7 +26,8 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
     from safetensors import SafetensorError, safe_open
 
     try:
-        with source.descriptor() as fd, safe_open(f"/dev/fd/{fd}", "pt", _name(device), backend="pread") as file:
+        fd = source.descriptor()
+        with safe_open(f"/dev/fd/{fd}", "pt", _name(device), backend="pread") as file:
             found = _prefetched(file) if device.type == "cuda" else file.get_tensors()
     except (SafetensorError, RuntimeError, TypeError, OSError):  # whatever it is, our own way names it, or can do it
         return None
@@ -58,5 +59,4 @@ def _is_plain(checkpoint: Checkpoint) -> bool:
     """True for a whole file of names and tensors, none of which shares its bytes with another."""
     if checkpoint.container != "safetensors" or not checkpoint.tensors_only or checkpoint.base:
         return False
-    storages = {id(entry.storage): entry.storage for entry in checkpoint.tree.values()}
-    return len(storages) == len(checkpoint.tree) and not any(each.deduplicated for each in storages.values())
+    return len({id(entry.storage.data) for entry in checkpoint.tree.values()}) == len(checkpoint.tree)

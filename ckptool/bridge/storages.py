@@ -102,6 +102,7 @@ class Storages:
         self.faking = is_faking()
         self.made: dict[int, torch.UntypedStorage] = {}
         self.maps: dict[Source, torch.UntypedStorage] = {}
+        self.mapped: set[int] = set()  # the ids of data
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         made = self.made.get(id(storage))
@@ -118,9 +119,10 @@ class Storages:
             made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
             return cast(torch.UntypedStorage, made)
         data = storage.data
-        # Deduplicated storages have one place in the file, and each its own memory.
-        mapped = self.map_files and not storage.deduplicated
+        # Of two storages in one place of a file, one has its own memory.
+        mapped = self.map_files and id(data) not in self.mapped
         if mapped and type(data) is FileRange and data.length and data.offset % min(itemsize, 8) == 0:
+            self.mapped.add(id(data))
             data.ready()
             whole = self.maps.get(data.file) or self._map(data.file)
             made = whole[data.offset : data.offset + data.length]
@@ -133,8 +135,8 @@ class Storages:
         each have a descriptor, and a folder may have more files than a process may."""
         source.check_unchanged()
         try:
-            with source.descriptor() as fd:
-                whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
+            fd = source.descriptor()
+            whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
         except RuntimeError as error:
             why = str(error).splitlines()[0][:300]
             raise FileChanged(f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False") from error

@@ -15,7 +15,6 @@ from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tenso
 from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
@@ -23,7 +22,6 @@ from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, lis
 from ckptool.pickles.calls import uses
 
 
-@provides("torch", TensorEntry, Composite)
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
     """A new tensor with the entry's bytes, type, strides, flags and class, on `device`; nothing is mapped.
 
@@ -42,7 +40,6 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
     return made
 
 
-@provides("numpy", Composite)
 def to_numpy(composite: Composite) -> Any:
     """The array that torch gives for it. Raises `Unsupported` where it gives none."""
     try:

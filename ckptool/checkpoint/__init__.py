@@ -96,7 +96,6 @@ class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it, else None.
-    deduplicated: its bytes may be stored once with those of others on the same `data`; it is no tie.
     replicas: the same as others saved it, which nothing but a check of their files reads.
     intact: the bytes were compared with the checksum and match; noted by `blocks.verify`.
     """
@@ -104,7 +103,6 @@ class Storage:
     data: Data
     location: str = "cpu"
     crc: int | None = None
-    deduplicated: bool = False
     replicas: tuple[Storage, ...] = field(default=(), repr=False)
     intact: bool = field(default=False, init=False, repr=False)
 
@@ -112,19 +110,9 @@ class Storage:
     def nbytes(self) -> int:
         return self.data.length
 
-    @property
-    def twin(self) -> bool:
-        """The name of `deduplicated` in 0.1.0."""
-        return self.deduplicated
-
-    @property
-    def bytes_id(self) -> int:
-        """The same number for storages whose bytes are stored once: those that are one, or are deduplicated."""
-        return id(self.data if self.deduplicated else self)
-
     def alone(self) -> Storage:
         """Another storage of the same bytes, which are stored for it alone."""
-        return replace(self, deduplicated=False)
+        return replace(self)
 
     def below(self) -> Iterator[Storage]:
         """This storage, then those that its data is computed from."""
@@ -416,6 +404,10 @@ class PartOf:
     index: Annotated[str, LIVE] = ""
     join: Annotated[tuple[str, ...], LIVE] = ()
 
+    def sentence(self) -> str:
+        """The meaning as a sentence."""
+        return f"{self.meaning[:1].upper()}{self.meaning[1:]}."
+
     @property
     def is_complete(self) -> bool:
         """True for a folder all of whose members are there and whole: a checkpoint that is not joined here."""
@@ -429,6 +421,7 @@ class Checkpoint(TreeMapping):
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
     origin: what its format remembers of that file in order to write it back; nobody else looks at it.
+    memory: of what was read from no file, the objects (see `formats.in_memory`).
     discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
@@ -442,6 +435,7 @@ class Checkpoint(TreeMapping):
     metadata: dict[str, Any] = field(default_factory=dict)
     source: Input | None = None
     origin: Any = None
+    memory: Any = field(default=None, repr=False, kw_only=True)
     notes: tuple[Note, ...] = ()
     discarded: tuple[Any, ...] = ()
     tensors_only: bool = False
@@ -451,11 +445,6 @@ class Checkpoint(TreeMapping):
     untied: tuple[str, ...] = field(default=(), repr=False)
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def beside(self) -> Mapping[str, Callable[[], Any]]:
-        """The name of `extras` in 0.1.0."""
-        return self.extras
 
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""

@@ -48,23 +48,14 @@ def open_descriptor(path: str) -> tuple[int, str, os.stat_result]:
     return fd, _KINDS.get(stat.S_IFMT(status.st_mode), ""), status
 
 
-class Descriptor:
-    """A file descriptor, closed when nothing refers to it any more: `with descriptor as fd:` keeps it open."""
+class Descriptor(int):
+    """A file descriptor that is closed when nothing refers to it any more."""
 
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __enter__(self) -> int:
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    __slots__ = ()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         try:  # noqa: SIM105 (when the interpreter ends, this module's names may be gone: builtins stay)
-            close(self._fd)
+            close(self)
         except OSError:  # it was only read
             pass
 

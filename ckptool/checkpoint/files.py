@@ -36,7 +36,7 @@ MAX_FILES = 100_000  # that one looks at in a folder
 class Source:
     """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened."""
 
-    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "_place", "path", "size")
+    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
@@ -61,7 +61,7 @@ class Source:
                 "Write it to a file first, and name that.",
             )
         self.size = status.st_size
-        self._identity, self._place = _identity(status), (status.st_dev, status.st_ino)
+        self._identity = _identity(status)
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -74,7 +74,7 @@ class Source:
             forget(self)
 
     def descriptor(self) -> Descriptor:
-        """The open file, for `with source.descriptor() as fd:`; in there it is neither closed nor another file's.
+        """The open file, which is neither closed nor another one's while somebody has what this returns.
 
         Raises `FileChanged` where it was closed meanwhile and its name leads to another file now.
         """
@@ -101,7 +101,7 @@ class Source:
         except FileProblem as error:
             raise error if os.path.lexists(self._path) else self.changed() from error
         descriptor = Descriptor(fd)
-        if (_identity(status), (status.st_dev, status.st_ino)) != (self._identity, self._place):
+        if _identity(status) != self._identity:
             raise self.changed()
         return descriptor
 
@@ -125,36 +125,28 @@ class Source:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
         if length < 0 or offset < 0 or offset + length > self.size:
             raise self._short(offset, length)
-        data = self._pread(offset, length)
-        if len(data) == length:
-            return data
-        parts = [data]
-        while (got := sum(map(len, parts))) < length:
-            part = self._pread(offset + got, length - got)
-            if not part:
+        parts, done = list[bytes](), 0
+        while not parts or done < length:
+            try:
+                parts.append(os.pread(self.descriptor(), length - done, offset + done))
+            except OSError as error:
+                raise file_problem(error, self.path, "read") from error
+            if done < length and not parts[-1]:
                 raise self.changed()
-            parts.append(part)
-        return b"".join(parts)
+            done += len(parts[-1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes from `offset`."""
         done = 0
         while done < len(buffer):
             try:
-                with self.descriptor() as fd:
-                    got = os.preadv(fd, [buffer[done:]], offset + done)
+                got = os.preadv(self.descriptor(), [buffer[done:]], offset + done)
             except OSError as error:
                 raise file_problem(error, self.path, "read") from error
             if not got:
                 raise self.changed()
             done += got
-
-    def _pread(self, offset: int, length: int) -> bytes:
-        try:
-            with self.descriptor() as fd:
-                return os.pread(fd, length, offset)
-        except OSError as error:
-            raise file_problem(error, self.path, "read") from error
 
     def changed(self) -> FileChanged:
         """The error for a file that somebody else changed in the meantime."""
@@ -166,14 +158,12 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raises `FileChanged` if anyone wrote to the file since it was opened."""
-        with self.descriptor() as fd:
-            now = _identity(os.fstat(fd))
-        if now != self._identity:
+        if _identity(os.fstat(self.descriptor())) != self._identity:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:
         """True if both are open on one file, by whatever names."""
-        return self._place == other._place
+        return self._identity[:2] == other._identity[:2]
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         """True if `path` leads to this very file, by whatever name or link."""
@@ -184,7 +174,7 @@ class Source:
 
     def is_of(self, status: os.stat_result) -> bool:
         """True if that is the status of this very file."""
-        return self._place == (status.st_dev, status.st_ino)
+        return self._identity[:2] == (status.st_dev, status.st_ino)
 
 
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
@@ -384,19 +374,17 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 @contextmanager
 def unchanged(*inputs: Input | None) -> Iterator[None]:
     """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
+    asked = True
     try:
         yield
-    except CkptoolError:
-        _check_unchanged(inputs)
+    except BaseException as error:
+        asked = isinstance(error, CkptoolError)
         raise
-    _check_unchanged(inputs)
+    finally:
+        for source in inputs if asked else ():
+            if source is not None:
+                source.check_unchanged()
 
 
-def _check_unchanged(inputs: Iterable[Input | None]) -> None:
-    for source in inputs:
-        if source is not None:
-            source.check_unchanged()
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -309,11 +309,11 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
     data.ready()
     preadv, shift = os.preadv, data.offset
     try:
-        with data.file.descriptor() as fd:
-            for place, start in zip(range(0, len(buffer), length), starts, strict=True):
-                run = buffer[place : place + length]
-                if preadv(fd, [run], shift + start) != length:
-                    data.file.read_into(shift + start, run)
+        fd = data.file.descriptor()
+        for place, start in zip(range(0, len(buffer), length), starts, strict=True):
+            run = buffer[place : place + length]
+            if preadv(fd, [run], shift + start) != length:
+                data.file.read_into(shift + start, run)
     except OSError as error:
         raise file_problem(error, data.file.path, "read") from error
 

@@ -15,7 +15,6 @@ from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tenso
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import module_state_dict
-from ckptool.checkpoint.registry import provides
 from ckptool.commands import FILE, command
 from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
 
@@ -190,7 +189,6 @@ def _is_plain_name(node: Any, part: str) -> bool:
 _LITERALS = frozenset({"True", "False", "None", "inf", "nan"})
 
 
-@provides("names", Checkpoint)
 def names_of(checkpoint: Checkpoint) -> Any:
     """The tree; of a pickled module its state dict, of another object what is in it by name."""
     tree = checkpoint.tree
@@ -200,7 +198,6 @@ def names_of(checkpoint: Checkpoint) -> Any:
     return dict(children(tree)) if names is None else names
 
 
-@provides("entry", Checkpoint)
 def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
     """The node under a key of that very name at the top of the tree, else at that address.
 
@@ -228,7 +225,6 @@ def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
     return node
 
 
-@provides("tensors", Checkpoint)
 def addressed(checkpoint: Checkpoint, tree: Any) -> dict[str, Tensor]:
     """Every tensor by its address. Raises `Ambiguous` where that is not one tensor's, as of the keys 0 and '0'."""
     found: dict[str, Tensor] = {}

@@ -80,37 +80,32 @@ class _Crew:
                     self.outcomes[number] = self.pool.submit(_outcome, self.work, self.items[number])
 
     def result(self, number: int, progress: Progress | None) -> Any:
+        """What came of the work; where its process was lost, perhaps by the work of others, of a crew for it alone."""
         from concurrent.futures.process import BrokenProcessPool
 
+        item = self.items[number]
         try:
             is_done, result = self.outcomes.pop(number).result()
         except BrokenProcessPool:
             _end(self.pool)
-            finished = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
-            is_done, result = self._again(number)
-            self.outcomes = finished
+            if len(self.items) == 1:
+                what = (
+                    f"{item[0] if isinstance(item, tuple) else item}: the process that worked on it was killed, twice"
+                )
+                why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
+                raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}") from None
+            self.outcomes = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
+            alone = _Crew(self.work, [item], 1)
+            try:
+                is_done, result = True, alone.result(0, progress)
+            except Exception as error:  # noqa: BLE001 (it is raised below)
+                is_done, result = False, error
+            finally:
+                _end(alone.pool)
             self._begin(number + 1)
         if is_done:
             return result
         raise result
-
-    def _again(self, number: int) -> tuple[bool, Any]:
-        """The outcome of work whose process was lost, perhaps by the work of others."""
-        from concurrent.futures.process import BrokenProcessPool
-
-        item = self.items[number]
-        self.pool = _pool(1)
-        try:
-            with _starting():
-                outcome = self.pool.submit(_outcome, self.work, item)
-            return outcome.result()
-        except BrokenProcessPool:
-            name = item[0] if isinstance(item, tuple) else item
-            what = f"{name}: the process that worked on it was killed, twice"
-            why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
-            return False, RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}")
-        finally:
-            _end(self.pool)
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:

@@ -128,7 +128,8 @@ def _in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
             raise Conflict(what, why, "Write them into different folders.")
         taken[out] = file
     if not given.get("overwrite"):
-        from ckptool.output import check_folder, check_target
+        from ckptool.output import check_target
+        from ckptool.output.folders import check_folder
 
         for out in taken if os.path.isdir(folder) else ():
             (check_folder if os.path.isdir(out) else check_target)(out, overwrite=False)

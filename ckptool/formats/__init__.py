@@ -30,6 +30,7 @@ class Format:
 
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
     is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
+    writes_folder: it is written as a folder, not as a file.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
     chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
@@ -44,6 +45,7 @@ class Format:
     is_folder: bool = False
     suffixes: tuple[str, ...] = ()
     writable: bool = False
+    writes_folder: bool = False
     appendable: bool = False
     tensors_only: bool = False
     keeps_ties: bool = True
@@ -53,33 +55,25 @@ class Format:
     is_program: bool = False
     leftovers: str = "(?!)"
 
-    @property
-    def writes_folder(self) -> bool:
-        return self.writable and self.is_folder
-
     def detect(self, head: bytes, source: Input) -> bool:
         """True for one of its files. head: the first bytes of a file; of a folder, none."""
         if isinstance(source, Folder):
             asked = self.is_folder
         else:
             asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
-        return asked and self._code.detect(head, source)
-
-    def read(self, source: Input) -> Checkpoint:
-        return cast(Checkpoint, self._code.read(source))
+        return asked and self.code.detect(head, source)
 
     def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
-        return cast(Plan, self._code.write(checkpoint, keep_unknown=keep_unknown))
+        return cast(Plan, self.code.write(checkpoint, keep_unknown=keep_unknown))
 
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
         """The plan of the same change inside the file; None where it is written anew."""
-        return (
-            cast("Plan | None", self._code.append(checkpoint, keep_unknown=keep_unknown)) if self.appendable else None
-        )
+        plan = self.code.append(checkpoint, keep_unknown=keep_unknown) if self.appendable else None
+        return cast("Plan | None", plan)
 
     @property
-    def _code(self) -> Any:
+    def code(self) -> Any:
         return import_module(f"{__name__}.{self.module}")
 
 
@@ -95,11 +89,11 @@ _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
-    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, tensors_only=True,
+    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, writes_folder=True, tensors_only=True,
            keeps_metadata=True),
     Format("megatron", "layouts.megatron", is_folder=True),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, suffixes=(".dcp",), writable=True,
-           keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
+           writes_folder=True, keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
     Format("deepspeed-universal", "layouts.universal", is_folder=True),
     Format("deepspeed", "layouts.deepspeed", is_folder=True),
     Format("rank-files", "layouts.rank_files", is_folder=True),
@@ -108,7 +102,7 @@ FORMATS: tuple[Format, ...] = (
     Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("archive", "archives", _ARCHIVE),
-    Format("torchscript", "torchscript", _ZIP, is_program=True),
+    Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
     Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
            own_metadata=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
@@ -119,10 +113,15 @@ FORMATS: tuple[Format, ...] = (
     Format("pickle", "pickle_file", rb"[\x80\]}()cNIJKLMFGSTUVXBC\x88-\x8e\x95\x96]"),
 )  # fmt: skip
 WRITERS = tuple(container for container in FORMATS if container.writable)
+SUFFIXES = {suffix: container for container in WRITERS for suffix in container.suffixes}
+_NAMES = {container.name: container for container in FORMATS}
 
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
 SHARDED, DCP = "sharded", "dcp"  # what is written as a folder
+LIVE = "live"  # what was read from memory
 HEAD = 512
+# Formats whose first bytes may be opcodes that take in a text, the name of a first member or the length of a header.
+_DISGUISES = {"torch-tar": rb"", "archive": rb"", "safetensors": rb".{0,3}[VUTXBC\x8a-\x8c]"}
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
@@ -130,16 +129,15 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises `FileProblem`, `NotACheckpoint`, `Unsupported`, `Truncated`, `Corrupt`, `Ambiguous` or `LimitExceeded`.
     """
-    source = open_input(path)
-    with unchanged(source):
-        return read_source(source)
+    return read_source(open_input(path))
 
 
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
     from ckptool.formats.parts import with_part
 
-    found = with_part(read_alone(source), source)
+    with unchanged(source):
+        found = with_part(read_alone(source), source)
     if isinstance(source, Folder) and (links := [*_led_elsewhere(source)]):
         kept, found = found.kept, replace(found, notes=(*found.notes, *links))
         found.kept.update(kept)
@@ -170,63 +168,43 @@ def read_alone(source: Input) -> Checkpoint:
         refuse_zip_behind(head, source)
     for container in FORMATS:
         if container.detect(head, source):
-            if isinstance(source, Source):
-                _refuse_pickle(container.name, head, source)
+            if isinstance(source, Source) and re.match(_DISGUISES.get(container.name, b"(?!)"), head, re.DOTALL):
+                from ckptool.pickles.skeleton import reaches_a_call
+
+                if reaches_a_call(FileRange(source, 0, source.size)):
+                    why = "Its first bytes are opcodes that skip what makes it a file of its format; a program follows."
+                    raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
             with no_collection():
-                return container.read(source)
+                return cast(Checkpoint, container.code.read(source))
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)
 
 
-def _refuse_pickle(name: str, head: bytes, source: Source) -> None:
-    """Raises `Corrupt` for a tar, or a safetensors file, that pickle would run: the name of the first member, or the
-    length of the header, is opcodes that take in a text, and a program follows it."""
-    if name in ("torch-tar", "archive") or (name == "safetensors" and not _TEXTS.isdisjoint(head[:4])):
-        from ckptool.pickles.skeleton import reaches_a_call
-
-        if reaches_a_call(FileRange(source, 0, source.size)):
-            why = "Its first bytes are opcodes that skip what makes it a file of its format, and a program follows."
-            raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
-
-
-_TEXTS = frozenset(b"VUTXBC\x8a\x8b\x8c")
-
-
 def named(name: str) -> Format:
     """The format called `name`; for what was read from no file (`live`), one without facts."""
-    return next((container for container in FORMATS if name == container.name), Format(name, ""))
-
-
-def writer(name: str) -> Format | None:
-    """The format called `name`, if it can be written."""
-    return next((container for container in WRITERS if name == container.name), None)
+    return _NAMES.get(name) or Format(name, "")
 
 
 def by_name(name: str) -> Format:
     """The format called `name`; raises `UsageError` listing those that can be written."""
-    container = writer(name)
-    if container is None:
-        what = f"{name} can be read but not written" if named(name) in FORMATS else f"unknown container {name!r}"
-        raise UsageError(what, f"Writable containers: {listed([container.name for container in WRITERS])}.")
+    container = named(name)
+    if not container.writable:
+        what = f"{name} can be read but not written" if name in _NAMES else f"unknown container {name!r}"
+        raise UsageError(what, _WRITABLE)
     return container
 
 
 def for_output(path: str | os.PathLike[str], default: str) -> Format:
     """The format of an output's suffix; else the one called `default`, if it can be written; else torch's."""
     name = os.fspath(path)
-    suffix = os.path.splitext(name.rstrip("/"))[1].lower()
-    for container in WRITERS:
-        if suffix in container.suffixes and (container.is_folder or not name.endswith("/")):
-            return container
-    return writer(default) or by_name(DEFAULT)
+    meant = SUFFIXES.get(os.path.splitext(name.rstrip("/"))[1].lower())
+    if meant is not None and (meant.writes_folder or not name.endswith("/")):
+        return meant
+    return named(default) if named(default).writable else named(DEFAULT)
 
 
-def has_suffix(path: str) -> bool:
-    """True for the name of a file or folder that says which container it is."""
-    return path.endswith("/") or os.path.splitext(path)[1].lower() in for_output(path, DEFAULT).suffixes
-
-
+_WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS])}."
 NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
     " .zip .nemo .gz .distcp".split()
@@ -235,39 +213,32 @@ NOT_WRITTEN = frozenset(
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
 
 
-def refuse_suffix(path: str | os.PathLike[str], written: Format, original: str = "", source: str = "") -> None:
-    """Raises `UsageError` where an output's suffix looks mistyped, or promises a container that is not written.
+def refuse_name(
+    path: str | os.PathLike[str], written: Format, original: str = "", source: str = "", *, asked: bool = False
+) -> None:
+    """Raises `UsageError` where an output's suffix looks mistyped, or promises a container that is not written, and
+    where a folder of shards would be called like a file in it.
 
-    written: the container that would be.  original, source: container and name of the input, whose own suffix is as
-    good as any while its container stays. From one torch file to another, suffixes that stand for nothing (`.state`)
-    are a matter of taste.
+    written: the container that would be; asked: by the user.  original, source: container and name of the input, whose
+    own suffix is as good as any while its container stays. From one torch file to another, suffixes that stand for
+    nothing (`.state`) are a matter of taste.
     """
-    suffix = os.path.splitext(os.fspath(path))[1].lower()
-    known = [known for container in WRITERS for known in container.suffixes]
+    name = os.fspath(path)
+    suffix = os.path.splitext(name)[1].lower()
     torch = written.name == DEFAULT and (not original or original.startswith("torch-"))
     own = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.name)
-    if suffix in known or not re.fullmatch(_SUFFIX, suffix) or own:
-        return
-    meant = next((near for near in known if len(near) > 5 and _close(suffix, near)), "")
-    if meant or suffix in NOT_WRITTEN or not torch:
-        raise UsageError(
-            f"{suffix} is not the suffix of a container that ckptool writes",
-            f"Writable containers: {listed([container.name for container in WRITERS])}.",
-            f"Did you mean {meant}? " * bool(meant)
-            + f"To write a torch file of that name: {arg(container='torch-zip')}",
-        )
+    if not (asked or suffix in SUFFIXES or own) and re.fullmatch(_SUFFIX, suffix):
+        import difflib
 
-
-def refuse_index(path: str | os.PathLike[str], written: Format) -> None:
-    """Raises `UsageError` where a folder of shards would be called like a file in it."""
-    name = os.fspath(path)
+        near = difflib.get_close_matches(suffix, [each for each in SUFFIXES if len(each) > 5], 1, 0.8)
+        if near or suffix in NOT_WRITTEN or not torch:
+            raise UsageError(
+                f"{suffix} is not the suffix of a container that ckptool writes",
+                _WRITABLE,
+                "".join(f"Did you mean {each}? " for each in near)
+                + f"To write a torch file of that name: {arg(container='torch-zip')}",
+            )
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is the name of an index, and shards are written as a folder"
         why = "The index is one of the files in it."
         raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
-
-
-def _close(word: str, other: str) -> bool:
-    import difflib
-
-    return difflib.SequenceMatcher(None, word, other).ratio() >= 0.8

@@ -18,7 +18,7 @@ from ckptool.formats.parts import FOLDER
 from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
 MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
-_PICKLED = ("torch-zip", "torchscript", "torch-legacy", "torch-tar", "npz", "npy", "pickle", "archive")
+_PICKLED = ("torch-zip", "torch-legacy", "torch-tar", "npz", "npy", "pickle", "archive")
 _OF_DCP = (".distcp", ".metadata")
 
 

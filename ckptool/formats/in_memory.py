@@ -20,9 +20,8 @@ from ckptool.checkpoint.registry import provide
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Unsupported, UsageError
+from ckptool.formats import LIVE
 from ckptool.pickles.reduce import LiveReader
-
-LIVE = "live"  # the container of what was read from memory
 
 
 class Memory(LiveReader):
@@ -157,22 +156,15 @@ def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
     if not memory.of_torch:
         memory = Memory(arrays_as_tensors=next(tensors(tree), None) is None)
         tree = memory.read(contents)
-    return Checkpoint(tree, LIVE, origin=memory)
+    return Checkpoint(tree, LIVE, memory=memory)
 
 
 def together(checkpoint: Checkpoint, others: Iterable[Checkpoint]) -> Checkpoint:
     """The checkpoint with the memories of others too, whose tensors are in what is made of them all."""
-    every = [each.origin for each in (checkpoint, *others) if isinstance(each.origin, Memory)]
+    every = [each.memory for each in (checkpoint, *others) if each.memory is not None]
     if not every:
         return checkpoint
     made = copy(max(every, key=lambda memory: (memory.of_torch, memory.refusal is not None)))
     for name in ("pairs", "nodes", "memories"):
         setattr(made, name, {key: value for memory in every for key, value in getattr(memory, name).items()})
-    return replace(checkpoint, origin=made)
-
-
-def in_objects(original: Checkpoint, changed: Checkpoint) -> Any:
-    """A changed checkpoint as its original was given: as objects in memory, or as it is."""
-    if isinstance(original.origin, Memory):
-        return original.origin.objects(changed.tree)
-    return replace(changed, base=(), source=None)  # no file is this one: none is copied in its place
+    return replace(checkpoint, memory=made)

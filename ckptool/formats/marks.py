@@ -1,8 +1,8 @@
 """Records of ours in other formats' files: storages that are equal and not tied, and the mark of a recovered file.
 
-Equal storages may be stored once. Torch would tie them, so a record that it does not read says which tensors belong to
+0.1.0 stored equal storages once. Torch would tie them, so a record that it does not read says which tensors belong to
 which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
-tensors.
+tensors. They are separate when they are read, and so when they are written.
 
 The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It
 goes along into every file made of this one.
@@ -11,7 +11,6 @@ goes along into every file made of this one.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,51 +26,34 @@ MAX_DEDUPLICATED = 64 << 20  # bytes
 _DAMAGED = "its record of deduplicated storages is damaged"
 
 
-def deduplicated_record(tree: Any) -> bytes:
-    """The record for a tree; empty where no storages are stored with an equal one."""
-    groups: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
-    for path, node in walk(tree):
-        if isinstance(node, TensorEntry) and node.storage.deduplicated:
-            storage = node.storage
-            groups[id(storage.data), storage.location].setdefault(id(storage), []).append(address(path))
-    shared = [list(storages.values()) for storages in groups.values() if len(storages) > 1]
-    return json.dumps(shared, separators=(",", ":")).encode() if shared else b""
-
-
 def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     """The tree in which the storages that a record names are separate again, and a note on them.
 
     Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: it is gone.
     """
-    owner = {place: (number, index) for number, index, place in _places(record)}
-    storages: dict[tuple[int, int, int], Storage] = {}
-    entries: dict[int, TensorEntry] = {}
-    for path, node in walk(tree):
-        if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
-            old = node.storage
-            own = storages.setdefault((id(old), *found), Storage(old.data, old.location, old.crc, deduplicated=True))
-            entries.setdefault(id(node), node.with_storage(own))
-    if not entries:
-        return tree, []
-    count = f"{counted(len(storages), 'storage is', 'storages are')} stored as {len({old for old, _, _ in storages}):,}"
-    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them apart, stock torch.load ties them")
-    return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
-
-
-def _places(record: bytes) -> list[tuple[int, int, str]]:
     try:
         groups = json.loads(record)
-        places = [
-            (number, index, place)
+        owner = {
+            place: (number, index)
             for number, storages in enumerate(groups)
             for index, names in enumerate(storages)
             for place in names
-        ]
+        }
     except (ValueError, TypeError, RecursionError) as error:
         raise Corrupt(_DAMAGED, "It is not the text that ckptool writes.") from error
-    if not all(type(place) is str for _, _, place in places):
+    if not all(type(place) is str for place in owner):
         raise Corrupt(_DAMAGED, "It names tensors by something else than their addresses.")
-    return places
+    own: dict[tuple[int, int, int], Storage] = {}
+    entries: dict[int, TensorEntry] = {}
+    for path, node in walk(tree):
+        if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
+            storage = own.setdefault((id(node.storage), *found), node.storage.alone())
+            entries.setdefault(id(node), node.with_storage(storage))
+    if not entries:
+        return tree, []
+    count = f"{counted(len(own), 'storage is', 'storages are')} stored as {len({old for old, _, _ in own}):,}"
+    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them apart, stock torch.load ties them")
+    return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
 # Recovered files -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +127,7 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
         reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
         return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
     files: dict[str, Data] = {}
-    left, changes = [], []
+    left, changes = [], list[str]()
     for name in names:
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
@@ -137,8 +138,9 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
                 continue
             files[name] = data
             if name == CONFIG:
-                lines = [_made_true(files, tree), _without_quantization(files) if dequantized else ""]
-                changes += [line for line in lines if line]
+                config, changes = _made_true(data.read(0, data.length), tree, dequantized)
+                if changes:
+                    files[name] = InlineBytes(config)
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
@@ -186,22 +188,36 @@ def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
     return FileRange(source, 0, source.size), ""
 
 
-# The dtype of the configuration --------------------------------------------------------------------------------------
+# The configuration of changed weights ---------------------------------------------------------------------------------
+
+QUANTIZATION = ("quantization_config", "compression_config")  # the second is an old name of compressed-tensors'
 
 
-def _made_true(files: dict[str, Data], tree: dict[Any, Any]) -> str:
-    """Puts the one float type of the weights into the configuration; what was changed, in words."""
+def _made_true(raw: bytes, tree: dict[Any, Any], dequantized: bool) -> tuple[bytes, list[str]]:
+    """A configuration with the one float type of the weights; and without the quantization that they no longer have.
+
+    With what was changed, in words: nothing in what is not UTF-8, or nested a thousand levels deep.
+    """
     dtypes = {entry.dtype.torch for entry in tree.values() if isinstance(entry, TensorEntry) and entry.dtype.is_float}
-    data = files[CONFIG]
-    raw = data.read(0, data.length)
-    try:
-        changed = with_dtype(raw, *dtypes) if len(dtypes) == 1 else raw
-    except (ValueError, RecursionError):  # not UTF-8, or nested a thousand levels deep
-        return ""
-    if changed == raw:
-        return ""
-    files[CONFIG] = InlineBytes(changed)
-    return f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are"
+    changes, before = [], raw
+    with suppress(ValueError, RecursionError):
+        if len(dtypes) == 1 and (raw := with_dtype(before, *dtypes)) != before:
+            changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
+        config = json.loads(raw) if dequantized else {}
+        taken = [key for node in _sections(config) for key in QUANTIZATION if node.pop(key, None) is not None]
+        if taken:
+            raw = _written(config)
+            changes.append(f"{CONFIG}: without its {taken[0]}")
+    return raw, changes
+
+
+def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A configuration, and those in it, as of the `text_config` of several models."""
+    return [config, *(node for node in config.values() if isinstance(node, dict))]
+
+
+def _written(config: Any) -> bytes:
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def with_dtype(raw: bytes, dtype: str) -> bytes:
@@ -212,7 +228,7 @@ def with_dtype(raw: bytes, dtype: str) -> bytes:
         return raw
     text = _DTYPE.sub(lambda found: found[1] + (dtype if found[2] in _FLOATS else found[2]), raw.decode())
     same = json.dumps(json.loads(text)).replace("torch.", "") == wanted.replace("torch.", "")
-    return text.encode() if same else json.dumps(json.loads(wanted), indent=2, ensure_ascii=False).encode() + b"\n"
+    return text.encode() if same else _written(json.loads(wanted))
 
 
 def _with_dtype(node: Any, dtype: str) -> Any:
@@ -229,29 +245,7 @@ def _with_dtype(node: Any, dtype: str) -> Any:
     }
 
 
-# The quantization of the configuration -------------------------------------------------------------------------------
-
-QUANTIZATION = ("quantization_config", "compression_config")  # the second is an old name of compressed-tensors'
-
-
 def quantization_config(part: Checkpoint) -> dict[str, Any]:
     """The quantization of the configuration beside a checkpoint; empty where that has none."""
-    config = configuration(part)
-    nodes = [config, *(node for node in config.values() if isinstance(node, dict))]  # text_config
-    found = [node[key] for node in nodes for key in QUANTIZATION if isinstance(node.get(key), dict)]
-    return found[0] if found else {}
-
-
-def _without_quantization(files: dict[str, Data]) -> str:
-    """Takes the quantization out of the configuration; what was changed, in words."""
-    data = files[CONFIG]
-    try:
-        config = json.loads(data.read(0, data.length))
-    except (ValueError, RecursionError):
-        return ""
-    nodes = [config, *(node for node in config.values() if isinstance(node, dict))]
-    taken = [key for node in nodes for key in QUANTIZATION if node.pop(key, None) is not None]
-    if not taken:
-        return ""
-    files[CONFIG] = InlineBytes(json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n")
-    return f"{CONFIG}: without its {taken[0]}"
+    found = (node.get(key) for node in _sections(configuration(part)) for key in QUANTIZATION)
+    return next((each for each in found if isinstance(each, dict)), {})

@@ -75,7 +75,6 @@ class Unpacker:
             odd = listed(sorted(names ^ set(stored)))
             what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
             raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
-        self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []
@@ -157,9 +156,8 @@ class Unpacker:
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
-        deduplicated = entry.storage.deduplicated
         if how is None:
-            return Storage(entry.storage.data, location, entry.storage.crc, deduplicated=deduplicated)
+            return Storage(entry.storage.data, location, entry.storage.crc)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS and entry.dtype is not dtype else 1
         if entry.shape != (shape if width == 1 else (*shape, width)):
@@ -171,9 +169,7 @@ class Unpacker:
             strides = row_major_strides(shape)
             view = TensorEntry(Storage(data), dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes))
             data = row_major(view)
-        if deduplicated:  # on one piece of data, as they are stored
-            data = self.alike.setdefault((id(entry.storage.data), str(how)), data)
-        return Storage(data, location, deduplicated=deduplicated)
+        return Storage(data, location)
 
     def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
         storage = self._at(self.storages, storage_index)

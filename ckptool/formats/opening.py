@@ -10,13 +10,11 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
-from ckptool.checkpoint.file_objects import source_of
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
+from ckptool.checkpoint.files import Folder, Input, Source, open_input
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
 from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
-from ckptool.formats.in_memory import checkpoint_in_memory
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -59,9 +57,8 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
         return checkpoint
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED}
     metadata |= marks.recovered_in_part(checkpoint.metadata, path)
-    return replace(
-        checkpoint, tree=node, metadata=metadata, discarded=(), extras={}, base=(*checkpoint.base, *path), origin=None
-    )
+    alone: dict[str, Any] = {"discarded": (), "extras": {}, "origin": None, "memory": None}
+    return replace(checkpoint, tree=node, metadata=metadata, base=(*checkpoint.base, *path), **alone)
 
 
 def in_memory(given: object) -> bool:
@@ -87,16 +84,16 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         whole = replace(file, base=(), source=None) if file.base else file
         return Opened(whole, at, whole.source.path if whole.source is not None else "")
     if in_memory(file):
+        from ckptool.formats.in_memory import checkpoint_in_memory
+
         return Opened(checkpoint_in_memory(file), at, "")
-    if not isinstance(file, (str, os.PathLike)):
-        source = source_of(file)
-        with counting_whole(), unchanged(source):
-            checkpoint = formats.read_source(source)
-        _stand_behind(checkpoint, source, file)
-        return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
-    path, place = split(file)
+    source, place = open_source(file)
     with counting_whole():
-        return Opened(formats.read(path), at if at is not None else place, path)
+        checkpoint = formats.read_source(source)
+    if isinstance(file, (str, os.PathLike)):
+        return Opened(checkpoint, at if at is not None else place, source.path)
+    _stand_behind(checkpoint, source, file)
+    return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
 
 
 def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
@@ -105,14 +102,17 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     Raises `UsageError` for what is in memory.
     """
     if not isinstance(file, (str, os.PathLike)):
+        from ckptool.checkpoint.file_objects import source_of
+
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place
 
 
-def _stand_behind(checkpoint: Checkpoint, source: Source, file: Any) -> None:
+def _stand_behind(checkpoint: Checkpoint, source: Input, file: Any) -> None:
     """Sets the position of a file in which another legacy stream may follow to the end of the first, as torch does."""
-    if checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes):
+    follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
+    if follows and isinstance(source, Source):
         from ckptool.formats.torch_legacy import read_stream
 
         end = read_stream(FileRange(source, 0, source.size), name=f"{source}").end
@@ -151,30 +151,21 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     take = f"take it as it is: {arg(part=True)}"
     if found.kind is PartKind.MEMBERS:
         raise _of_members(checkpoint, found, take)
-    raise OnlyAPart(
-        f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}",
-        f"{found.meaning[:1].upper()}{found.meaning[1:]}.",
-        f"See the whole: {command('inspect', found.whole)}; or {take}" if found.whole else take[:1].upper() + take[1:],
-    )
+    what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}"
+    way = f"See the whole: {command('inspect', found.whole)}; or {take}" if found.whole else f"T{take[1:]}"
+    raise OnlyAPart(what, found.sentence(), way)
 
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
     what = f"{found.whole} is a folder, of which {found.label} are there and whole"
-    why = f"{found.meaning[:1].upper()}{found.meaning[1:]}."
-    name = f"ame one of its files: {quoted(_member(checkpoint))}; or {otherwise}"
+    source = checkpoint.source
+    first = next(iter(source.files), "").partition("/")[0] if isinstance(source, Folder) else ""
+    member = source.path if isinstance(source, Source) else os.path.join(found.whole, first)
+    name = f"ame one of its files: {quoted(member)}; or {otherwise}"
     how = found.join if isinstance(found.join, Command) else Command(found.join)
     join = f"Say how: {how} (docs/formats.md has rules to start from); or n{name}"
-    return OnlyAPart(what, why, join if found.join else f"N{name}")
-
-
-def _member(checkpoint: Checkpoint) -> str:
-    """The path of one member of a folder: its weights, or the first."""
-    if isinstance(checkpoint.source, Source):
-        return checkpoint.source.path
-    folder = checkpoint.part.whole if checkpoint.part is not None else ""
-    first = next(iter(checkpoint.source.files), "") if checkpoint.source is not None else ""
-    return os.path.join(folder, first.partition("/")[0])
+    return OnlyAPart(what, found.sentence(), join if found.join else f"N{name}")
 
 
 def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:

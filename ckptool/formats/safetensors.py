@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -89,8 +88,15 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
     ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
-    separate = _deduplicated(source, metadata.pop(marks.DEDUPLICATED, "[]"))
-    tree.update({dropped: _alias(tree[kept], dropped in separate) for dropped, kept in ties.items()})
+    try:
+        separate = set(json.loads(metadata.pop(marks.DEDUPLICATED, "[]")))
+    except (ValueError, TypeError, RecursionError):
+        what = f"{source}: its record of deduplicated storages is damaged"
+        raise Corrupt(what, "It is not what ckptool writes.") from None
+    for dropped, kept in ties.items():
+        entry = tree[kept]
+        storage = entry.storage.alone() if dropped in separate else entry.storage
+        tree[dropped] = TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     pickle, old, discarded, is_whole = metadata.pop(marks.PICKLE, None), metadata.pop(marks.OLD_TREE, None), (), False
     if pickle is not None:
@@ -107,24 +113,6 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, tensors_only=not is_whole)
-
-
-def _alias(entry: TensorEntry, separate: bool) -> TensorEntry:
-    """Another name of a tensor: a tie, or (separate) one with a storage of its own on the same bytes."""
-    storage = entry.storage
-    if separate:
-        storage.deduplicated = True
-        storage = replace(storage)
-    return TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
-
-
-def _deduplicated(source: Readable, text: str) -> set[str]:
-    try:
-        return set(json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        raise Corrupt(
-            f"{source}: its record of deduplicated storages is damaged", "It is not what ckptool writes."
-        ) from None
 
 
 class _Header:
@@ -283,9 +271,6 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         raise Unsupported(what, "Both would be recorded in one place.")
     metadata.setdefault("format", "pt")
     metadata.update(ties)
-    separate = [name for name, kept in ties.items() if tensors[name].storage is not tensors[kept].storage]
-    if separate:
-        metadata[marks.DEDUPLICATED] = json.dumps(separate, separators=(",", ":"), ensure_ascii=False)
     places, at = {}, 0
     in_order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     for name in in_order:
@@ -379,8 +364,7 @@ def without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     first: dict[Any, str] = {}
     stored, ties = {}, {}
     for name, entry in tensors.items():
-        view = entry.storage.bytes_id, entry.layout, entry.flags.lazy
-        kept = first.setdefault(view, name) if entry.nbytes else name
+        kept = first.setdefault(entry.view, name) if entry.nbytes else name
         if kept == name:
             stored[name] = entry
         else:

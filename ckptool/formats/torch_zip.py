@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, StorageRef
-from ckptool.checkpoint.files import Input, Readable
+from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Deferred, Plan
 from ckptool.checkpoint.strided import swapped
@@ -54,10 +54,15 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
 
-    Raises `NotACheckpoint` for another kind of zip, `Unsupported` for TorchScript, and what `read_archive` and `decode`
-    raise.
+    A file with the constants of a program is one of TorchScript, as to torch. Raises `NotACheckpoint` for another kind
+    of zip, and what `read_archive` and `decode` raise.
     """
-    archive, root, small, storages, decoded = read_pickled(source)
+    archive = directory.read_archive(source)
+    if isinstance(source, Source) and any(name.endswith("/constants.pkl") for name in archive.records):
+        from ckptool.formats import torchscript
+
+        return torchscript.read(archive)
+    root, small, storages, decoded = read_pickled(archive)
     confirm_the_rest(archive)
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
@@ -80,21 +85,19 @@ def read(source: Readable) -> Checkpoint:
 class Pickled(NamedTuple):
     """A zip of torch's and the pickle in it. small: the texts of the short records that are there, by name."""
 
-    archive: Archive
     root: str
     small: dict[str, str]
     storages: RecordStorages
     decoded: Decoded
 
 
-def read_pickled(source: Readable, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False) -> Pickled:
-    """The directory, the short records and the pickle of an archive; script: which may hold a program.
+def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False) -> Pickled:
+    """The short records and the pickle of an archive; script: which may hold a program.
 
     Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
-    what `read_archive` and `decode` raise.
+    what `decode` raises.
     """
-    archive = directory.read_archive(source)
-    records, pickle = archive.records, find_pickle(archive)
+    source, records, pickle = archive.source, archive.records, find_pickle(archive)
     root = pickle.name.removesuffix("data.pkl")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
@@ -122,7 +125,7 @@ def read_pickled(source: Readable, builders: Mapping[Global, Builder] = BUILDERS
             "torch refuses such a file.",
         )
     storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
-    return Pickled(archive, root, small, storages, decoded_record(pickle, storages, builders))
+    return Pickled(root, small, storages, decoded_record(pickle, storages, builders))
 
 
 def find_pickle(archive: Archive) -> Record:
@@ -174,14 +177,14 @@ class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
     prefix: the folder of the records (`archive/data/`).  find: the record of a name, which should have so many bytes.
-    refs: by key and class.
+    refs: by class and key.
     """
 
     archive: Archive
     prefix: str
     big_endian: bool
     find: Callable[[str, int], Record | None] | None = None
-    refs: dict[str, dict[Global, StorageRef]] = field(default_factory=dict)
+    refs: dict[Global, dict[str, StorageRef]] = field(default_factory=dict)
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
@@ -197,8 +200,8 @@ class RecordStorages:
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         name, size = self.prefix + key, numel * (dtype.itemsize if dtype is not None else 1)
-        refs = self.refs.setdefault(key, {})
-        ref = refs.get(cls)
+        refs = self.refs.setdefault(cls, {})
+        ref = refs.get(key)
         if ref is None:
             record = self.find(name, size) if self.find is not None else self.archive.records.get(name)
             if record is None:
@@ -208,14 +211,15 @@ class RecordStorages:
                 there = f"its record {record} has {record.size:,} bytes"
                 what = f"the storage {key} should have {numel} elements; {there}"
                 raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
-            storage = next((other.storage for other in refs.values()), None)
+            storage = next((of[key].storage for of in self.refs.values() if key in of), None)
             if storage is None:
                 storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
                 if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
                     storage = Storage(data, location)
-            ref = refs[cls] = StorageRef(storage, dtype)
+            ref = refs[key] = StorageRef(storage, dtype)
         # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        mixed = len(refs) > 1 and not all(each.dtype is None or each.dtype.name == "u8" for each in refs.values())
+        types = [of[key].dtype for of in self.refs.values() if key in of]
+        mixed = len(types) > 1 and not all(each is None or each.name == "u8" for each in types)
         if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
             what = f"the storage {key} is described in two ways"
             raise Corrupt(what, "Readers would disagree about which is right.")
@@ -301,8 +305,6 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add(f"{root}.data/serialization_id", Deferred(40, identity))
     if mark and (origin is None or mark != origin.recovered):
         layout.add(root + marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
-    if keys.deduplicated and (shared := marks.deduplicated_record(checkpoint.tree)):
-        layout.add(root + marks.DEDUPLICATED_RECORD, InlineBytes(shared))
     return layout.finish()
 
 
@@ -330,8 +332,8 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
     layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)
     layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
-    if keys.deduplicated or root + marks.DEDUPLICATED_RECORD in archive.records:
-        return None  # which tensors share a record is written anew with every change
+    if root + marks.DEDUPLICATED_RECORD in archive.records:
+        return None  # what 0.1.0 stored once for several is stored for each
     if 4 * sum(storage.nbytes for _, storage in keys.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
     for key, storage in keys.fresh:
@@ -351,7 +353,6 @@ class _Keys:
         self.root = origin.root if origin else "archive/"
         self.records = {id(record.data): record for record in records.values() if record.is_used}
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
-        self.deduplicated: dict[tuple[int, str], str] = {}  # the same by data and location
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
         taken = {name.removeprefix(self.root + "data/") for name in records}
@@ -363,16 +364,12 @@ class _Keys:
         key = self.keys.get(id(storage))
         if key is not None:
             return key
-        key = self.deduplicated.get((id(storage.data), storage.location)) if storage.deduplicated else None
-        if key is None:
-            record = self.records.get(id(storage.data))
-            if record is None or record in self.used:
-                key = next(self.free)
-                self.fresh.append((key, storage))
-            else:
-                self.used.add(record)
-                key = record.name.removeprefix(self.root + "data/")
+        record = self.records.get(id(storage.data))
+        if record is None or record in self.used:
+            key = next(self.free)
+            self.fresh.append((key, storage))
+        else:
+            self.used.add(record)
+            key = record.name.removeprefix(self.root + "data/")
         self.keys[id(storage)] = key
-        if storage.deduplicated:
-            self.deduplicated[id(storage.data), storage.location] = key
         return key

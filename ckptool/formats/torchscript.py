@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
 from ckptool.checkpoint.pickled_modules import detached, walk_modules
@@ -33,30 +32,21 @@ from ckptool.formats.torch_zip import (
     read_pickled,
     record_notes,
 )
-from ckptool.formats.torch_zip import detect as is_zip
-from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
 from ckptool.formats.zip.record import Record
 
 NAME = "torchscript"
-MARK = b"/constants.pkl"  # by which torch tells them, too
 MAX_FOLDERS = 32
 
 
-def detect(head: bytes, source: Input) -> bool:
-    """True for a zip whose directory names the constants of a program; only looks, `read` checks."""
-    if not isinstance(source, Source) or not is_zip(head, source):
-        return False
-    return MARK in directory.table(source)
+def read(archive: Archive) -> Checkpoint:
+    """The tensors and attributes of a TorchScript file, which `torch_zip` opened. Reads the pickle and the program's
+    text, no tensor data.
 
-
-def read(source: Readable) -> Checkpoint:
-    """The tensors and attributes of a TorchScript file. Reads the directory, the pickle and the program's text, no
-    tensor data.
-
-    Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `read_archive` and `decode` raise.
+    Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `decode` raises.
     """
-    archive, root, small, storages, decoded = read_pickled(source, _BUILDERS, script=True)
+    source = archive.source
+    root, small, storages, decoded = read_pickled(archive, _BUILDERS, script=True)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
         what = f"{source} is a checkpoint that has the records of a TorchScript program as well"
         raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")

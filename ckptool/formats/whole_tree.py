@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Data, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint import tree as trees
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Object, OrderedDict
@@ -62,7 +62,6 @@ class PickledStorages:
         self.values = values
         self.used: set[str] = set()
         self._known: dict[str, Storage] = {}
-        self._turned: dict[tuple[int, str], Data] = {}
 
     def load(self, pid: Any) -> StorageRef:
         _, cls, key, location, _ = pid
@@ -85,13 +84,10 @@ class PickledStorages:
             raise TypeError("a storage")
         old = entry.storage
         if axes is None:
-            return Storage(old.data, location, old.crc, deduplicated=old.deduplicated)
+            return Storage(old.data, location, old.crc)
         if sorted(axes) != list(range(len(entry.shape))):
             raise ValueError("axes")
-        data = row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes))
-        if old.deduplicated:  # on one piece of data, as they are stored
-            data = self._turned.setdefault((id(old.data), str(axes)), data)
-        return Storage(data, location, deduplicated=old.deduplicated)
+        return Storage(row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), location)
 
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:

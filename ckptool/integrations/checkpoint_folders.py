@@ -15,7 +15,8 @@ from typing import Any
 
 from ckptool.checkpoint.paths import file_problem
 from ckptool.errors import Corrupt, printable
-from ckptool.output import make_folder, move_folder
+from ckptool.output import make_folder
+from ckptool.output.folders import move_folder
 from ckptool.training.store import SavedState, file_digest, newest_whole, read_json, write_json
 
 SIDECAR = "ckptool.json"

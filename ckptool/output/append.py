@@ -13,13 +13,13 @@ import os
 from collections.abc import Callable
 
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.paths import absolute, file_problem
+from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.copying import write_all
-from ckptool.output.durable import _check_space, _close, _sweep, settle, write_problem
-from ckptool.output.sink import Progress, Sink, segments_of
+from ckptool.output.durable import check_space, close, folder_of, settle, sweep_folder, write_problems
+from ckptool.output.sink import Progress, Sink
 
 
 def append_in_place(
@@ -32,26 +32,25 @@ def append_in_place(
     `DiskFull`, `FileProblem`.
     """
     path = source.path
-    _sweep(path)
+    sweep_folder(folder_of(path))
     refuse_links(path)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise file_problem(error, path, "change") from error
     try:
-        _own(fd, source)
-        _check_space(plan.nbytes + len(plan.guard), os.path.dirname(absolute(path)), path)
-        try:
-            _append(fd, plan, progress)
-            if verify is not None:
-                verify(path)
-        except BaseException as error:
-            _take_back(fd, plan, path, error)
-            raise
-    except OSError as error:
-        raise write_problem(error, path) from error
+        with write_problems(path):
+            _own(fd, source)
+            check_space(plan.nbytes + len(plan.guard), path)
+            try:
+                _append(fd, plan, progress)
+                if verify is not None:
+                    verify(path)
+            except BaseException as error:
+                _take_back(fd, plan, path, error)
+                raise
     finally:
-        _close(fd)
+        close(fd)
 
 
 def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
@@ -116,7 +115,7 @@ def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
     for place in (*places, end):
         write_all(fd, plan.guard, place)
     os.fsync(fd)  # on disk before what they guard is: a power cut may lose any of the writes since the last sync
-    Sink(fd, plan.keep, plan.nbytes, progress).write(segments_of(plan), plan.checks)
+    Sink(fd, plan.keep, plan.nbytes, progress).write(plan.files[""], plan.checks)
     os.fsync(fd)
     os.ftruncate(fd, end)
     settle(fd)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.errors import listed
@@ -22,56 +23,42 @@ def keep_attributes(old: str, fd: int) -> list[str]:
         status = os.stat(old)
     except FileNotFoundError:
         return []
-    mine = os.fstat(fd)
-    lost = [] if status.st_gid == mine.st_gid or _given(fd, -1, status.st_gid) else [f"its group ({status.st_gid})"]
-    lost += _copy_extended(old, fd)
+    mine, lost = os.fstat(fd), list[str]()
+
+    def attempt(what: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except OSError:
+            lost.append("its access list" if what == ACCESS_LIST else what)
+
+    if status.st_gid != mine.st_gid:
+        attempt(f"its group ({status.st_gid})", os.fchown, fd, -1, status.st_gid)
+    names = _names(old)
+    for name in names:
+        if name not in _OF_THE_CONTENTS:
+            attempt(name if name == ACCESS_LIST else f"the attribute {name}", _copy_attribute, old, fd, name)
+    if ACCESS_LIST not in names and ACCESS_LIST in _names(fd):  # it came from the folder
+        attempt(ACCESS_LIST, os.removexattr, fd, ACCESS_LIST)
     mode = stat.S_IMODE(status.st_mode)
     if lost or status.st_uid != mine.st_uid:
         mode &= ~(stat.S_ISUID | stat.S_ISGID)  # which would hand somebody else's rights on
     os.fchmod(fd, mode)
-    # Last: afterwards it may not be ours to change.
-    if status.st_uid != mine.st_uid and not _given(fd, status.st_uid, -1):
-        lost.insert(0, f"its owner ({status.st_uid})")
+    if status.st_uid != mine.st_uid:  # last: afterwards it may not be ours to change
+        attempt(f"its owner ({status.st_uid})", os.fchown, fd, status.st_uid, -1)
     return lost
-
-
-def _given(fd: int, owner: int, group: int) -> bool:
-    try:
-        os.fchown(fd, owner, group)
-    except OSError:
-        return False
-    return True
-
-
-def _copy_extended(old: str, fd: int) -> list[str]:
-    """Copies extended attributes, access lists among them; takes off an access list that came from the folder."""
-    if not hasattr(os, "listxattr"):
-        return []
-    names, own = _names(old), _names(fd)
-    lost = [name for name in names if name not in _OF_THE_CONTENTS and not _copied(old, fd, name)]
-    if ACCESS_LIST in own and ACCESS_LIST not in names:
-        try:
-            os.removexattr(fd, ACCESS_LIST)
-        except OSError:
-            lost.append(ACCESS_LIST)
-    return ["its access list" if name == ACCESS_LIST else f"the attribute {name}" for name in lost]
 
 
 def _names(place: str | int) -> list[str]:
     try:
         return os.listxattr(place)
-    except OSError:  # a file system that has none
+    except (OSError, AttributeError):  # a file system, or a system, that has none
         return []
 
 
-def _copied(old: str, fd: int, name: str) -> bool:
-    try:
-        value = os.getxattr(old, name)
-        if name not in _names(fd) or os.getxattr(fd, name) != value:
-            os.setxattr(fd, name, value)
-    except OSError:
-        return False
-    return True
+def _copy_attribute(old: str, fd: int, name: str) -> None:
+    value = os.getxattr(old, name)
+    if name not in _names(fd) or os.getxattr(fd, name) != value:
+        os.setxattr(fd, name, value)
 
 
 def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:

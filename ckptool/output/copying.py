@@ -34,44 +34,26 @@ _CANNOT = {
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
     """Copies `length` bytes of `source` from `offset` to byte `at` of `fd`; `progress` gets each piece's size."""
-    done = 0
-    kernel = hasattr(os, "copy_file_range")
+    done, in_kernel = 0, hasattr(os, "copy_file_range")
     while done < length:
-        size = min(PIECE, length - done)
-        copied = _in_kernel(source, offset + done, fd, at + done, size) if kernel else None
-        if copied is None:
-            kernel = False
-            copied = _through_buffer(source, offset + done, fd, at + done, size)
+        copied = 0
+        if in_kernel:
+            try:
+                size = min(PIECE, length - done)
+                copied = os.copy_file_range(source.descriptor(), fd, size, offset + done, at + done)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
+            in_kernel = copied > 0  # some file systems answer 0 instead of an error
         if not copied:
-            raise source.changed()
+            data = os.pread(source.descriptor(), min(BUFFER, length - done), offset + done)
+            if not data:
+                raise source.changed()
+            write_all(fd, data, at + done)
+            copied = len(data)
         start_writeback(fd, at + done, copied)
         done += copied
         progress(copied)
-
-
-def _in_kernel(source: Source, offset: int, fd: int, at: int, size: int) -> int | None:
-    """The bytes copied, or None where the kernel cannot copy between these files."""
-    try:
-        with source.descriptor() as original:
-            copied = os.copy_file_range(original, fd, size, offset, at)
-    except OSError as error:
-        if error.errno in _CANNOT:
-            return None
-        raise
-    return copied or None  # some file systems answer 0 instead of an error; reading tells whether the file really ended
-
-
-def _through_buffer(source: Source, offset: int, fd: int, at: int, size: int) -> int:
-    done = 0
-    while done < size:
-        with source.descriptor() as original:
-            data = os.pread(original, min(BUFFER, size - done), offset + done)
-        if not data:
-            break
-        write_all(fd, data, at + done)
-        start_writeback(fd, at + done, len(data))
-        done += len(data)
-    return done
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview, at: int) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
@@ -25,21 +25,23 @@ from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
 from ckptool.output.copying import _system_call, reserve
 from ckptool.output.durable import (
-    _check_space,
-    _close,
-    _new_file,
-    _prefix,
-    _remove,
-    _sweep,
-    _sync_folder,
-    _temporary_for,
+    check_space,
     check_target,
+    close,
+    folder_of,
+    hidden_name,
+    new_file,
+    opened,
+    remove,
     settle,
     sweep_folder,
-    write_problem,
+    sync_folder_of,
+    temporary_for,
+    write_problems,
 )
 from ckptool.output.sink import Progress, Sink
 
+ASIDE = "old"  # the end of the old folder's name between two renames: for an instant it is the only one, so not swept
 _HERE = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
@@ -79,8 +81,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
             f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
             fix=f"Replace it: {arg(overwrite=True)}, or choose another name.",
         )
-    if foreign := _foreign(real, held, replaceable):
-        raise _would_lose(path, foreign)
+    _refuse_foreign(path, real, held, replaceable.__contains__)
     return real
 
 
@@ -93,21 +94,56 @@ def _real_path(target: str | os.PathLike[str]) -> str:
         raise file_problem(error, path, "write") from error
 
 
-def _foreign(folder: str, held: Iterable[str], replaceable: Collection[str]) -> list[str]:
-    """The files in a folder beside those that may go."""
-    return sorted(
+def _refuse_foreign(shown: str, folder: str, held: Iterable[str], may_go: Callable[[str], Any]) -> None:
+    """Raises `Conflict` for a folder that holds files beside those that may go."""
+    foreign = [
         name
-        for name in held
-        if name not in replaceable or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
-    )
+        for name in sorted(held)
+        if not may_go(name) or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
+    ]
+    if foreign:
+        raise Conflict(
+            f"cannot replace the folder {shown}: {listed(foreign)} would be deleted with it",
+            "Only files of the checkpoint in it may be deleted; it was left as it is.",
+            "Write to a new folder; or remove those files first.",
+        )
 
 
-def _would_lose(path: str, foreign: list[str]) -> Conflict:
-    return Conflict(
-        f"cannot replace the folder {path}: {listed(foreign)} would be deleted with it",
-        "Only files of the checkpoint in it may be deleted; it was left as it is.",
-        "Write to a new folder; or remove those files first.",
-    )
+class NewFolder:
+    """A folder beside `target`, in which others write files and sync them; `commit` gives it its name.
+
+    What killed runs left is cleared away first.  path: of the new folder, or of the old one that it replaced; `close`
+    removes it.  Raises `DiskFull`, `FileProblem`.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.shown, self.target, self.path, self.fd = target, _real_path(target), "", -1
+        _put_back(self.target)
+        sweep_folder(folder_of(self.target))
+
+    def begin(self) -> None:
+        """Makes the folder, which is empty and locked."""
+        with write_problems(self.shown):
+            self.path, self.fd = temporary_for(self.target, _new_folder)
+
+    def commit(self, may_go: Callable[[str], Any], overwrite: bool = True) -> tuple[Note, ...]:
+        """Gives it its name, durably. may_go: tells the names that may go with a folder it replaces."""
+        with write_problems(self.shown):
+            try:
+                os.fsync(self.fd)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # it has no such notion
+                    raise
+            self.path = _commit(self.path, self.target, may_go, overwrite)
+        close(self.fd)
+        self.fd = -1
+        return sync_folder_of(self.target)
+
+    def close(self) -> None:
+        """Removes what has no name: the new folder, or the one that it replaced."""
+        if self.path:
+            remove(self.path, self.fd)
+        close(self.fd)
 
 
 def replace_folder(
@@ -128,73 +164,57 @@ def replace_folder(
     match its checksum); then nothing is changed.
     """
     allowed = {*replaceable, *plan.files}
-    _put_back(_real_path(target))
-    _sweep(_real_path(target))
-    real = check_folder(target, overwrite=overwrite, replaceable=allowed)
-    temporary, fd, old = "", -1, ""
+    folder = NewFolder(target)
+    check_folder(target, overwrite=overwrite, replaceable=allowed)
     try:
-        _check_space(plan.nbytes, os.path.dirname(real), real)
-        temporary, fd = _temporary_for(real, _new_folder)
-        lost = keep_attributes(real, fd)
-        with unchanged(*inputs):
-            lost += _write_files(plan, fd, real, progress)
-            _sync(fd)
-            if verify is not None:
-                verify(temporary)
-        old = _commit(temporary, real, allowed, overwrite, fd)
-        temporary = ""
-        return (*attribute_notes(real, lost), *_sync_folder(real))
-    except OSError as error:
-        raise write_problem(error, target) from error
+        with write_problems(target):
+            check_space(plan.nbytes, folder.target)
+            folder.begin()
+            lost = keep_attributes(folder.target, folder.fd)
+            with unchanged(*inputs):
+                lost += _write_files(plan, folder, progress)
+                if verify is not None:
+                    verify(folder.path)
+        return (*attribute_notes(folder.target, lost), *folder.commit(allowed.__contains__, overwrite))
     finally:
-        if temporary:
-            _remove(temporary, fd)
-        elif old:
-            _remove(old)
-        _close(fd)
+        folder.close()
 
 
-class NewFolder:
-    """A folder beside `target` that others fill, synced file by file; `commit` gives it its name, else it is removed.
+def _write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> list[str]:
+    """Writes all files of the plan, each synced; the bytes written are counted over all of them.
 
-    Raises `FileProblem`, `DiskFull` where it cannot be made.
+    Returns what could not be kept of the files in the folder that is replaced.
     """
-
-    def __init__(self, target: str) -> None:
-        _put_back(target)
-        sweep_folder(os.path.dirname(target))
-        self.target = target
+    before, checks, lost = 0, plan.checks, []
+    for name, segments in plan.files.items():
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise AssertionError(f"{name!r} is not the name of a file")
+        size = sum(segment.length for segment in segments)
+        count = progress and partial(_count_on, progress, before, plan.nbytes)
+        fd = new_file(name, folder.fd)
         try:
-            self.path, self.fd = _temporary_for(target, _new_folder)
-        except OSError as error:
-            raise write_problem(error, target) from error
+            lost += keep_attributes(os.path.join(folder.target, name), fd)
+            reserve(fd, size)
+            Sink(fd, 0, size, count).write(segments, checks)
+            settle(fd)
+        finally:
+            close(fd)
+        before, checks = before + size, []
+    return lost
 
-    def commit(self, replaceable: Callable[[str], Any]) -> None:
-        """Gives the folder its name, durably. replaceable: tells the names that may go with a folder it replaces."""
-        try:
-            _sync(self.fd)
-            held = os.listdir(self.target) if os.path.isdir(self.target) else []
-            old = _commit(self.path, self.target, [*filter(replaceable, held)], True, self.fd)
-        except OSError as error:
-            raise write_problem(error, self.target) from error
-        self.path = old
-        _sync_folder(self.target)
 
-    def close(self) -> None:
-        """Removes what has no name: the new folder, or the one that it replaced."""
-        if self.path:
-            _remove(self.path)
-        _close(self.fd)
+def _count_on(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def remove_folder(path: str, removable: Callable[[str], Any]) -> None:
     """Removes a folder with files of these names, which loses its own name first; one with others in it stays."""
     try:
-        if not _foreign(path, held := os.listdir(path), [*filter(removable, held)]):
-            old = os.path.join(os.path.dirname(path), f"{_prefix(path)}{secrets.token_hex(8)}.tmp")
-            os.rename(path, old)
-            _remove(old)
-    except FileNotFoundError:
+        _refuse_foreign(path, path, os.listdir(path), removable)
+        old = hidden_name(path)
+        os.rename(path, old)
+        remove(old)
+    except (Conflict, FileNotFoundError):
         return
     except OSError as error:
         raise file_problem(error, path, "delete") from error
@@ -205,78 +225,39 @@ def move_folder(temporary: str, target: str) -> None:
 
     All in it is synced first. A folder that is there already goes at the same moment. Raises `DiskFull`, `FileProblem`.
     """
-    try:
+    with write_problems(target):
         for place, _, names in os.walk(temporary):
             for path in (*(os.path.join(place, name) for name in names), place):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(fd)
                 finally:
-                    _close(fd)
+                    close(fd)
         _put_back(target)
-        old = temporary
-        try:
-            os.rename(temporary, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            if not _exchange(temporary, target):
-                old = _put_aside(temporary, target)
-        _sync_folder(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise write_problem(error, target) from error
+        old = _commit(temporary, target, None)
+        sync_folder_of(target)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _new_folder(path: str) -> int:
     """A new folder, open; `FileExistsError` where another run swept it before it was opened."""
     os.mkdir(path)
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return opened(path)
     except FileNotFoundError:
         raise FileExistsError(errno.EEXIST, "swept before it was locked", path) from None
-
-
-def _write_files(plan: Plan, folder: int, old: str, progress: Progress | None) -> list[str]:
-    """Writes all files of the plan, each synced, into an open folder; the bytes written are counted over all of them.
-
-    old: the folder that is replaced. Returns what could not be kept of the files in it.
-    """
-    before, checks, lost = 0, plan.checks, []
-    for name, segments in plan.files.items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise AssertionError(f"{name!r} is not the name of a file")
-        size = sum(segment.length for segment in segments)
-        fd = _new_file(name, folder)
-        try:
-            lost += keep_attributes(os.path.join(old, name), fd)
-            reserve(fd, size)
-            Sink(fd, 0, size, _counted(progress, before, plan.nbytes)).write(segments, checks)
-            settle(fd)
-        finally:
-            _close(fd)
-        before, checks = before + size, []
-    return lost
-
-
-def _counted(progress: Progress | None, before: int, total: int) -> Progress | None:
-    return None if progress is None else lambda done, _: progress(before + done, total)
-
-
-def _sync(fd: int) -> None:
-    """Makes the names in a folder survive a power cut, where the file system has such a notion."""
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
 
 
 # The commit ----------------------------------------------------------------------------------------------------------
 
 
-def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bool, fd: int) -> str:
-    """Gives the new folder, open as `fd`, its name. Returns the path of the old one, to be removed, or ""."""
+def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, overwrite: bool = True) -> str:
+    """Gives a new folder its name. Returns the path of the old one, to be removed, or "".
+
+    may_go: tells the names that may go with the old one; None for all.
+    """
+    new = os.stat(temporary)
     try:
         os.rename(temporary, target)  # also onto an empty folder, but never onto one with files in it
         return ""
@@ -290,21 +271,24 @@ def _commit(temporary: str, target: str, allowed: Collection[str], overwrite: bo
     old = temporary
     try:
         if not _exchange(temporary, target):
-            old = _put_aside(temporary, target)
-        try:
-            held = os.listdir(old)
-        except FileNotFoundError:
-            return ""  # under a temporary's name, and nobody's: another writer cleared it away already
-        if foreign := _foreign(old, held, allowed):
-            raise _would_lose(target, foreign)
+            old = hidden_name(target, ASIDE)
+            os.rename(target, old)
+            os.rename(temporary, target)
+        if may_go is not None:
+            try:
+                held = os.listdir(old)
+            except FileNotFoundError:
+                return ""  # under a temporary's name, and nobody's: another writer cleared it away already
+            _refuse_foreign(target, old, held, may_go)
     except BaseException:
-        if os.path.samestat(os.stat(target), os.fstat(fd)):
-            # Undoes the exchange: a file was put into the old folder at the last moment, or may have been.
+        # A rename failed; or a file was put into the old folder at the last moment, or may have been.
+        if os.path.exists(target) and os.path.samestat(os.stat(target), new):
             if old == temporary:
                 _exchange(temporary, target)
             else:
                 os.rename(target, temporary)
-                os.rename(old, target)
+        if old != temporary and not os.path.lexists(target):
+            os.rename(old, target)
         raise
     return old
 
@@ -324,29 +308,13 @@ def _exchange(one: str, other: str) -> bool:
     raise OSError(number, os.strerror(number))
 
 
-def _aside(target: str) -> str:
-    """The path of the old folder between two renames. Not a name that is swept: for an instant it is the only one."""
-    return os.path.join(os.path.dirname(target), f"{_prefix(target)}old")
-
-
-def _put_aside(temporary: str, target: str) -> str:
-    aside = _aside(target)
-    os.rename(target, aside)
-    try:
-        os.rename(temporary, target)
-    except BaseException:
-        os.rename(aside, target)
-        raise
-    return aside
-
-
 def _put_back(target: str) -> None:
     """Undoes what a run left that was killed between two renames; removes what one left that was killed after them."""
-    aside = _aside(target)
+    aside = hidden_name(target, ASIDE)
     if not os.path.isdir(aside):
         return
     try:
         os.rename(aside, target)  # onto nothing: the new folder had not got its name
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            _remove(aside)
+            remove(aside)

@@ -20,7 +20,6 @@ class StreamingSha256:
         self._total = hashlib.sha256()
         self._at: int | None = 0  # how far it has come; None after something out of order
         self._pool: ThreadPoolExecutor | None = None
-        self._jobs: list[Future[None]] = []
         self._kept: deque[Future[None]] = deque()  # those of pieces that live until they are summed
 
     def feed(self, at: int, data: Bytes) -> None:
@@ -36,15 +35,13 @@ class StreamingSha256:
             self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
         if len(self._kept) >= AHEAD:
             self._kept.popleft().result()
-        self._jobs.append(self._pool.submit(self._total.update, data))
+        job = self._pool.submit(self._total.update, data)
         if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait while the file is synced
-            self._kept.append(self._jobs[-1])
+            self._kept.append(job)
 
     def result(self, path: str) -> str:
         """The digest of the file at `path`, in hexadecimal. Raises `OSError` where it cannot be read again."""
         self.close()
-        for job in self._jobs:
-            job.result()
         if self._at == os.stat(path).st_size:
             return self._total.hexdigest()
         return digest_of(path)

@@ -11,13 +11,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
+from ckptool.checkpoint import Computed, Data, FileRange, Storage
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
-from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
+from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
 from ckptool.errors import Corrupt
 from ckptool.output.copying import copy_range, start_writeback, write_all
-from ckptool.output.hashing import StreamingSha256
+
+if TYPE_CHECKING:
+    from ckptool.output.hashing import StreamingSha256
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far, and in all."""
@@ -39,93 +42,78 @@ class Sink:
         self.fd, self.digest = fd, digest
         self.at = at  # where the next segment goes
         self.total, self.done, self.progress = total, 0, progress
-        self.gathered = bytearray()
-        self.gathered_at = at
-        self.run: tuple[FileRange, int] | None = None  # a range not copied yet, and how far it goes by now
+        # What lies before `at` and is not written yet: short segments, or a range of an input that the next may go on.
+        self.pending: bytearray | FileRange = bytearray()
         self.late: list[tuple[int, Deferred]] = []
-        self.jobs: list[Future[None]] = []
-        self.pool: ThreadPoolExecutor | None = None
-        self.writer: ThreadPoolExecutor | None = None
+        self.checked: set[int] = set()  # the ids of storages that are summed up by themselves
+        self.jobs: deque[Future[None]] = deque()  # sums that are added up meanwhile
         self.pieces: deque[Future[None]] = deque()  # that the writer has not written yet
+        self.summers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) - 1)), thread_name_prefix="crc")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="write")
         self.cancelled = False
 
     def write(self, segments: Iterable[Segment], checks: Iterable[Storage] = ()) -> None:
         """Writes everything; raises `Corrupt` if an input does not match its stored checksum."""
-        checked: set[int] = set()
         try:
             for storage in checks:
-                self._check(storage, checked)
+                self._check(storage)
             for segment in segments:
-                self._segment(segment, checked)
-            self._flush_run()
-            self._flush_gathered()
-            for job in (*self.jobs, *self.pieces):
-                job.result()
+                self._segment(segment)
+            self._flush()
+            for waiting in (self.jobs, self.pieces):
+                while waiting:
+                    waiting.popleft().result()
             for at, late in self.late:
                 self._write(made(late), at)
         finally:
             self.cancelled = True
-            for threads in (self.pool, self.writer):
-                if threads is not None:
-                    threads.shutdown(wait=True, cancel_futures=True)
+            for threads in (self.summers, self.writer):
+                threads.shutdown(wait=True, cancel_futures=True)
+            self.jobs.clear()  # an error in one of them refers to this sink, and so to the files that it holds open
+            self.pieces.clear()
 
-    # Segments ----------------------------------------------------------------------------------------------------
-
-    def _segment(self, segment: Segment, checked: set[int]) -> None:
+    def _segment(self, segment: Segment) -> None:
         if isinstance(segment, Deferred):
-            self._late(segment)
+            # Made at once if all before it is known; else its place is kept, and it is written at the end. So it is,
+            # too, after another one whose place is kept: it may be made of what that one adds up.
+            for waiting in (self.jobs, self.pieces):
+                while waiting and waiting[0].done():
+                    waiting.popleft().result()
+            is_known = not (self.jobs or self.pieces or self.late)
+            if not is_known:
+                self.late.append((self.at, segment))
+            self._take(made(segment) if is_known else bytes(segment.length))
             return
         data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
-        if isinstance(data, InlineBytes):
-            self._gather(data.content, crc)
-        elif isinstance(data, FileRange):
-            self._range(data, crc)
-        else:
-            self._computed(data, crc, checked)
-        if crc is not None and isinstance(data, InlineBytes):
-            crc.check()
-
-    def _late(self, late: Deferred) -> None:
-        """Made at once if all sums before it are known; else its place is kept, and it is written at the end.
-
-        So it is, too, after another one whose place is kept: it may be made of what that one adds up.
-        """
-        while self.jobs and self.jobs[0].done():
-            self.jobs.pop(0).result()
-        while self.pieces and self.pieces[0].done():
-            self.pieces.popleft().result()
-        if self.jobs or self.pieces or self.late:
-            self.late.append((self.at, late))
-            self._gather(bytes(late.length), None)
-        else:
-            self._gather(made(late), None)
-
-    def _range(self, data: FileRange, crc: Crc | None) -> None:
-        data.ready()
-        if data.length < SMALL and not self._continues(data):
-            self._gather(data.file.read(data.offset, data.length), crc)
+        if isinstance(data, Computed):
+            self._computed(data, crc)
+        elif not (isinstance(data, FileRange) and self._copied(data, crc)):
+            content = data.read(0, data.length)
+            self._take(content)
             if crc is not None:
+                crc.update(content)
                 crc.check()
-            return
+
+    def _copied(self, data: FileRange, crc: Crc | None) -> bool:
+        """True for a range that is copied, with those before it that it goes on; a short one alone is not."""
+        data.ready()
+        run = self.pending
+        if isinstance(run, FileRange) and run.file is data.file and run.offset + run.length == data.offset:
+            run.length += data.length
+        elif data.length >= SMALL:
+            self._flush()
+            self.pending = FileRange(data.file, data.offset, data.length)
+        else:
+            return False
+        self.at += data.length
         if crc is not None:
             self._sum(data, crc)
-        if self._continues(data) and self.run is not None:
-            self.run = (self.run[0], self.run[1] + data.length)
-        else:
-            self._flush_run()
-            self._flush_gathered()
-            self.run = (data, data.length)
-        self.at += data.length
-        self.gathered_at = self.at
+        return True
 
-    def _continues(self, data: FileRange) -> bool:
-        return (
-            self.run is not None and self.run[0].file is data.file and self.run[0].offset + self.run[1] == data.offset
-        )
-
-    def _computed(self, data: Computed, crc: Crc | None, checked: set[int]) -> None:
+    def _computed(self, data: Computed, crc: Crc | None) -> None:
+        """Computes a segment piece by piece. A large piece is written, and summed up, while the next is computed."""
         for storage in data.inputs:
-            self._check(storage, checked)
+            self._check(storage)
         done = 0
         while done < data.length:
             size = data.length - done
@@ -134,77 +122,59 @@ class Sink:
                 raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
             done += len(part)
             if len(part) >= LARGE and self.digest is None:
-                self._write_behind(part, crc, last=done == data.length)
+                self._flush()
+                self.pieces.append(self.writer.submit(self._write_summed, part, self.at, crc))
+                self._wait(BEHIND)
+                self.at += len(part)
+                self._passed(len(part))
             else:
-                self._wait_for_pieces()
-                self._gather(part, crc)
-                if crc is not None and done == data.length:
-                    crc.check()
+                self._wait()
+                self._take(part)
+                if crc is not None:
+                    crc.update(part)
+        if crc is not None and self.pieces:
+            self.pieces.append(self.writer.submit(crc.check))
+        elif crc is not None:
+            crc.check()
 
-    def _write_behind(self, data: bytes | memoryview, crc: Crc | None, last: bool) -> None:
-        """Writes a piece, and sums it up, in a thread while the next is computed.
-
-        It is one of the jobs, so that what is made of sums waits for it. last: of its segment, whose sum is known then.
-        """
-        self._flush_run()
-        self._flush_gathered()
-        if self.writer is None:
-            self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="write")
-        at = self.at
-
-        def write() -> None:
-            write_all(self.fd, data, at)
-            start_writeback(self.fd, at, len(data))
-            if crc is not None:
-                crc.update(data)
-                if last:
-                    crc.check()
-
-        self.pieces.append(self.writer.submit(write))
-        self._wait_for_pieces(BEHIND)
-        self.at += len(data)
-        self.gathered_at = self.at
-        self._passed(len(data))
-
-    def _wait_for_pieces(self, most: int = 0) -> None:
+    def _wait(self, most: int = 0) -> None:
         while len(self.pieces) > most:
             self.pieces.popleft().result()
 
-    def _gather(self, data: bytes | memoryview, crc: Crc | None) -> None:
-        self._flush_run()
+    def _write_summed(self, data: bytes | memoryview, at: int, crc: Crc | None) -> None:
+        self._write(data, at)
         if crc is not None:
             crc.update(data)
-        if len(data) >= LARGE:
-            self._flush_gathered()
-            self._write(data, self.at)
-            start_writeback(self.fd, self.at, len(data))
-            self.gathered_at = self.at + len(data)
-            self._passed(len(data))
-        else:
-            self.gathered += data
+
+    def _take(self, data: bytes | memoryview) -> None:
+        """Takes the next bytes: short ones are gathered, long ones are written from where they are."""
+        if isinstance(self.pending, FileRange) or len(data) >= LARGE:
+            self._flush()
         self.at += len(data)
-        if len(self.gathered) >= GATHER:
-            self._flush_gathered()
+        if len(data) >= LARGE:
+            self._write(data, self.at - len(data))
+            self._passed(len(data))
+        elif isinstance(self.pending, bytearray):
+            self.pending += data
+            if len(self.pending) >= GATHER:
+                self._flush()
 
-    def _flush_run(self) -> None:
-        if self.run is not None:
-            data, length = self.run
-            self.run = None
-            copy_range(data.file, data.offset, self.fd, self.at - length, length, self._passed)
-
-    def _flush_gathered(self) -> None:
-        if self.gathered:
-            self._write(self.gathered, self.gathered_at)
-            if len(self.gathered) >= SMALL:
-                start_writeback(self.fd, self.gathered_at, len(self.gathered))
-            self._passed(len(self.gathered))
-            self.gathered_at += len(self.gathered)
-            self.gathered = bytearray()
+    def _flush(self) -> None:
+        """Writes what is pending, which ends where the next segment goes."""
+        pending, self.pending = self.pending, bytearray()
+        if isinstance(pending, FileRange):
+            place = self.at - pending.length
+            copy_range(pending.file, pending.offset, self.fd, place, pending.length, self._passed)
+        elif pending:
+            self._write(pending, self.at - len(pending))
+            self._passed(len(pending))
 
     def _write(self, data: bytes | bytearray | memoryview, at: int) -> None:
         if self.digest is not None:
             self.digest.feed(at, data)
         write_all(self.fd, data, at)
+        if len(data) >= SMALL:
+            start_writeback(self.fd, at, len(data))
 
     def _passed(self, size: int) -> None:
         self.done += size
@@ -213,14 +183,14 @@ class Sink:
 
     # Checksums ---------------------------------------------------------------------------------------------------
 
-    def _check(self, storage: Storage, checked: set[int]) -> None:
+    def _check(self, storage: Storage) -> None:
         """Sums up an input whose bytes reach the output only in part or changed; nested inputs are followed."""
-        if id(storage) in checked:
+        if id(storage) in self.checked:
             return
-        checked.add(id(storage))
+        self.checked.add(id(storage))
         if isinstance(storage.data, Computed):
             for below in storage.data.inputs:
-                self._check(below, checked)
+                self._check(below)
         if storage.crc is not None:
             self._sum(storage.data, Crc(expected=storage.crc, name=name_of(storage.data)))
 
@@ -228,12 +198,8 @@ class Sink:
         # What is computed may keep its place in a stream, so nobody else reads it; what is small is not worth a thread.
         if isinstance(data, Computed) or data.length < SMALL:
             self._sum_up(data, crc)
-            return
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(
-                max_workers=max(1, min(4, (os.cpu_count() or 2) - 1)), thread_name_prefix="crc"
-            )
-        self.jobs.append(self.pool.submit(self._sum_up, data, crc))
+        else:
+            self.jobs.append(self.summers.submit(self._sum_up, data, crc))
 
     def _sum_up(self, data: Data, crc: Crc) -> None:
         for block in blocks(data):
@@ -249,9 +215,3 @@ def made(late: Deferred) -> bytes:
     if len(data) != late.length:
         raise AssertionError(f"{len(data)} bytes where {late.length} were planned")
     return data
-
-
-def segments_of(plan: Plan) -> Iterable[Segment]:
-    """The segments of a plan for a single file."""
-    (segments,) = plan.files.values()
-    return segments

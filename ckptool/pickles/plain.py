@@ -262,60 +262,48 @@ def summary(value: Any, width: int = 60) -> str:
 
 
 def _summary(value: Any, width: int) -> str:
-    if isinstance(value, str):
-        return f"'{printable(value[: width + 1])}'"
-    if isinstance(value, (bytes, bytearray)):
-        kind = "Python 2 text" if isinstance(value, ByteString) else type(value).__name__
-        return repr(bytes(value)) if len(value) <= 16 else f"{kind} of {len(value):,}"
-    if value is None or isinstance(value, (bool, float, complex)):
-        return str(value)
-    if isinstance(value, int):
-        return str(value) if value.bit_length() < 1024 else f"integer of {counted(value.bit_length(), 'bit')}"
-    if isinstance(value, (dict, list, tuple, Set)):
-        return _container(value, width)
-    if isinstance(value, Object):
-        return _object(value)
-    if isinstance(value, (TensorEntry, Composite)):
-        return printable(repr(value)[1:-1])
-    if isinstance(value, StorageRef):
-        return f"{value.dtype or 'untyped'} storage of {value.storage.nbytes:,} bytes"
-    if isinstance(value, Global):
-        return printable(shown(value) if is_torch_name(value) else repr(value)[1:-1])
-    if isinstance(value, Array):
-        found = value.values() if value.size == 1 and not value.shape else None
-        return printable(f"numpy {value.type} {found[0]}" if found else repr(value)[1:-1])
+    match value:
+        case str():
+            return f"'{printable(value[: width + 1])}'"
+        case bytes() | bytearray():
+            kind = "Python 2 text" if isinstance(value, ByteString) else type(value).__name__
+            return repr(bytes(value)) if len(value) <= 16 else f"{kind} of {len(value):,}"
+        case int() if value.bit_length() >= 1024:
+            return f"integer of {counted(value.bit_length(), 'bit')}"
+        case None | int() | float() | complex():
+            return str(value)
+        case dict():
+            return counted(len(value), "item") if value else "{}"
+        case list():
+            return _listed(value, "list", "[", "]", width)
+        case tuple():
+            return _listed(value, "tuple", "(", ",)" if len(value) == 1 else ")", width)
+        case Set(items=items):
+            name = "frozenset" if value.frozen else "set"
+            return _listed(items, name, "{", "}", width) if items else f"empty {name}"
+        case Object():
+            parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
+            having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
+            kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
+            return f"<{'' if is_known(value) else kind}{printable(value.name)}{' with ' + having if having else ''}>"
+        case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
+            return printable(f"numpy {value.type} {numbers[0]}")
+        case StorageRef():
+            return f"{value.dtype or 'untyped'} storage of {value.storage.nbytes:,} bytes"
+        case Global() if is_torch_name(value):
+            return printable(str(value))
+        case TensorEntry() | Composite() | Global() | Array():
+            return printable(repr(value)[1:-1])
     return printable(str(value))
 
 
-_FLAT = (str, int, float, bool, type(None))
-
-
-def _container(value: Any, width: int) -> str:
-    items = value.items if isinstance(value, Set) else value
-    if isinstance(value, dict):
-        return counted(len(items), "item") if items else "{}"
-    name, begin, end = ("tuple", "(", ")") if isinstance(value, tuple) else ("list", "[", "]")
-    if isinstance(value, Set):
-        name, begin, end = "frozenset" if value.frozen else "set", "{", "}"
-    if not items:
-        return f"empty {name}" if isinstance(value, Set) else begin + end
-    if len(items) <= 8 and all(isinstance(item, _FLAT) for item in items):
-        comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
-        text = f"{begin}{', '.join(_summary(item, width) for item in items)}{comma}{end}"
-        if len(text) <= width:
+def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -> str:
+    """The items where they are few and short, else how many there are."""
+    if len(items) <= 8 and all(isinstance(item, (str, int, float, bool, type(None))) for item in items):
+        text = f"{begin}{', '.join(_summary(item, width) for item in items)}{end}"
+        if len(text) <= width or not items:
             return text
     return f"{name} of {counted(len(items), 'item')}"
-
-
-def _object(node: Object) -> str:
-    counts = (
-        (len(node.attributes), "attribute"),
-        (len(node.items or ()), "item"),
-        (len(node.elements or ()), "element"),
-    )
-    having = " and ".join(counted(count, word) for count, word in counts if count)
-    kind = "" if is_known(node) else {"new": "unknown class ", "call": "unknown call "}.get(node.how, "persistent ")
-    return f"<{kind}{printable(node.name)}{' with ' + having if having else ''}>"
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------

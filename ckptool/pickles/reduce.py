@@ -12,6 +12,7 @@ import sys
 import types
 from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
@@ -57,12 +58,9 @@ class LiveReader:
     def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
         self.arrays_as_tensors, self.keep_unknown = arrays_as_tensors, keep_unknown
         self.mapper = GraphMapper({**_HANDLERS, object: self.special})
-        self.refused: list[
-            tuple[Object, str, str]
-        ] = []  # what stands in the tree for it, its name, how to save it after all
-        self.names: dict[
-            Any, Global | None
-        ] = {}  # of functions and classes: looking one up can mean looking through all modules
+        # what stands in the tree for it, its name, how to save it after all
+        self.refused: list[tuple[Object, str, str]] = []
+        self.name_of = cache(name_of)  # looking one up can mean looking through all modules
 
     def read(self, tree: Any) -> Any:
         try:
@@ -92,18 +90,10 @@ class LiveReader:
         if value is Ellipsis or value is NotImplemented:
             return Global("__builtin__", str(value))
         if isinstance(value, _NAMED):
-            name = self.name_of(value)
-            return (
-                name if name is not None else self.refuse(value, "a function or class that cannot be imported by name")
-            )
+            return self.name_of(value) or self.refuse(value, "a function or class that cannot be imported by name")
         if self.arrays_as_tensors and _is_array(value):
             return array_entry(value)
         return self.reduced(value)
-
-    def name_of(self, value: Any) -> Global | None:
-        if value not in self.names:
-            self.names[value] = name_of(value)
-        return self.names[value]
 
     def reduced(self, value: Any) -> Any:
         """The object as it says itself that it is to be pickled."""
@@ -133,9 +123,11 @@ class LiveReader:
         elif function.__name__ == "__newobj_ex__":
             how, function, args, kwargs = "new", args[0], args[1], args[2]
         name = self.name_of(function)
-        if name is None or (rest and rest[0] is not None):
-            return self.refuse(value)
-        if not self.keep_unknown and not self._is_plain(name, args):
+        kind = kind_of(name)
+        plain = kind is not None and kind.called is not None and not kind.custom
+        # with no other classes or functions as its arguments
+        plain = plain and all(kind_of(self.name_of(arg)) for arg in args if isinstance(arg, _NAMED))
+        if name is None or (rest and rest[0] is not None) or not (plain or self.keep_unknown):
             return self.refuse(value)
         made = Object(name, (), how)
 
@@ -147,12 +139,6 @@ class LiveReader:
             made.state = of(state) if state is not None else MISSING
 
         return FillLater(made, fill)
-
-    def _is_plain(self, name: Global, args: tuple[Any, ...]) -> bool:
-        """True for a call of a function of the table, with no other classes or functions as its arguments."""
-        kind = kind_of(name)
-        given = [self.name_of(arg) for arg in args if isinstance(arg, _NAMED)]
-        return kind is not None and kind.called is not None and not kind.custom and None not in map(kind_of, given)
 
     def refuse(self, value: Any, name: str = "", fix: str = "") -> Any:
         """Marks an object that cannot be saved; all of them are named at the end."""

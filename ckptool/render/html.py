@@ -8,9 +8,8 @@ from html import escape
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.registry import provides
 from ckptool.errors import printable
-from ckptool.facts import Note, Report, Table, Told, Verbatim
+from ckptool.facts import Report, Table, Told, Verbatim
 from ckptool.render.lines import lines
 from ckptool.render.style import PYTHON
 
@@ -34,7 +33,6 @@ def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
     return "".join(pieces[:kept]) + (rest.format(f"{left:,}") if left else "")
 
 
-@provides("html", Checkpoint)
 def checkpoint_html(checkpoint: Checkpoint) -> str:
     """An opened checkpoint: its parts and an outline of their tensors."""
     from ckptool.analysis.inspect import listing
@@ -66,7 +64,7 @@ def report_html(report: Report) -> str:
 
 def _parts(told: Told) -> Iterator[Any]:
     for part in told:
-        yield from [part] if isinstance(part, (str, tuple, Note)) else _parts(part(None))
+        yield from _parts(part(None)) if callable(part) else [] if part is None else [part]
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -21,21 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
-from ckptool.output import (
-    NewFolder,
-    StreamingSha256,
-    digest_of,
-    make_folder,
-    remove_folder,
-    replace_file,
-    sweep_folder,
-)
+from ckptool.output import make_folder, replace_file, sweep_folder
+from ckptool.output.folders import NewFolder, remove_folder
+from ckptool.output.hashing import StreamingSha256, digest_of
 from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
 from ckptool.training.lock import OTHER_RUN
 
@@ -150,6 +143,7 @@ class Store:
         def begin() -> str:
             self.refuse_others(step - 1, step)
             made.append(NewFolder(os.path.join(self.folder, name_of(step, ".dcp"))))
+            made[0].begin()
             return made[0].path
 
         try:
@@ -384,7 +378,7 @@ def _problems(path: str, verb: str) -> Iterator[None]:
 
 def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
     """Replaces a small file, durably; with `sync_folder` false, once another name in its folder is synced."""
-    replace_file(Plan({"": [InlineBytes(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
+    replace_file(text.encode(), path, overwrite=True, sync_folder=sync_folder)
 
 
 def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:

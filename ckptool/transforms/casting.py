@@ -21,7 +21,6 @@ from ckptool.checkpoint import NO_FLAGS, Composite, Computed, Data, InlineBytes,
 from ckptool.checkpoint.arrays import each, fold
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
-from ckptool.checkpoint.registry import provides
 from ckptool.checkpoint.strided import row_major
 from ckptool.commands import NAME, arg
 from ckptool.errors import Conflict, UsageError
@@ -241,7 +240,6 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
     return made.with_flags(entry.flags)
 
 
-@provides("cast", TensorEntry, Composite)
 def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
     """A tensor of any layout in another type, computed when it is read. Raises `UsageError` where torch has to."""
     if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:

@@ -35,18 +35,13 @@ from ckptool.errors import (
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks, members
-from ckptool.formats.in_memory import LIVE as IN_MEMORY
-from ckptool.formats.in_memory import Memory, in_objects
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
-from ckptool.output import append_in_place, check_folder, check_target, replace_file, replace_folder
-from ckptool.output.append import refuse_links
-from ckptool.output.durable import make_folder
+from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.pickles.reduce import from_live
 from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
@@ -55,7 +50,12 @@ if TYPE_CHECKING:
 
     from ckptool.transforms.rename import Renamed
 else:
-    Unpack = None  # of `**options: Unpack[Save]`, which nobody evaluates
+
+    class Unpack:
+        """Of `**options: Unpack[Save]`: the options themselves, which typing of Python 3.10 has no word for."""
+
+        __class_getitem__ = staticmethod(lambda options: options)
+
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 _Change = TypeVar("_Change", bound="Change")
@@ -211,12 +211,16 @@ class Change:
             refuse_damaged(original)
         if self.live:
             nbytes = sum(storage.nbytes for storage in storages(changed.tree))
-            made = () if asked["dry_run"] else (in_objects(original, changed),)
-            return replace(self.written(original, "", IN_MEMORY, "in memory", 0, nbytes), made=made)
+            written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
+            if asked["dry_run"]:
+                return written
+            if original.memory is not None:  # as the original was given
+                return replace(written, made=(original.memory.objects(changed.tree),))
+            return replace(written, made=(replace(changed, base=(), source=None),))  # it is in no file
         if path is None:
             return self._in_place(original, changed, changes, inputs)
-        if isinstance(original.origin, Memory):
-            original.origin.refuse_unsaved(changed.tree)
+        if original.memory is not None:
+            original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
             raise Conflict(
                 f"{path} is the input itself",
@@ -225,9 +229,8 @@ class Change:
                 + f" it with a new one: {arg(overwrite=True)}",
             )
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
-        if not asked["container"]:
-            formats.refuse_suffix(path, container, changed.container, str(changed.source or ""))
-        formats.refuse_index(path, container)
+        was_asked = bool(asked["container"])
+        formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)
         # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
         stays = container.name == original.container or (
             asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
@@ -287,7 +290,7 @@ class Change:
         source, asked = original.source, self.asked
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
-        if isinstance(source, Folder) or formats.writer(original.container) is None:
+        if isinstance(source, Folder) or not formats.named(original.container).writable:
             raise UsageError(
                 f"{source} cannot be changed in place: it is of the container {original.container}",
                 "While its files were replaced one by one, the folder would be a mix of two checkpoints."
@@ -295,6 +298,8 @@ class Change:
                 else "That container can be read, not written.",
                 f"Write a new one: {arg(out=OUT)}",
             )
+        from ckptool.output.append import append_in_place, refuse_links
+
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
             what = f"{arg(in_place=True)} keeps the container ({original.container})"
@@ -352,6 +357,8 @@ class Change:
             check_target(target, **options)
         else:
             known = _files_at(target) if replaceable is None else replaceable
+            from ckptool.output.folders import check_folder
+
             check_folder(target, replaceable={*known, *plan.files}, **options)
         return ()
 
@@ -424,7 +431,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         raise UsageError(
             what, "What is in memory stays as it is; the result is returned.", f"Leave out {arg(in_place=True)}"
         )
-    is_word = isinstance(path, str) and "/" not in path and not formats.has_suffix(path)
+    is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb != "unbundle":
         why = "That is where the output is named, and this is the suffix of no container. An option has a name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
@@ -437,12 +444,11 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
     """A checkpoint of live objects; one that was opened is taken as it is."""
     if isinstance(tree, Checkpoint):
         return tree
-    read: Any = from_live
-    if "torch" in sys.modules:  # else there can be no tensor of torch in the tree
-        from ckptool.bridge import from_torch
-
-        read = from_torch
-    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), "live")
+    if "torch" in sys.modules:
+        from ckptool.bridge import from_torch as read
+    else:  # there can be no tensor of torch in the tree
+        from ckptool.pickles.reduce import from_live as read
+    return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)
 
 
 def path_of(verb: str, path: Any) -> str:
@@ -550,6 +556,8 @@ def put_in_place(
     if set(plan.files) == {""}:
         return replace_file(plan, target, **options)
     known = _files_at(target) if replaceable is None else set(replaceable)
+    from ckptool.output.folders import replace_folder
+
     return replace_folder(plan, target, replaceable=known, **options)
 
 

@@ -31,9 +31,7 @@ def save(
     """
     path = path_of("save", path)
     target = formats.by_name(container) if container else formats.for_output(path, formats.DEFAULT)
-    if not container:
-        formats.refuse_suffix(path, target)
-    formats.refuse_index(path, target)
+    formats.refuse_name(path, target, asked=bool(container))
     if not target.writes_folder:
         check_target(path, overwrite=overwrite)
     made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)

@@ -13,7 +13,6 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.tree import map_storages
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import bundle_json, marks
@@ -69,8 +68,6 @@ def unbundle(
     chosen = {key_of(members, name) for name in only} if only else set(members)
     tree = {name: value for name, value in members.items() if name in chosen}
     ties = ties_across(tree)
-    # What 0.1.0 stored once for several is stored for each.
-    tree = map_storages(tree, lambda storage: storage.alone() if storage.deduplicated else storage)
     check_names(name for name, value in tree.items() if not is_plain(value))
     if odd := [name for name in tree if type(name) not in (str, int)]:
         raise Conflict(

@@ -87,10 +87,10 @@ def test_an_edited_archive_that_is_cut_is_not_taken_for_its_old_state(tmp_path: 
         )
     )
     assert plan is not None
-    from ckptool.output.sink import Sink, segments_of
+    from ckptool.output.sink import Sink
 
     with path.open("r+b") as file:
-        Sink(file.fileno(), plan.keep, plan.nbytes, None).write(segments_of(plan))
+        Sink(file.fileno(), plan.keep, plan.nbytes, None).write(plan.files[""])
     data = path.read_bytes()
     assert read(path).tree["n"] == 1
     for size in reversed(range(len(FILE) + 4, len(data))):

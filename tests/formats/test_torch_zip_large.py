@@ -54,13 +54,12 @@ def _crc_of_zeros(size: int) -> int:
 def write_with_holes(checkpoint: Checkpoint, path: Path) -> Path:
     """Carries out a plan, leaving holes where whole storages of zeros go; their checksums are known."""
     from ckptool.checkpoint.plan import Checksummed, Deferred
-    from ckptool.output.sink import segments_of
 
     plan = torch_zip.write(checkpoint)
     late: list[tuple[int, Deferred]] = []
     at = 0
     with path.open("wb") as file:
-        for segment in segments_of(plan):
+        for segment in plan.files[""]:
             file.seek(at)
             if isinstance(segment, Deferred):
                 late.append((at, segment))
@@ -120,9 +119,8 @@ def _places(plan: Any) -> dict[str, int]:
     from ckptool.checkpoint import FileRange
     from ckptool.checkpoint.plan import Deferred
     from ckptool.formats.zip.record import CENTRAL
-    from ckptool.output.sink import segments_of
 
-    segments = segments_of(plan)
+    segments = plan.files[""]
     directory = [s for s in segments if isinstance(s, Deferred)][-1].make()
     places, at = {}, 0
     while at < len(directory):

@@ -278,8 +278,7 @@ def test_any_damage_to_the_pickle_gives_an_error_of_ours_or_a_tree(many: int, tm
             read(path)
 
 
-def test_twins_are_carried_and_are_no_ties(tmp_path: Path) -> None:
-    """What 0.1.0 stored once stays stored once, and every tensor gets memory of its own again."""
+def test_what_0_1_0_stored_once_is_stored_for_each_again(tmp_path: Path) -> None:
     one = torch.randn(64, 64)
     tree = {
         "model": {"a.weight": one, "t.weight": one.t()},
@@ -291,10 +290,8 @@ def test_twins_are_carried_and_are_no_ties(tmp_path: Path) -> None:
     assert deduplicated(tmp_path / "in.pt", tmp_path / "slim.pt")
     out = tmp_path / "out.safetensors"
     ckptool.convert(tmp_path / "slim.pt", out, all=True, verify=True)
-    assert out.stat().st_size < 2.5 * one.nbytes
     ours = ckptool.load(out)
     ours["model"]["a.weight"].zero_()
     assert not ours["model"]["t.weight"].any() and torch.equal(ours["ema"]["a.weight"], one)
     ckptool.convert(out, tmp_path / "back.pt")
-    assert (tmp_path / "back.pt").stat().st_size < 2.5 * one.nbytes
     assert ckptool.diff(tmp_path / "back.pt", tmp_path / "in.pt").same

@@ -25,7 +25,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
-from ckptool.output import append_in_place
+from ckptool.output.append import append_in_place
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.zips import record_starts, rezipped
@@ -306,7 +306,7 @@ KILLED = """
 import sys
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats import read, torch_zip
-from ckptool.output import append_in_place
+from ckptool.output.append import append_in_place
 while True:
     old = read(sys.argv[1])
     tree = {key if key == "note" else f"module.{key}": part for key, part in old.tree.items()}
@@ -417,7 +417,7 @@ def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None
     from ckptool.output import durable
 
     path = ARCHIVES["by torch"](10, tmp_path)
-    os.link(path, tmp_path / f"{durable._prefix(str(path))}0123456789abcdef.tmp")
+    os.link(path, durable.hidden_name(str(path)))
     append_in_place(*edit(path, prefixed))
     assert_same_objects(load(path), value(10, "module."))
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]

@@ -16,8 +16,9 @@ import torch
 import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
-from ckptool.output import replace_file, replace_folder
+from ckptool.output import replace_file
 from ckptool.output.attributes import ACCESS_LIST
+from ckptool.output.folders import replace_folder
 from tests.support.files import saved, weights
 
 pytestmark = pytest.mark.permissions

@@ -142,7 +142,7 @@ def test_killed_at_any_time_two_hundred_times(how: str, tmp_path: Path) -> None:
 def test_a_folder_put_aside_by_a_killed_run_is_put_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back
     first."""
-    aside = Path(folders._aside(str(old)))
+    aside = Path(durable.hidden_name(str(old), folders.ASIDE))
     old.rename(aside)
     with pytest.raises(OutputExists):
         replace_folder(plan(), old)
@@ -193,7 +193,7 @@ def test_a_folder_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkey
     def mkdir(path: str, *more: int) -> None:
         make(path, *more)
         if not swept:
-            durable._sweep(str(target))
+            durable.sweep_folder(str(tmp_path))
             swept.append(path)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
@@ -214,7 +214,7 @@ def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, mon
         return found
 
     monkeypatch.setattr(os, "listdir", names_then_one_goes)
-    durable._remove(str(folder))
+    durable.remove(str(folder))
     assert not folder.exists()
 
 
@@ -225,7 +225,7 @@ def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
 ) -> None:
     """Who may write into the folder above can put a link to another folder in its place at any instant."""
     target, mine = tmp_path / "out", tmp_path / "mine"
-    left = Path(f"{tmp_path}/{durable._prefix(str(target))}0123456789abcdef.tmp")
+    left = Path(durable.hidden_name(str(target)))
     for folder in (left, mine):
         folder.mkdir()
         (folder / "a.bin").write_bytes(b"x")
@@ -245,9 +245,9 @@ def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
 
     monkeypatch.setattr(os, "listdir" if moment == "between" else "lstat", then_swapped)
     if removing == "sweep":
-        durable._sweep(str(target))
+        durable.sweep_folder(str(tmp_path))
     else:
-        durable._remove(str(left))
+        durable.remove(str(left))
     assert (mine / "a.bin").read_bytes() == b"x"
 
 

@@ -20,7 +20,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
 from ckptool.output import copying, sink
-from ckptool.output.sink import Sink, segments_of
+from ckptool.output.sink import Sink
 from tests.support.looped import looped
 
 
@@ -48,7 +48,7 @@ def wrote(
     plan = Plan({"": segments}, checks or [])
     fd = os.open(folder / "out", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        Sink(fd, at, plan.nbytes, options.get("progress")).write(segments_of(plan), plan.checks)
+        Sink(fd, at, plan.nbytes, options.get("progress")).write(plan.files[""], plan.checks)
     finally:
         os.close(fd)
     return (folder / "out").read_bytes()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import ckptool
-from ckptool.checkpoint import Storage
-from ckptool.checkpoint.tree import map_storages, storages
+from ckptool.checkpoint import Storage, TensorEntry
+from ckptool.checkpoint.tree import address, map_storages, walk
 
 LEAST = 1024  # bytes
 
@@ -15,14 +18,18 @@ LEAST = 1024  # bytes
 def deduplicated(file: str | Path, out: str | Path) -> int:
     """Writes the file as 0.1.0 deduplicated it; returns how many storages have no bytes of their own."""
     opened = ckptool.open(file)
-    alike: dict[tuple[bytes, str], list[Storage]] = {}
-    for storage in storages(opened.tree):
-        alike.setdefault((bytes(storage.data.read(0, storage.nbytes)), storage.location), []).append(storage)
-    groups = [group for (data, _), group in alike.items() if len(group) > 1 and len(data) >= LEAST]
-    data = {id(storage): group[0].data for group in groups for storage in group}
-
-    def shared(storage: Storage) -> Storage:
-        return replace(storage, data=data[id(storage)], deduplicated=True) if id(storage) in data else storage
-
-    ckptool.save(replace(opened, tree=map_storages(opened.tree, shared)), out, keep_unknown=True)
-    return len(data) - len(groups)
+    alike: dict[tuple[bytes, str], dict[int, list[str]]] = defaultdict(dict)
+    first: dict[tuple[bytes, str], Storage] = {}
+    one: dict[int, Storage] = {}
+    for path, node in walk(opened.tree):
+        if isinstance(node, TensorEntry) and node.storage.nbytes >= LEAST:
+            key = bytes(node.storage.data.read(0, node.storage.nbytes)), node.storage.location
+            alike[key].setdefault(id(node.storage), []).append(address(path))
+            one[id(node.storage)] = first.setdefault(key, node.storage)
+    groups = [[*storages.values()] for storages in alike.values() if len(storages) > 1]
+    tied = map_storages(opened.tree, lambda storage: one.get(id(storage), storage))
+    ckptool.save(replace(opened, tree=tied), out, keep_unknown=True)
+    with zipfile.ZipFile(out, "a") as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{root}/.ckptool/twins", json.dumps(groups))
+    return sum(len(group) - 1 for group in groups)

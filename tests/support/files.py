@@ -13,7 +13,7 @@ import torch
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.plan import Plan
 from ckptool.formats import read, torch_zip
-from ckptool.output.sink import Sink, segments_of
+from ckptool.output.sink import Sink
 
 
 def written(data: bytes, path: Path) -> Path:
@@ -61,7 +61,7 @@ def carry_out(plan: Plan, path: Path) -> Path:
     """Executes a plan of one new file, without the care that a user's file needs."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        Sink(fd, 0, plan.nbytes, None).write(segments_of(plan), plan.checks)
+        Sink(fd, 0, plan.nbytes, None).write(plan.files[""], plan.checks)
     finally:
         os.close(fd)
     assert path.stat().st_size == plan.nbytes

@@ -15,7 +15,6 @@ import torch
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats import read, torch_zip
-from ckptool.output.sink import segments_of
 from tests.support.files import torch_bytes
 
 
@@ -89,7 +88,7 @@ def _edit(data: bytes, folder: Path, number: int) -> tuple[bytes, bytes, bytes]:
         Checkpoint(changed, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin)
     )
     assert plan is not None
-    new = b"".join(_bytes(segment) for segment in segments_of(plan))
+    new = b"".join(_bytes(segment) for segment in plan.files[""])
     return data[: plan.keep], new, plan.guard
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
-from ckptool.output import StreamingSha256, durable
+from ckptool.output import durable
 from ckptool.output import hashing as running_module
+from ckptool.output.hashing import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.lock import Lock
 from ckptool.training.store import Lines, SavedState, Store, check, name_of, read_json, sidecar_of
@@ -216,8 +217,7 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:
     store = made(tmp_path, 1)
-    prefix = durable._prefix(name_of(1))
-    (tmp_path / "checkpoints" / f"{prefix}0123456789abcdef.tmp").write_bytes(b"half")
+    Path(durable.hidden_name(str(tmp_path / "checkpoints" / name_of(1)))).write_bytes(b"half")
     store.commit(1, STATE, {})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001.json", "step-00000001.pt"]
 

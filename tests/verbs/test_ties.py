@@ -31,7 +31,9 @@ def stored_once(folder: Path) -> Path:
 
 
 def stored_once_in_safetensors(folder: Path) -> Path:
-    ckptool.convert(stored_once(folder), folder / "in.safetensors")
+    stored = {"a": torch.arange(float(SIZE)), "c": torch.ones(3)}
+    metadata = {"format": "pt", "b": "a", "ckptool.twins": '["b"]'}
+    safetensors.torch.save_file(stored, folder / "in.safetensors", metadata)
     return folder / "in.safetensors"
 
 
@@ -118,9 +120,13 @@ def test_copies_are_written_for_each_name(make: object, container: str, tmp_path
     file = make(tmp_path)  # type: ignore[operator]
     record, copy = (converted(file, container, ties) for ties in ("record", "copy"))
     stock = CONTAINERS[container][1]
-    assert set(stock(record)) == {"a", "c"} and set(stock(copy)) == {"a", "b", "c"}
+    assert set(stock(record)) == ({"a", "c"} if make is tied else {"a", "b", "c"}) and set(stock(copy)) == {
+        "a",
+        "b",
+        "c",
+    }
     assert torch.equal(stock(copy)["b"], torch.arange(float(SIZE)))
-    assert bytes_of(copy) >= bytes_of(record) + 3 * SIZE
+    assert bytes_of(copy) >= bytes_of(record) + 3 * SIZE * (make is tied)
     loaded = ckptool.load(copy)
     loaded["a"].zero_()
     assert torch.equal(loaded["b"], torch.arange(float(SIZE)))

@@ -113,14 +113,10 @@ def test_members_under_numbers(tmp_path: Path) -> None:
 # Of 0.1.0: stored once, and not tied ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dd.tar", "dd.safetensors"])
-def test_each_member_gets_its_own_again(gan_bundle: Path, layout: str) -> None:
-    ckptool.convert(gan_bundle, f"plain-{layout}", all=layout.endswith("tensors"))
-    assert deduplicated(f"plain-{layout}", "dd.tar")
-    if layout != "dd.tar":
-        ckptool.convert("dd.tar", layout, all=True)
-    assert Path(layout).stat().st_size < Path(f"plain-{layout}").stat().st_size - 3000
-    ckptool.unbundle(layout, "parts", container="torch-zip", verify=True)
+def test_each_member_gets_its_own_again(gan_bundle: Path) -> None:
+    assert deduplicated(gan_bundle, "dd.tar")
+    assert Path("dd.tar").stat().st_size < gan_bundle.stat().st_size - 3000
+    ckptool.unbundle("dd.tar", "parts", container="torch-zip", verify=True)
     for name in ("generator", "ema"):
         assert_same_objects(load(Path(f"parts/{name}.pt")), load(Path("G.pt")))
     assert [note.code for note in ckptool.inspect("parts/ema.pt").notes] == []

@@ -1,0 +1,217 @@
+"""What holds of files and folders alike when they are replaced: the old one or the new one, and nothing else left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptool.checkpoint import Computed, FileRange, InlineBytes
+from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.plan import Checksummed, Plan, Segment
+from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
+from ckptool.output import folders, replace_file
+from ckptool.output.folders import replace_folder
+from tests.support.errors import three_parts
+from tests.support.files import contents
+from tests.support.folder_plans import NEW, OLD, free_space, names
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is there already, a file or a folder, at `path`; nothing else is in the folder above."""
+
+    path: Path
+    is_folder: bool
+
+    def write(
+        self, *last: Segment, path: Path | None = None, overwrite: bool = True, **options: Any
+    ) -> tuple[Any, ...]:
+        """Writes the new one with these segments at its end."""
+        path = path or self.path
+        if not self.is_folder:
+            return replace_file(Plan({"": [InlineBytes(b"new"), *last]}), path, overwrite=overwrite, **options)
+        files = {name: [InlineBytes(data)] for name, data in NEW.items()}
+        files["c"] += last  # type: ignore[arg-type]
+        return replace_folder(Plan(files), path, overwrite=overwrite, replaceable=["b"], **options)
+
+    def make(self, data: bytes) -> None:
+        """Makes one with these bytes in it."""
+        if self.is_folder:
+            self.path.mkdir()
+        (self.path / "theirs" if self.is_folder else self.path).write_bytes(data)
+
+    def holds(self, path: Path, new: bool) -> bool:
+        """Whether that is the new one, or the old one."""
+        if self.is_folder:
+            return contents(path) == (NEW if new else OLD)
+        return path.read_bytes() == (b"new" if new else b"old")
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.holds(self.path, new=False) and names(self.path.parent) == ["out"]
+
+    def remove(self) -> None:
+        if self.is_folder:
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink()
+
+
+@pytest.fixture(params=["file", "folder, exchanged", "folder, put aside"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    if request.param == "folder, put aside":  # as where the file system cannot exchange two names
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    found = Target(tmp_path / "in" / "out", request.param != "file")
+    found.path.parent.mkdir()
+    if found.is_folder:
+        found.path.mkdir()
+        for name, data in OLD.items():
+            (found.path / name).write_bytes(data)
+    else:
+        found.path.write_bytes(b"old")
+    return found
+
+
+def raising(error: BaseException) -> Computed:
+    def read(offset: int, length: int) -> bytes:
+        raise error
+
+    return Computed(4, read)
+
+
+def test_it_is_not_replaced_unasked(target: Target) -> None:
+    with pytest.raises(OutputExists, match="exists already") as caught:
+        target.write(overwrite=False)
+    three_parts(caught.value)
+    assert target.is_untouched
+
+
+def test_the_target_of_a_link_is_replaced(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("in/out")
+    with pytest.raises(OutputExists):
+        target.write(path=tmp_path / "link", overwrite=False)
+    target.write(path=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and target.holds(target.path, new=True)
+    assert names(tmp_path / "in") == ["out"] and names(tmp_path) == ["in", "link"]
+
+
+def test_someone_else_makes_it_meanwhile(target: Target) -> None:
+    target.remove()
+    with pytest.raises(OutputExists, match="created by another process"):
+        target.write(overwrite=False, verify=lambda path: target.make(b"theirs"))
+    theirs = target.path / "theirs" if target.is_folder else target.path
+    assert theirs.read_bytes() == b"theirs" and names(target.path.parent) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(143), SystemExit),
+        (Corrupt("no", "why"), Corrupt),
+        (MemoryError(), MemoryError),
+        (OSError(errno.EIO, ""), FileProblem),
+        (OSError(errno.ENOSPC, ""), DiskFull),
+        (OSError(errno.EDQUOT, ""), DiskFull),
+        (OSError(errno.EFBIG, ""), DiskFull),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_failed(
+    error: BaseException, expected: type[BaseException], target: Target
+) -> None:
+    for path in (target.path, target.path.with_name("fresh")):
+        with pytest.raises(expected):
+            target.write(raising(error), path=path)
+        assert target.is_untouched
+
+
+@pytest.mark.parametrize("call", ["fsync", "open", "pwrite", "link", "replace", "mkdir", "rename"])
+def test_a_failing_system_call_leaves_the_old_one(call: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if call in (("link", "replace") if target.is_folder else ("mkdir", "rename")):
+        return
+    real = getattr(os, call)
+
+    def failing(first: Any, *args: Any, **options: Any) -> Any:
+        if call == "open" and not args[0] & os.O_CREAT:
+            return real(first, *args, **options)
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(os, call, failing)
+    if call == "link":
+        target.remove()
+        target.write(overwrite=False)  # falls back to a rename
+        assert target.holds(target.path, new=True) and names(target.path.parent) == ["out"]
+        return
+    with pytest.raises(FileProblem) as caught:
+        target.write()
+    assert "Input/output error" in caught.value.what and f"{target.path} is as it was" in caught.value.why
+    assert target.is_untouched
+
+
+def test_a_folder_above_that_cannot_be_synced_is_noted(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    above, real = target.path.parent.stat().st_ino, os.fsync
+
+    def failing(fd: int) -> None:
+        if os.fstat(fd).st_ino == above:
+            raise OSError(errno.EIO, "broken disk")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    (note,) = target.write()
+    assert note.code == "not-synced" and "complete and visible, but its durability is uncertain" in note.message
+    assert target.holds(target.path, new=True) and names(target.path.parent) == ["out"]
+
+
+def test_what_verify_refuses_is_not_put_in_place(target: Target) -> None:
+    def refuse(path: str) -> None:
+        assert target.holds(Path(path), new=True) and Path(path).parent == target.path.parent
+        raise VerifyFailed("differs", "why")
+
+    with pytest.raises(VerifyFailed):
+        target.write(verify=refuse)
+    assert target.is_untouched
+
+
+@pytest.mark.parametrize("size", [1, 1000, 3_000_000])
+def test_a_checksum_that_does_not_match_on_the_way(size: int, target: Target, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(size))
+    for data in (FileRange(Source(tmp_path / "data"), 0, size), InlineBytes(bytes(size))):
+        with pytest.raises(Corrupt, match="weights does not match"):
+            target.write(Checksummed(data, Crc(expected=1, name="weights")))
+        assert target.is_untouched
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.truncate(path, 10),
+        lambda path: os.truncate(path, 300_000),
+        lambda path: time.sleep(0.01) or path.write_bytes(b"\1" * 200_000),
+    ],
+    ids=["shorter", "longer", "rewritten"],
+)
+def test_an_input_that_changes_meanwhile_is_refused(
+    change: Callable[[Path], None], target: Target, tmp_path: Path
+) -> None:
+    (tmp_path / "data").write_bytes(bytes(200_000))
+    source = Source(tmp_path / "data")
+    with pytest.raises(FileChanged):
+        target.write(FileRange(source, 0, 200_000), inputs=[source], verify=lambda _: change(tmp_path / "data"))
+    assert target.is_untouched
+
+
+def test_not_enough_room_is_said_before_anything_is_written(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_space(monkeypatch, 1 << 20)
+    halves = [Computed(size, raising(AssertionError("asked")).read) for size in (1 << 19, (1 << 19) + 1)]
+    with pytest.raises(DiskFull, match=r"bytes, .* are free"):
+        target.write(*halves)
+    assert target.is_untouched
