@@ -8,7 +8,7 @@ where it stands, by `calls`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
@@ -136,30 +136,27 @@ _COMPUTING_BELOW = ("torch.nn.modules.", "torch.optim.", "torch.ao.nn.", "torch.
 
 def _is_plain(value: Any) -> bool:
     """Numbers, texts, names, tensors, sizes and devices, in lists, tuples and dictionaries."""
-    return _all_parts(value, lambda part: type(part) is Global or _is_torch_value(part))
+    return all(type(part) is Global or _is_torch_value(part) for part in _inside(value))
 
 
-def _all_parts(value: Any, allowed: Callable[[Any], bool]) -> bool:
-    """True if everything in containers is a scalar, a tensor, or allowed; containers are few and have no attributes."""
-    if not isinstance(value, _CONTAINERS):
-        return type(value) in _SCALARS or isinstance(value, _TENSORS) or allowed(value)
-    # Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
+def _inside(value: Any) -> Iterator[Any]:
+    """What is in containers and no scalar or tensor; a container that is left, as it has attributes or too many parts.
+
+    Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
+    """
     stack, left = [value], _MOST_PARTS
     while stack:
-        container = stack.pop()
-        parts = container.items if isinstance(container, Set) else container
-        left -= 1 + len(parts)
-        if left < 0 or (isinstance(parts, OrderedDict) and parts.attributes):
-            return False
-        inside = [*parts.keys(), *parts.values()] if isinstance(parts, dict) else parts
-        if _SCALARS.issuperset(map(type, inside)):
-            continue
-        for part in inside:
-            if isinstance(part, _CONTAINERS):
-                stack.append(part)
-            elif type(part) not in _SCALARS and not isinstance(part, _TENSORS) and not allowed(part):
-                return False
-    return True
+        part = stack.pop()
+        if isinstance(part, _CONTAINERS):
+            inside = part.items if isinstance(part, Set) else part
+            left -= 1 + len(inside)
+            if left < 0 or (isinstance(part, OrderedDict) and part.attributes):
+                yield part
+                return
+            inside = [*inside.keys(), *inside.values()] if isinstance(inside, dict) else inside
+            stack += () if _SCALARS.issuperset(map(type, inside)) else inside
+        elif type(part) not in _SCALARS and not isinstance(part, _TENSORS):
+            yield part
 
 
 _CONTAINERS = (dict, *_SEQUENCES)
@@ -244,7 +241,7 @@ def of_tensors(args: Arguments) -> bool:
 
     Of anything else torch would ask for attributes and methods (`data.detach()`), and call what it is given.
     """
-    return _all_parts(args, lambda part: type(part) is Global or _is_torch_value(part) or _is_tensor_call(part))
+    return all(type(part) is Global or _is_torch_value(part) or _is_tensor_call(part) for part in _inside(args))
 
 
 def _is_tensor_call(part: Any) -> bool:
