@@ -33,7 +33,7 @@ from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles import plain as values
-from ckptool.pickles.names import PYTHON_MODULES, TORCH_CLASSES
+from ckptool.pickles.known import PYTHON_MODULES, TORCH_CLASSES
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
 from tests.support.looped import looped
 
