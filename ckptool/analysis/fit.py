@@ -254,9 +254,9 @@ def find_way(root: StateDict, target: Target) -> Way:
             facts = {"prefix": prefix, "model": target.name}
             if strips:  # what is there without it is left out
                 others = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-                rest = len(names) - len(others)
-                step = finding("prefix, some have it" if rest else "prefix, all have it", rest=f"{rest:,}", **facts)
-                rank: tuple[Any, ...] = (any(word in prefix.lower() for word in _AVERAGES), rest, prefix)
+                left = len(names) - len(others)
+                step = finding("prefix, some have it" if left else "prefix, all have it", rest=f"{left:,}", **facts)
+                rank: tuple[Any, ...] = (any(word in prefix.lower() for word in _AVERAGES), left, prefix)
             else:
                 others = {prefix + name: key for name, key in names.items()}
                 rank = (number,)

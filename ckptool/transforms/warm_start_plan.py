@@ -36,7 +36,6 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import row_major
