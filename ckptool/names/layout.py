@@ -225,7 +225,7 @@ def without_base(rules: Translation, base: str) -> Translation:
         rules,
         rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
         drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
-        unfill=tuple(replace(fill, name=bare(fill.name)) for fill in rules.unfill),
+        unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
         tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
     )
 

@@ -36,7 +36,7 @@ from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.names.chain import Operation
 from ckptool.names.joining import JOIN_WAYS
 from ckptool.names.pattern import Name, parse_name, split_names
-from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, ZeroFill, parse_rules
+from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, parse_rules
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
 FUNCTIONS = ("size", "count", "root")
@@ -218,7 +218,7 @@ def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
 _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 
 
-def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
+def _fills(node: Any, path: str) -> tuple[Rule, ...]:
     found = []
     for each in items(node, path, "sequence"):
         match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
@@ -227,8 +227,8 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
-            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
-            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
+            zeros = Operation("zeros", tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip()))
+            found += [Rule(text, place, (parse_name(old),), (parse_name(each),), (zeros,)) for each in split_names(new)]
         except UsageError as error:
             raise error.within(place) from None
     return tuple(found)

@@ -92,20 +92,6 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroFill:
-    """A tensor of zeros that is made under a new name where the new side has one and the old has not.
-
-    like: the old name of the tensor whose type it has, and whose sizes are `d0`, `d1`, … in its shape.
-    """
-
-    text: str
-    place: str
-    name: Name
-    like: Name
-    shape: tuple[Arithmetic, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class JoinRules:
     """How ranks are joined: each of `join` has one operation, of `JOIN_WAYS`.
 
@@ -123,6 +109,8 @@ class JoinRules:
 class Translation:
     """Rules, and what goes with them. drop: of the old side.  drop_new: of the new one, when it is reversed.
 
+    fill: make tensors of zeros, as large as they say, like those of an old name, where the new side has them alone; in
+    the shape of their operation d0, d1, … are the sizes of the old tensor.  unfill: the same, reversed.
     tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
     tied_new: such names of the new side, whose files may lack them: left out on the way back.
     complete: what the rules have names for has to be there, for each block alike.
@@ -133,8 +121,8 @@ class Translation:
     ranges: dict[str, Arithmetic] = field(default_factory=dict)
     drop: tuple[Rule, ...] = ()
     drop_new: tuple[Rule, ...] = ()
-    fill: tuple[ZeroFill, ...] = ()
-    unfill: tuple[ZeroFill, ...] = ()
+    fill: tuple[Rule, ...] = ()
+    unfill: tuple[Rule, ...] = ()
     join: JoinRules | None = None
     tied: tuple[tuple[str, str], ...] = ()
     tied_new: tuple[tuple[str, str], ...] = ()

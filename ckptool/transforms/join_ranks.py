@@ -24,6 +24,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
 from ckptool.commands import command
 from ckptool.errors import (
+    CkptoolError,
     Conflict,
     Corrupt,
     NoMatch,
@@ -62,13 +63,8 @@ class _Rank:
     tree: dict[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _RankTensor:
-    """A tensor in the file of a rank."""
-
-    entry: TensorEntry
-    tensor: int
-    owner: str
+Shares = list[tuple[int, Piece]]
+"""What the files have of a tensor, each with its tensor-parallel rank."""
 
 
 def open_joined(
@@ -202,44 +198,39 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 
 def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> dict[str, Any]:
     model: dict[str, Any] = {}
-    shares: dict[str, list[_RankTensor]] = {}
+    shares: dict[str, Shares] = {}
     for name, rank, value in _named(ranks, rules.layers):
         if isinstance(value, TensorEntry):
-            shares.setdefault(name, []).append(_RankTensor(value, rank.tensor, rank.name))
+            share = Piece(value, (0,) * len(value.shape), rank.name)
+            shares.setdefault(name, []).append((rank.tensor, share))
         else:
             model.setdefault(name, value)
-    found = steps_of(rules.join, shares)
-    if found.rest:
-        what = f"{rules.path} has no rule for {counted(len(found.rest), 'tensor')}: {listed(found.rest, 4)}"
+    steps, rest = steps_of(rules.join, shares)
+    if rest:
+        what = f"{rules.path} has no rule for {counted(len(rest), 'tensor')}: {listed(rest, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
     if not rules.optional:
-        refuse_idle((rule for rule in rules.join if rule.origin not in found.used), TAKEN_BEFORE, WHOLE_KEY)
+        used = {step.rule.origin for step in steps}
+        refuse_idle((rule for rule in rules.join if rule.origin not in used), TAKEN_BEFORE, WHOLE_KEY)
     world = max(rank.tensor for rank in ranks) + 1
-    for step in found.steps:
+    for step in steps:
         (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
         if op.name == "skip":
             continue
-        like = shares[op.words][0].entry.shape if op.words in shares else ()
+        like = shares[op.words][0][1].entry.shape if op.words in shares else ()
         try:
             values = [each.value(lookup) for each in op.numbers]
         except UsageError as error:
-            raise error.within(rule.place) from None
+            raise rule.within(error) from None
         numbers = dict(zip(JOIN_WAYS[op.name].numbers, values, strict=False))
         if any(number < 1 for number in values):
-            what = f"{_said(rule)} has {numbers}"
-            raise UsageError(what, "Each is a whole number above zero.", JOIN_LOOK)
+            raise rule.error(f"it has {numbers}", "Each is a whole number above zero.", JOIN_LOOK)
         model[name] = _joined(joiner, name, rule, numbers, shares[name], world, like)
         if name in joiner.different and op.name != "first":
-            raise Conflict(
-                f"{joiner.where}: {name}: {joiner.different[name]}",
-                f"By {_said(rule)}, they should be the same.",
-                "If each has its own part, name the way in which it is divided; if one will do: first.",
-            )
+            what, why = f"{joiner.where}: {name}: {joiner.different[name]}", "By the rule they should be the same."
+            fix = "If each has its own part, name the way in which it is divided; if one will do: first."
+            raise rule.error(what, why, fix, kind=Conflict)
     return model
-
-
-def _said(rule: Rule) -> str:
-    return f"the rule {rule.text!r} ({rule.place})"
 
 
 def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
@@ -278,7 +269,7 @@ def _joined(
     name: str,
     rule: Rule,
     of: dict[str, int],
-    shares: list[_RankTensor],
+    shares: Shares,
     world: int,
     like: tuple[int, ...],
 ) -> TensorEntry:
@@ -288,13 +279,13 @@ def _joined(
     Raises `UsageError` where the shares do not fit the rule, and what `Joiner.tensor` raises.
     """
 
-    def unfit(what: str) -> UsageError:
-        return UsageError(f"{joiner.where}: {name} {what}", f"That does not fit {_said(rule)}.", JOIN_LOOK)
+    def unfit(what: str) -> CkptoolError:
+        return rule.error(f"{joiner.where}: {name} {what}", "That does not fit the rule.", JOIN_LOOK)
 
-    (op,) = rule.chain
-    way, shape, dtype = JOIN_WAYS[op.name], shares[0].entry.shape, shares[0].entry.dtype
+    (op,), (_, first) = rule.chain, shares[0]
+    way, shape, dtype = JOIN_WAYS[op.name], first.entry.shape, first.entry.dtype
     if way.axis is None:
-        whole = [Piece(each.entry, (0,) * len(each.entry.shape), each.owner) for each in shares]
+        whole = [share for _, share in shares]
         return joiner.replicated(name, whole) if op.name == "first" else joiner.tensor(name, shape, dtype, whole)
     axis, copies = way.axis, 1
     if op.name == "heads" and world > of["heads"]:  # ranks in a row have the same rows
@@ -302,14 +293,14 @@ def _joined(
             raise unfit(f"is in {counted(world, 'rank')}, which {counted(of['heads'], 'head')} cannot be divided over")
         copies = world // of["heads"]
     if op.name == "width":  # along the dimension that makes the rows as long as `like`
-        widths = {each.tensor: sum(each.entry.shape[-1:]) for each in shares}
+        widths = {rank: sum(share.entry.shape[-1:]) for rank, share in shares}
         if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
             given = f"is {list(shape)} in {counted(world, 'file')}, and {op.words} is {list(like)}"
             raise unfit(f"{given}: a file may be missing")
         axis = int(like != shape[-1:])
     if len(shape) <= axis:
         raise unfit(f"has {counted(len(shape), 'dimension')}")
-    lengths_of = {each.tensor // copies: sum(each.entry.shape[axis : axis + 1]) for each in shares}
+    lengths_of = {rank // copies: sum(share.entry.shape[axis : axis + 1]) for rank, share in shares}
     if lacking := [str(rank) for rank in range(world // copies) if rank not in lengths_of]:
         raise unfit(f"is not in the files of tensor rank {listed(lacking, 4)}")
     lengths = [lengths_of[rank] for rank in range(world // copies)]
@@ -321,15 +312,15 @@ def _joined(
     if any(length % sum(parts) for length in lengths):
         raise unfit(f"has {listed(sorted(map(str, set(lengths))))} rows, not a multiple of {sum(parts)}")
     blocks = []
-    for each in shares:
-        rank = each.tensor // copies
+    for number, each in shares:
+        rank = number // copies
         if each.entry.shape[axis : axis + 1] != (lengths[rank],):
             raise unfit(f"is {list(each.entry.shape)} in {each.owner}, another shape than elsewhere")
         own = lengths[rank] // sum(parts)
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
             begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)
             entry = each.entry.narrow(axis, own * before, max(0, min(own * part, rows - begin)))  # padding lies behind
-            at = tuple(min(begin, rows) * (number == axis) for number in range(len(entry.shape)))
+            at = tuple(min(begin, rows) * (at == axis) for at in range(len(entry.shape)))
             blocks.append(Piece(entry, at, each.owner))
     return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
 

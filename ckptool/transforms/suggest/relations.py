@@ -20,7 +20,7 @@ from ckptool.errors import CkptoolError
 from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import parse_operation
 from ckptool.names.steps import Overs
-from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
+from ckptool.transforms.suggest.groups import STACKED
 from ckptool.transforms.translate.apply import after_chain
 
 MOST_TRIES = 600  # of operations for tensors of some shapes
@@ -32,28 +32,6 @@ LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chanc
 NEAR = 0.9  # the cosine from where on a common mean may be all that is said
 
 
-@dataclass(frozen=True, slots=True)
-class Relation:
-    """Tensors that are one tensor after a chain of operations. splits: the one is of the old side."""
-
-    group: NameGroup
-    one: str
-    chain: str = ""
-    splits: bool = False
-
-    @property
-    def sides(self) -> tuple[list[str], list[str]]:
-        return ([self.one], self.group.keys) if self.splits else (self.group.keys, [self.one])
-
-    def pair(self, holes: Holes) -> tuple[str, str]:
-        """Both sides as one name each, the new one with the operations before it."""
-        name, chain = self.group.name(holes), self.chain
-        if self.splits and chain:
-            chain = " | ".join(str(parse_operation(op).inverse()) for op in reversed(chain.split(" | ")))
-        old, new = (self.one, name) if self.splits else (name, self.one)
-        return old, holes.hole(f" : {chain}") + new if chain else new
-
-
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +39,7 @@ def _number(expression: Arithmetic) -> int:
     return expression.value(lambda name: None)
 
 
-def _applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
+def applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
     """One tensor of those of each word and number; None where they do not fit."""
     rows = [list(row) for row in zip(*columns, strict=True)]
     values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
@@ -100,10 +78,10 @@ class Ways:
                 return None
             self.tries[shapes] -= 1
             parts = [columns[at] for at in order]
-            made = _applied(chain, parts)
+            made = applied(chain, parts)
             for after in _reshapings(made.shape, whole.shape) if made is not None else ():
                 both = " | ".join(filter(None, [chain, after]))
-                if (done := _applied(both, parts)) is not None and is_same(done, whole):
+                if (done := applied(both, parts)) is not None and is_same(done, whole):
                     self.known[shapes], self.tries[shapes] = (both, order), MOST_TRIES
                     return both, order
         return None
