@@ -94,7 +94,7 @@ def translate(
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
     translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
-    if not translation.rules and translation.join is None:
+    if not (translation.rules or translation.joins):
         raise UsageError(
             "translate was given no rule",
             "A rule is OLD => NEW : OPERATION.",
@@ -104,9 +104,9 @@ def translate(
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:
-        if translation.join is None or reverse or not isinstance(file, (str, os.PathLike)):
+        if not translation.joins or reverse or not isinstance(file, (str, os.PathLike)):
             return open_to_change(file, at)
-        return open_joined(file, translation.join, at, given=given, variables=translation.variables)
+        return open_joined(file, translation, at, given=given)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)

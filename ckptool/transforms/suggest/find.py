@@ -1,8 +1,8 @@
 """Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
 
-In this order: equal tensors of one name; those that one or several of the other side add up to, whatever the order of
-their values; the same with more rows; what lies beside those in its module; the rest by names, first among equal
-values, then among equal shapes.
+In this order: tensors that one or several of the other side add up to, whatever the order of their values; the same
+with more rows; what lies beside those in its module; the rest by names, first among equal values, then among equal
+shapes.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ class ValueSearch:
 
     def run(self) -> None:
         """Finds all of them."""
-        same = {key for key in self.free[0] if key in self.free[1] and self._values(0, key) == self._values(1, key)}
-        for family in families(dict.fromkeys(same), len(VARIABLES)):
-            name = family.template([f"{{{each}}}" for each in VARIABLES[: len(family.pieces) - 1]])
-            self._accept(Link(name, name, {key: ("", key) for key in family.keys.values()}))
         for splits in (False, True):
             self._join(splits)
         ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
