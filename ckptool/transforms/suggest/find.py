@@ -65,8 +65,9 @@ class ValueSearch:
 
     def run(self) -> None:
         """Finds all of them."""
-        for splits in (False, True):
-            self._join(splits)
+        for vary in range(len(VARIABLES), -1, -1):
+            self._join(False, vary)
+            self._join(True, vary)
         ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
         for head in ours.keys() & theirs.keys():
             self._relate(NameGroup(ours[head], (), {(): ((ours[head],),)}), {(): theirs[head]}, False)
@@ -133,12 +134,12 @@ class ValueSearch:
             for key in [key for at in found for key in group.at(at)]:
                 self.free[splits].pop(key, None)
 
-    def _join(self, splits: bool) -> None:
+    def _join(self, splits: bool, vary: int) -> None:
         """Finds tensors that one or several of the other side add up to."""
         totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
         hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
-        for group in islice(groups(self.free[splits]), TRIES):
+        for group in islice(groups(self.free[splits], vary), TRIES):
             sums = {at: sum(self.prints[splits][key].total for key in group.at(at)) for at in group.members}
             hits = {at: totals[total % 2**64] for at, total in sums.items() if total % 2**64 in totals}
             for at, one in hits.items():

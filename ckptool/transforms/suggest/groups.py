@@ -77,33 +77,27 @@ class NameGroup:
         return Link(name, whole, goals, why, chain=chain, origin=("joined", name, whole))
 
 
-def groups(keys: Mapping[str, Trait], most: int = MOST_WORDS) -> Iterator[NameGroup]:
-    """All groups, of keys alone, those that are numbered, and then those with words, whose order says nothing.
+def groups(keys: Mapping[str, Trait], vary: int) -> Iterator[NameGroup]:
+    """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
 
-    most: of the words of a group.
+    vary: how many of their numbers vary at most.
     """
-    seen = set[tuple[str, tuple[str, ...]]]()
-    for level in range(len(VARIABLES), -1, -1):
-        columns: dict[str, NameGroup] = {}
-        for family in families(keys, level):
-            alone = {numbers: ((key,),) for numbers, key in family.keys.items()}
-            columns[family.text] = NameGroup(family.text, (), alone)
-            for place in range(len(family.pieces) - 1):
-                rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
-                for numbers, key in family.keys.items():
-                    rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
-                if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
-                    text = _STACK.join(
-                        HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :])
-                    )
-                    columns[text] = NameGroup(text, (), {at: (tuple(row.values()),) for at, row in rows.items()})
-        for group in (*columns.values(), *_with_words(columns, most)):
-            if (group.text, group.words) not in seen:
-                seen.add((group.text, group.words))
-                yield group
+    columns: dict[str, NameGroup] = {}
+    for family in families(keys, vary):
+        text, alone = HOLE.join(family.pieces), {numbers: ((key,),) for numbers, key in family.keys.items()}
+        columns[text] = NameGroup(text, (), alone)
+        for place in range(len(family.pieces) - 1):
+            rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
+            for numbers, key in family.keys.items():
+                rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+            if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
+                text = _STACK.join(HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :]))
+                columns[text] = NameGroup(text, (), {at: (tuple(row.values()),) for at, row in rows.items()})
+    yield from columns.values()
+    yield from _with_words(columns)
 
 
-def _with_words(columns: Mapping[str, NameGroup], most: int) -> Iterator[NameGroup]:
+def _with_words(columns: Mapping[str, NameGroup]) -> Iterator[NameGroup]:
     """Groups whose texts differ in a few tokens at one place, and that have the same numbers."""
     tokens = {text: _TOKENS.findall(text) for text in columns}
     alike: dict[tuple[str, str], dict[str, NameGroup]] = defaultdict(dict)
@@ -117,17 +111,17 @@ def _with_words(columns: Mapping[str, NameGroup], most: int) -> Iterator[NameGro
         by_shape: dict[object, list[str]] = defaultdict(list)
         for word, group in found.items():
             by_shape[frozenset((at, len(each[0])) for at, each in group.members.items())].append(word)
-        for some in (some for alternatives in by_shape.values() for some in _choices(alternatives, most)):
+        for some in (some for alternatives in by_shape.values() for some in _choices(alternatives)):
             first = found[some[0]].members
             members = {at: tuple(found[word].members[at][0] for word in some) for at in first}
             yield NameGroup(before + after, some, members)
 
 
-def _choices(words: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
+def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Some of the words, where they differ at both of their ends."""
     count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
     for size in (*range(2, count + 1),) if count <= FEW else (2, 3, count) if count <= MOST_WORDS else ():
-        for some in combinations(words, size) if size <= most else ():
+        for some in combinations(words, size):
             if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
                 yield some
 
@@ -142,7 +136,8 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
     taken = set[str]()
     for parts, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
         ones = {key: shape for key, shape in wholes.items() if shape and words(key).strong & {"qkv", "attn"}}
-        for group in groups({key: shape for key, shape in parts.items() if shape and len(_roles(key)) == 1}, 3):
+        threes = {key: shape for key, shape in parts.items() if shape and len(_roles(key)) == 1}
+        for group in (each for vary in range(len(VARIABLES), -1, -1) for each in groups(threes, vary)):
             columns = next(iter(group.members.values()))
             roles = ["".join(_roles(column[0])) for column in columns]
             same = {words(column[0]).strong - _roles(column[0]) for column in columns}
