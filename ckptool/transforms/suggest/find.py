@@ -26,7 +26,7 @@ from ckptool.names.steps import Step
 from ckptool.transforms.suggest import Writing
 from ckptool.transforms.suggest.families import VARIABLES, Numbers, Trait, escaped, families, fitted
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
-from ckptool.transforms.suggest.groups import NameGroup, fused, groups
+from ckptool.transforms.suggest.groups import NameGroup, fused, groups, is_sayable
 from ckptool.transforms.suggest.links import Link, Search
 from ckptool.transforms.suggest.relations import Ways, applied, is_same, is_tuned
 from ckptool.transforms.translate.apply import DROP, carry_out, plan_steps
@@ -55,7 +55,7 @@ class ValueSearch:
     def __post_init__(self) -> None:
         ours, theirs = self.sides
         self.prints = {k: self.print(v) for k, v in ours.items()}, {k: self.print(v) for k, v in theirs.items()}
-        self.free = dict.fromkeys(filter(None, ours)), dict.fromkeys(filter(None, theirs))
+        self.free = dict.fromkeys(filter(is_sayable, ours)), dict.fromkeys(filter(is_sayable, theirs))
 
     def print(self, entry: TensorEntry) -> Fingerprint:
         """The fingerprint of a tensor of a side, or of one that rules make."""
@@ -69,7 +69,7 @@ class ValueSearch:
             self._join(False, vary)
             self._join(True, vary)
         ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
-        for head in ours.keys() & theirs.keys():
+        for head in [head for head in ours if head in theirs]:
             self._relate(NameGroup(ours[head], (), {(): ((ours[head],),)}), {(): theirs[head]}, False)
         for group, wholes, chain, splits in self.joined:
             self._beside(group, wholes, chain, splits)
