@@ -244,8 +244,7 @@ def read_layout(path: str) -> LayoutRules:
     )
     translation = translation_of(node, path, _HEADER)
     if old.has or new.has:
-        join = translation.join and replace(translation.join, optional=True)
-        translation = replace(translation, join=join, complete=True)
+        translation = replace(translation, of_layout=True, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
     return LayoutRules(name, title, source, old, new, notes, translation, path, models, "same_config" in header)
 

@@ -41,10 +41,10 @@ from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
-from ckptool.names.arithmetic import Arithmetic, Lookup
+from ckptool.names.arithmetic import Lookup
 from ckptool.names.joining import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, JoinRules, Rule, refuse_idle
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
 from ckptool.names.scope import Scope
 from ckptool.names.steps import steps_of
 
@@ -69,31 +69,30 @@ Shares = list[tuple[int, Piece]]
 
 def open_joined(
     file: PathLike,
-    rules: JoinRules,
+    rules: Translation,
     at: str | None = None,
     *,
     part: bool = False,
     given: Mapping[str, int] = {},
-    variables: Mapping[str, Arithmetic] = {},
 ) -> Opened:
     """Opens a folder whose ranks' files are joined by rules; of anything else, the layers are unstacked.
 
-    given, variables: of the numbers in the rules, beside those of the configuration.
+    given: numbers in the rules, beside those of the configuration.
     Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
     """
     name, place = split(file)
-    found = joined(name, rules, given, variables)
-    if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
+    found = joined(name, rules, given)
+    if found is None and not rules.of_layout and (rules.join or rules.layers or not rules.unstack):
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = f"See what it is: {command('inspect', name)}"
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
     whole = found if found is not None else _whole(name, rules, part)
-    return Opened(unstacked(whole, rules.unstack, optional=rules.optional), at if at is not None else place, name)
+    return Opened(unstacked(whole, rules.unstack, optional=rules.of_layout), at if at is not None else place, name)
 
 
-def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
+def _whole(name: str, rules: Translation, part: bool) -> Checkpoint:
     """The checkpoint that is not in ranks' files. Raises `OnlyAPart` for one of those by itself."""
-    if not rules.optional:
+    if not rules.of_layout:
         return open_whole(name, part=part).checkpoint
     found = open_to_change(name).checkpoint
     if found.part is not None:
@@ -103,9 +102,7 @@ def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
     return found
 
 
-def joined(
-    path: str, rules: JoinRules, given: Mapping[str, int] = {}, variables: Mapping[str, Arithmetic] = {}
-) -> Checkpoint | None:
+def joined(path: str, rules: Translation, given: Mapping[str, int]) -> Checkpoint | None:
     """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
 
     Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
@@ -127,7 +124,7 @@ def joined(
         files.discarded += each.discarded
     ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
-    scope = Scope(given, variables, configuration(Checkpoint({}, "", source=source)), {})
+    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source)), {})
     model = _model(files.joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for _, name, tree in found:
@@ -196,7 +193,7 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> dict[str, Any]:
+def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Lookup) -> dict[str, Any]:
     model: dict[str, Any] = {}
     shares: dict[str, Shares] = {}
     for name, rank, value in _named(ranks, rules.layers):
@@ -209,7 +206,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup)
     if rest:
         what = f"{rules.path} has no rule for {counted(len(rest), 'tensor')}: {listed(rest, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
-    if not rules.optional:
+    if not rules.of_layout:
         used = {step.rule.origin for step in steps}
         refuse_idle((rule for rule in rules.join if rule.origin not in used), TAKEN_BEFORE, WHOLE_KEY)
     world = max(rank.tensor for rank in ranks) + 1

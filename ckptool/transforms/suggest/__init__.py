@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ckptool.analysis.warm_start import Suggestion
-from ckptool.errors import UsageError, counted, form, printable
-from ckptool.names.rules import Rule, parse_rules
+from ckptool.errors import CkptoolError, counted, form, printable
+from ckptool.names.rules import parse_rules
+from ckptool.names.steps import steps_of
 from ckptool.transforms.suggest.families import Trait
 from ckptool.transforms.suggest.groups import STACKED, fused
 from ckptool.transforms.suggest.links import Goals, Link, Search
@@ -67,7 +68,7 @@ class TriedRule:
     right: set[tuple[str, ...]]
     takes: dict[str, str]
     over: int = 0  # keys that rules before it take
-    after: list[int] = field(default_factory=list)  # which have to be tried before it
+    after: set[int] = field(default_factory=set)  # which have to be tried before it
 
 
 @dataclass(slots=True, eq=False)
@@ -112,44 +113,32 @@ class Writing:
     ) -> TriedRule | None:
         """A rule and the keys that it takes; None if it would take one that it must not."""
         self.left -= READING + len(self.source)
-        found, after, given = TriedRule(text, [], set(), {}), dict[int, None](), set[str]()
+        rule, given = TriedRule(text, [], set(), {}), set[str]()
+        stack = {f"v_{STACKED}": f"{{{STACKED}}}"}  # whose number stays open
         try:
-            for key, new in self._taken(parse_rules(text)):
-                goal = goals.get(key)
-                if key in owner:
-                    found.over += 1
-                    after[owner[key]] = None
-                elif goal is not None:
-                    if new != goal:
-                        return None
-                    found.right.add(new)
-                    found.takes[key] = new[1]
-                elif key in kept or (key in self.placed and new != ("", self.placed[key])):
-                    return None
-                elif key not in self.placed and new != ("", key):
-                    if new[0] or new[1] in taken or new[1] in given or self._fits(key, new[1]):
-                        return None
-                    found.takes[key] = new[1]
-                    given.add(new[1])
-        except UsageError:  # a name with what no rule can say
+            steps, _ = steps_of(parse_rules(text), self.source)
+            made = [
+                (step.rule.operations, *(name.fill({**step.groups, **stack}) for name in step.rule.new))
+                for step in steps
+            ]
+        except CkptoolError:  # a name with what no rule can say, or some of what belongs together
             return None
-        found.after = list(after)
-        return found if found.right else None
-
-    def _taken(self, rules: Sequence[Rule]) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The keys that rules match, with the operations and the new names; the number of a stack stays open."""
-        taken, stack = set[str](), {f"v_{STACKED}": f"{{{STACKED}}}"}
-        for rule in rules:
-            for old in rule.old:
-                begin, end = old.ends
-                for key in self.source:
-                    fits = key.startswith(begin) and key.endswith(end) and key not in taken
-                    if fits and (groups := old.match(key)) is not None:
-                        taken.add(key)
-                        yield key, (rule.operations, *(name.fill({**stack, **groups}) for name in rule.new))
-
-    def _fits(self, key: str, name: str) -> bool:
-        return name in self.target and self.target[name] == self.source[key]
+        for key, new in ((key, new) for step, new in zip(steps, made, strict=True) for key in step.keys):
+            stays, fits = key in self.placed, new[1] in self.target and self.target[new[1]] == self.source[key]
+            if key in owner:
+                rule.over += 1
+                rule.after |= {owner[key]}
+            elif key in goals and new == goals[key]:
+                rule.right.add(new)
+                rule.takes[key] = new[1]
+            elif key in goals or key in kept or (stays and new != ("", self.placed[key])):
+                return None
+            elif not stays and new != ("", key):
+                if new[0] or new[1] in taken or new[1] in given or fits:
+                    return None
+                rule.takes[key] = new[1]
+                given.add(new[1])
+        return rule if rule.right else None
 
     def suggestions(self, links: Sequence[Link], kept: Collection[str], certain: bool) -> Iterator[Suggestion]:
         """Links as suggestions, the largest first: the rules of one origin, and those that depend on each other."""
@@ -162,14 +151,9 @@ class Writing:
                 group = [new if each == old else each for each in group]
         parts = [[rule for rule, mine in zip(written, group, strict=True) if mine == each] for each in {*group}]
         for rules in sorted(parts, key=lambda rules: -sum(len(rule.right) for rule in rules)):
-            whys = Counter({link.why: 0 for rule in rules for link in rule.links if link.why})
-            for rule in rules:
-                for link in rule.links:
-                    whys[link.why] += len(link.goals)
-            agree, total = (
-                sum(len(each) for each in sizes) for sizes in zip(*((r.right, r.takes) for r in rules), strict=True)
-            )
-            why = "; ".join(why for why, _ in whys.most_common(2) if why)
+            whys = Counter(link.why for rule in rules for link in rule.links for _ in link.goals if link.why)
+            agree, total = sum(len(rule.right) for rule in rules), sum(len(rule.takes) for rule in rules)
+            why = "; ".join(why for why, _ in whys.most_common(2))
             yield Suggestion(tuple(rule.text for rule in rules), agree, total, certain, why)
 
 

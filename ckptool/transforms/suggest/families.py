@@ -17,7 +17,7 @@ Trait = tuple[int, ...] | None
 """What two keys must have in common to be the same tensor: the shape, or the shape and the values."""
 Numbers = tuple[str, ...]
 
-HOLE = "\0"  # stands where a number was
+HOLE = chr(0xF0000)  # stands where a number was
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
 
@@ -235,20 +235,19 @@ def aligned(ours: Family, theirs: Family) -> Alignment | None:
 
     Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order.
     """
-    mine, goals = list(ours.keys), list(theirs.keys)
-    if mine[0] == goals[0] and (ours.keys.keys() <= theirs.keys.keys() or theirs.keys.keys() <= ours.keys.keys()):
-        have, want = dict(zip(ours.keys, ours.traits, strict=True)), dict(zip(theirs.keys, theirs.traits, strict=True))
-        both = [numbers for numbers in mine if numbers in want]
-        pairs = {ours.keys[numbers]: theirs.keys[numbers] for numbers in both}
-        return Alignment(pairs, ours.variables) if all(have[each] == want[each] for each in both) else None
-    fitting = fitted(mine, goals) if ours.traits == theirs.traits else None
+    have, want = (dict(zip(each.keys, each.traits, strict=True)) for each in (ours, theirs))
+    mine, goals = [*have], [*want]
+    if mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
+        mine = goals = [numbers for numbers in mine if numbers in want]
+    fitting = fitted(mine, goals) if [have[each] for each in mine] == [want[each] for each in goals] else None
     if fitting is None:
         return None
-    found = Alignment(dict(zip(ours.keys.values(), theirs.keys.values(), strict=True)), fitting)
+    pairs = {ours.keys[old]: theirs.keys[new] for old, new in zip(mine, goals, strict=True)}
+    found = Alignment(pairs, fitting)
     plain = [at for at, number in enumerate(fitting) if number not in found.changed]
     alike: dict[Numbers, list[Trait]] = defaultdict(list)
-    for numbers, trait in zip(goals, ours.traits, strict=True):
-        alike[tuple(numbers[at] for at in plain)].append(trait)
+    for numbers in goals:
+        alike[tuple(numbers[at] for at in plain)].append(want[numbers])
     return found._replace(known=len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values()))
 
 

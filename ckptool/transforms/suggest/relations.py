@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations, permutations
+from itertools import chain as chained
+from itertools import combinations, islice, permutations
 from math import gcd, prod
 
 from ckptool.analysis.compare import same_bytes
@@ -59,31 +60,30 @@ Way = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Ways:
-    """The search for operations. known: the last that did for tensors of some shapes, tried first.  tries: left."""
+    """The search for operations. known: the last that did for tensors of some shapes, tried first.
+
+    hopeless: shapes for which none was found, and that are not searched again.
+    """
 
     known: dict[object, Way] = field(default_factory=dict)
-    tries: dict[object, int] = field(default_factory=dict)
+    hopeless: set[object] = field(default_factory=set)
 
     def find(self, columns: Columns, whole: TensorEntry, first: str = "") -> Way | None:
         """The operations that make one tensor of others, by bytes, and the order of their words; None where none is
         found. first: tried first."""
         shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
-        natural = tuple(range(len(columns)))
-        for chain, order in (
-            *([(first, natural)] if first else []),
-            *([self.known[shapes]] if shapes in self.known else []),
-            *_ways(shapes[0], len(columns[0])),
-        ):
-            if self.tries.setdefault(shapes, MOST_TRIES) <= 0:
-                return None
-            self.tries[shapes] -= 1
+        told = [(first, tuple(range(len(columns))))] if first else []
+        told += [self.known[shapes]] if shapes in self.known else []
+        others = () if shapes in self.hopeless else islice(_ways(shapes[0], len(columns[0])), MOST_TRIES)
+        for chain, order in chained(told, others):
             parts = [columns[at] for at in order]
             made = applied(chain, parts)
             for after in _reshapings(made.shape, whole.shape) if made is not None else ():
                 both = " | ".join(filter(None, [chain, after]))
                 if (done := applied(both, parts)) is not None and is_same(done, whole):
-                    self.known[shapes], self.tries[shapes] = (both, order), MOST_TRIES
+                    self.known[shapes] = both, order
                     return both, order
+        self.hopeless.add(shapes)
         return None
 
 
