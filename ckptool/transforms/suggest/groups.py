@@ -14,10 +14,11 @@ from ckptool.transforms.suggest.families import HOLE, VARIABLES, Numbers, Trait,
 from ckptool.transforms.suggest.links import Link
 
 STACKED = "e"  # the variable of tensors that are stacked
-_STACK, _WORDS = "\1", "\2"  # stand where that, and one of some words, was
+_STACK, _WORDS = chr(0xF0001), chr(0xF0002)  # stand where that, and one of some words, was
 MOST_WORDS = 16  # of a choice; of more than `FEW`, only two, three or all are tried
 FEW = 6
-_TOKENS = re.compile(r"[0-9]+|[._]|[\0\1]|[^0-9._\0\1]+")
+_TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{_STACK}]|[^0-9._{HOLE}{_STACK}]+")
+_HELD = re.compile(f"[{HOLE}{_STACK}{_WORDS}]")
 _WORD = re.compile(r"[\w.-]+")
 
 Columns = tuple[tuple[str, ...], ...]
@@ -77,13 +78,18 @@ class NameGroup:
         return Link(name, whole, goals, why, chain=chain, origin=("joined", name, whole))
 
 
+def is_sayable(key: str) -> bool:
+    """True for a key that can be one name of several: not empty, and without the characters that stand for others."""
+    return key != "" and not _HELD.search(key)
+
+
 def groups(keys: Mapping[str, Trait], vary: int) -> Iterator[NameGroup]:
     """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
 
     vary: how many of their numbers vary at most.
     """
     columns: dict[str, NameGroup] = {}
-    for family in families(keys, vary):
+    for family in families({key: trait for key, trait in keys.items() if is_sayable(key)}, vary):
         text, alone = HOLE.join(family.pieces), {numbers: ((key,),) for numbers, key in family.keys.items()}
         columns[text] = NameGroup(text, (), alone)
         for place in range(len(family.pieces) - 1):
