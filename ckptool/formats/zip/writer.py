@@ -62,7 +62,7 @@ class ZipLayout:
             head, data = head + data.content, InlineBytes(b"")
         total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
         if crc is not None and data.length:
-            total.expected = crc_combine(total.value, crc, data.length)
+            total.expected = crc_combine(total.value, crc, data.length) if head else crc
         record = _NewRecord(name, self.at, size, head, data, total)
         self.sums.append(total)
         self._parts.append(record)

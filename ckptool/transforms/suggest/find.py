@@ -157,23 +157,14 @@ class ValueSearch:
 
     def _beside(self, group: NameGroup, wholes: Mapping[Numbers, str], chain: str, splits: bool) -> None:
         """Finds the same for the other tensors of the same modules: the biases of weights."""
-        first = group.keys[0]
-        for dots in (".", "._"):
-            start = _stem(first, dots)
-            for key in [key for key in self.free[splits] if _stem(key, dots) == start]:
-                change = partial(_with_end, dots, key[len(start) :])
+        for leaf in (re.compile(r"[^.]*\Z"), re.compile(r"[^._]*\Z")):
+            start = leaf.sub("", group.keys[0])
+            for key in [key for key in self.free[splits] if leaf.sub("", key, 1) == start]:
+                change = partial(leaf.sub, key[len(start) :].replace("\\", r"\\"), count=1)
                 other = group.beside(change)
                 goals = self._open(other, {at: change(name) for at, name in wholes.items()}, splits)
                 if len({*other.keys}) == len(other.keys) and len({*goals.values()}) == len(goals):
                     self._relate(other, goals, splits, chain)
-
-
-def _stem(key: str, dots: str) -> str:
-    return key[: 1 + max(key.rfind(dot) for dot in dots)]
-
-
-def _with_end(dots: str, end: str, key: str) -> str:
-    return _stem(key, dots) + end
 
 
 # Proof ---------------------------------------------------------------------------------------------------------------
@@ -192,16 +183,12 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     written = Writing(dict.fromkeys(ours), {}, {}).rules(links, ours.keys() - goals.keys())
     covered = {key for rule in written for key in rule.takes}
     others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
-    texts = [*(_literal(key, name) for key, name in others.items()), *(rule.text for rule in written)]
+    texts = [f"{escaped(key)} => {escaped(name)}" for key, name in others.items()]
+    texts = [*(f"\\{text}" if text.startswith("re:") else text for text in texts), *(rule.text for rule in written)]
     covered |= others.keys()
     drop = _patterns([key for key in ours if key not in covered], covered)
     report = _proof(texts[:most], drop if len(drop) <= most else [], old, theirs, search)
     return replace(report, notes=tuple(_notes(search, report, len(texts), len(goals), most)))
-
-
-def _literal(key: str, name: str) -> str:
-    start = "\\" if key.startswith("re:") else ""  # it would begin like a regular expression
-    return f"{start}{escaped(key)} => {escaped(name)}"
 
 
 def _notes(search: ValueSearch, report: FoundRules, rules: int, keys: int, most: int) -> Iterator[Note]:
@@ -239,7 +226,8 @@ def _proof(
         for step in done.steps:
             steps.setdefault(step.rule.text, []).append(step)
     wanted = _tensors(new)
-    shaped = {name for name, want in wanted.items() if _is_like(items.get(name), want)}
+    made = _tensors(items)
+    shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
     equal = {name for name in shaped if is_same(items[name], wanted[name])}
     used = {key for found in steps.values() for step in found for key in step.keys}
     other = [name for name in new if name in shaped - equal]
@@ -259,10 +247,6 @@ def _proof(
         dropped=tuple(key for key in old if type(key) is str and key not in used),
         drop=tuple(drop),
     )
-
-
-def _is_like(made: Any, want: TensorEntry) -> bool:
-    return isinstance(made, TensorEntry) and (made.dtype, made.shape) == (want.dtype, want.shape)
 
 
 def _found_rule(text: str, steps: Sequence[Step], equal: Collection[str], alike: Collection[str]) -> FoundRule:
