@@ -260,25 +260,18 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 @cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    given, parameters = inspect.signature(function), list[inspect.Parameter]()
+    given, parameters = inspect.signature(function, eval_str=True), list[inspect.Parameter]()
     for each in given.parameters.values():
-        if (options := _options_of(function, each)) is None:
-            parameters.append(each.replace(annotation=_evaluated(function, each.annotation)))
-            continue
-        for name, kind in get_type_hints(options, include_extras=True).items():
+        options = get_type_hints(each.annotation, include_extras=True) if _stands_for_options(each) else {}
+        parameters += [] if options else [each]
+        for name, kind in options.items():
             default = None if type(None) in get_args(_plain(kind)) else False
             parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
-    return inspect.Signature(parameters, return_annotation=_evaluated(function, given.return_annotation))
+    return given.replace(parameters=parameters)
 
 
-def _options_of(function: Any, parameter: inspect.Parameter) -> Any:
-    """The options that a parameter stands for, where it is `**options: Unpack[…]`."""
-    found = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-    return function.__globals__[found[1]] if found else None
-
-
-def _evaluated(function: Any, annotation: Any) -> Any:
-    return eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+def _stands_for_options(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.VAR_KEYWORD and hasattr(parameter.annotation, "__required_keys__")
 
 
 def _plain(kind: Any) -> Any:
@@ -325,11 +318,11 @@ def for_python(function: Any) -> Any:
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
     names = {flag: each.name for each in typed for flag in each.option.flags}
-    options = [_options_of(function, each) for each in inspect.signature(function).parameters.values()]
+    more = filter(_stands_for_options, inspect.signature(function, eval_str=True).parameters.values())
     plain = [each.replace(annotation=_Shown(_plain(each.annotation))) for each in whole.parameters.values()]
     function.__signature__ = whole.replace(parameters=plain)
     about = [f"{each.name}: {_FLAG.sub(lambda flag: names.get(flag[0], flag[0]), each.option.help)}" for each in typed]
-    about += [each.__doc__.strip() for each in options if each is not None]
+    about += [each.annotation.__doc__.strip() for each in more]
     function.__doc__ = "\n    ".join([function.__doc__.rstrip() + "\n", *about, ""])
     return function
 

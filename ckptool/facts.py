@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union
@@ -136,7 +136,8 @@ class Note:
 
 # A line; a line in pieces; a table; a note; or what depends on the columns of the terminal (None: lines of any length).
 # An empty line stands between what is before and what is after it: none begins or ends a text, none follows another.
-Part = str | Table | Note | Callable[[int | None], Iterable[Any]] | tuple[str, ...]
+# None is nothing at all.
+Part = str | Table | Note | Callable[[int | None], Iterable[Any]] | tuple[str, ...] | None
 Told = Iterable[Part]
 
 # Units ----------------------------------------------------------------------------------------------------------------
@@ -185,8 +186,9 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
-        if isinstance(value, property) and not name.startswith("_"):
-            facts[name] = _hints(value.fget, kind.__module__)["return"]
+        made = value.fget if isinstance(value, property) else getattr(value, "func", None)  # of a cached property
+        if isinstance(value, (property, cached_property)) and not name.startswith("_"):
+            facts[name] = _hints(made, kind.__module__)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
@@ -275,7 +277,7 @@ class Page(Report):
     text: str = ""
 
     def told(self) -> Told:
-        yield from [Verbatim(self.text.rstrip("\n"))] if self.text else []
+        yield Verbatim(self.text.rstrip("\n")) if self.text else None
 
 
 def schema_of(kind: type[Report]) -> str:

@@ -200,7 +200,7 @@ def codes_of(module: Module) -> Iterator[str]:
 def codes(house: House) -> Iterator[str]:
     """Each is explained, and no other is."""
     modules, explained = house.modules.values(), set(all_codes())
-    made = {code for module in modules for code in codes_of(module)} | {known.code for known in known_errors()}
+    made = {code for module in modules for code in codes_of(module)} | {known.finding.code for known in known_errors()}
     made |= {name.partition(",")[0] for name in table("findings")["findings"]}
     words = {node.value for module in modules for node in module.nodes if isinstance(node, ast.Constant)}
     if len(made) <= 110:
@@ -275,8 +275,8 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
             yield from ((place(module, call), call, "") for call in constant)
         yield from ((at, line, "") for at, line in written_out(module))
     for known in known_errors():
-        yield from (("the table of errors", str(fix), "") for fix in known.fixes)
-        if advised := re.search(r": (ckptool .*)", known.advice):
+        yield from (("the table of errors", str(fix), "") for fix in known.finding.commands)
+        if advised := re.search(r": (ckptool .*)", known.finding.advice):
             yield "the table of errors", advised[1], ""
     for row in table("findings")["findings"].values():
         for line in (*row.get("fixes", ()), *row.get("advised", ())):

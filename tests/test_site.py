@@ -56,8 +56,8 @@ def test_every_known_message_has_a_page_that_is_titled_with_it(
         text = reference[f"errors/{generated.slug(message)}.md"]
         assert f"title: {json.dumps(message)}\n" in text and f"# {generated.code_span(message)}\n" in text
         known = recognised(message)
-        assert known is not None and known.meaning in text
-        assert all(fix.with_words(known.found(message)).__str__() in text for fix in known.fixes)
+        assert known is not None and known.finding.what in text
+        assert all(str(fix) in text for fix in known.commands(message))
 
 
 @looped("name", VERBS, at_once=13)

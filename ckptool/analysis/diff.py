@@ -97,12 +97,10 @@ class Diff(Report):
         if self.differs_by_prefix():
             yield "the names differ only by a wrapper's prefix: --ignore prefix compares what they name"
         yield ""
-        yield from self._counts() if counts else self._differences(all)
+        yield from self._counts() if counts else self.differences((self.left, self.right), all=all, order=self.strict)
         yield ""
-        if self.not_compared:
-            yield f"{_LIMITS}: {', '.join(self.not_compared)}"
-        if self.ignored:
-            yield f"ignored: {', '.join(self.ignored)}"
+        yield f"{_LIMITS}: {', '.join(self.not_compared)}" if self.not_compared else None
+        yield f"ignored: {', '.join(self.ignored)}" if self.ignored else None
         if self.only:
             patterns = listed(self.only, 20)
             yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"
@@ -129,18 +127,23 @@ class Diff(Report):
         left, right = ({bare(path) for path, node in only if is_tensor(node)} for _, only in self._only())
         return bool(left) and left == right and "prefix" not in self.ignored
 
-    def _differences(self, all: bool) -> Told:
-        for side, only in self._only():
-            yield from _block(f"only in {side}", only_rows(only), all)
-        yield from _block("other than by value", aspect_rows(self), all)
+    def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True) -> Told:
+        """Every difference, by kinds.  sides: what the two are called.  all: each name, instead of groups."""
+
+        def block(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+            cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows)
+            return Table(cells, title=f"{title} ({len(rows):,})")
+
+        for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
+            rows = [(entry.address, _entry(entry.node)) for entry in only]
+            yield from (block(f"only in {side}", rows), "")
+        yield from (block("other than by value", aspect_rows(self)), "")
         yield from self._values(all)
-        yield from _block("entries", entry_rows(self), all)
-        sides = {"left": self.left, "right": self.right}
-        tied = [(f"tied only in {sides[side]}: {listed(names, 20)}",) for side, names in self.ties]
-        order = self.order_differs if self.strict else ()
-        yield Table(tied, title="ties")
-        yield ""
-        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in order], title="order")
+        yield from (block("entries", entry_rows(self)), "")
+        tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
+        yield from (Table(tied, title="ties"), "")
+        others = self.order_differs if order else ()
+        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order")
 
     def _values(self, all: bool) -> Told:
         """A row for each tensor, or for each group of tensors where those are fewer."""
@@ -149,7 +152,9 @@ class Diff(Report):
         title = f"values ({len(rows):,})"
         groups = [] if all else folded(rows)
         if not known:
-            yield from _block("values", [(name, "") for name, _ in rows], all)
+            names = [(name, "") for name, _ in rows]
+            yield Table([(name or WHOLE, "") for name, _ in rows] if all else grouped_rows(names), title=title)
+            yield ""
             return
         if all or len(groups) == len(rows):
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
@@ -184,11 +189,6 @@ class Diff(Report):
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def only_rows(entries: Iterable[Unpaired]) -> list[tuple[str, str]]:
-    """What is in one file only: its address, and what it is."""
-    return [(entry.address, _entry(entry.node)) for entry in entries]
-
-
 def aspect_rows(diff: Diff) -> list[tuple[str, str]]:
     """Shapes, types, devices and the like, old and new."""
     rows = []
@@ -217,13 +217,6 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
 
 def _entry(value: Any) -> str:
     return tensor_text(value) if is_tensor(value) else value_text(value)
-
-
-def _block(title: str, rows: Sequence[tuple[str, str]], all: bool) -> Told:
-    """Names with a text each; those with the same text in groups, unless `all` are to be shown."""
-    cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows)
-    yield Table(cells, title=f"{title} ({len(rows):,})")
-    yield ""
 
 
 def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -373,14 +366,12 @@ def diff_files(
     left: CheckpointLike,
     right: CheckpointLike,
     *,
-    atol: float = 0.0,
-    rtol: float = 0.0,
     ignore: str | Collection[str] = (),
-    stat: bool = True,
     only: str | Sequence[str] = (),
     strict: bool = False,
+    **options: Any,
 ) -> Diff:
-    """Compares two checkpoints of any containers; see the verb."""
+    """Compares two checkpoints of any containers; see the verb.  options: those of `diff`."""
     a, b = open_file(left), open_file(right)
     one, other = a.checkpoint.source, b.checkpoint.source
     same_folder = isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
@@ -393,8 +384,8 @@ def diff_files(
         remarks += [_beside(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
-        options: dict[str, Any] = {"atol": atol, "rtol": rtol, "statistics": stat, "strict": strict}
-        report = diff(*parts, ignore=ignored, remarks=tuple(remarks), only=several(only), **options)
+        options |= {"ignore": ignored, "remarks": tuple(remarks), "only": several(only), "strict": strict}
+        report = diff(parts[0], parts[1], **options)
     return replace(report, bases=(_base(a, parts[0]), _base(b, parts[1])))
 
 

@@ -158,11 +158,14 @@ class Comparer:
         has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
         if has_identity and (self.rights.setdefault(id(a), b) is not b or self.lefts.setdefault(id(b), a) is not a):
             self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
-        if arrays := _arrays(a, b):
+        # Pickled arrays of numpy, of which one may be a tensor, are compared as tensors.
+        sides = (a, b) if isinstance(a, Object) or isinstance(b, Object) else ()
+        arrays = [node if isinstance(node, TensorEntry) else array_entry(node) for node in sides]
+        if arrays and arrays[0] is not None and arrays[1] is not None:
             one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
             self.mixed |= one != other
             kinds: Aspects = {"kind": (one, other)} if one != other and self.pickled else {}
-            self._tensors(path, *arrays, "tensor" in (one, other), kinds)
+            self._tensors(path, arrays[0], arrays[1], "tensor" in (one, other), kinds)
         elif is_tensor(a) and is_tensor(b):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
@@ -302,14 +305,6 @@ def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
         without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
         for path, value in metadata.items()
     }
-
-
-def _arrays(a: Any, b: Any) -> tuple[TensorEntry, TensorEntry] | None:
-    """Pickled numpy arrays, of which one may be a tensor, as tensors; None where neither is an array."""
-    if not any(isinstance(node, Object) for node in (a, b)):
-        return None
-    one, other = (node if isinstance(node, TensorEntry) else array_entry(node) for node in (a, b))
-    return (one, other) if one is not None and other is not None else None
 
 
 def _shape_of(node: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from ckptool.analysis.findings import Diagnosis, Finding, commands_of, table
 from ckptool.analysis.fixes import Chain
@@ -24,22 +25,17 @@ _SHORT = {
 _DEVICE = re.compile(r"tagged with ([a-zA-Z]+)|\b(cuda|mps|xpu|hpu|npu)\b", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownError:
-    """A message. fixes: commands, in order.  advice: what to do where no command does it.  certain: not only likely."""
+class KnownError(NamedTuple):
+    """A message.  finding: what is said of it, whose commands have slots for what the pattern names."""
 
     pattern: re.Pattern[str]
-    code: str
-    meaning: str
-    fixes: tuple[Command, ...]
-    advice: str
-    advised: tuple[Command, ...]
-    certain: bool
+    finding: Finding
 
-    def found(self, text: str) -> dict[str, str]:
-        """The pattern's named groups in a message, by the names of the slots that they fill: `PREFIX`."""
+    def commands(self, text: str) -> tuple[Command, ...]:
+        """Those that fix it, with the pattern's named groups in a message in the slots of their names: `PREFIX`."""
         match = self.pattern.search(text[:MAX_TEXT])
-        return {name.upper(): value for name, value in match.groupdict().items() if value} if match else {}
+        words = {name.upper(): value for name, value in match.groupdict().items() if value} if match else {}
+        return tuple(fix.with_words(words) for fix in self.finding.commands)
 
 
 @cache
@@ -50,10 +46,10 @@ def known_errors() -> tuple[KnownError, ...]:
         pattern = row["seen"] if isinstance(row["seen"], str) else "|".join(row["seen"])
         for name, expression in _SHORT.items():
             pattern = pattern.replace(name, expression)
-        fixes = commands_of(row.get("fixes", ()), {})
-        advised = commands_of(row.get("advised", ()), {})
-        facts = row["code"], row["means"], fixes, row.get("advice", ""), advised, not row.get("likely")
-        errors.append(KnownError(re.compile(pattern, re.IGNORECASE), *facts))
+        fixes, advised = (commands_of(row.get(key, ()), {}) for key in ("fixes", "advised"))
+        advice, is_certain = row.get("advice", ""), not row.get("likely")
+        meant = Finding(row["code"], row["means"], "", True, fixes, advice, advised, certain=is_certain)
+        errors.append(KnownError(re.compile(pattern, re.IGNORECASE), meant))
     return tuple(errors)
 
 
@@ -78,16 +74,13 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
-    words = known.found(text)
-    fixes = tuple(fix.with_words(words) for fix in known.fixes)
-    says = first_line(text, known)
-    finding = Finding(known.code, known.meaning, says, True, fixes, known.advice, known.advised, certain=known.certain)
-    if devices is not None and known.code in ("cuda-location", "device-location", "gpu-memory"):
+    finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
+    if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
         tagged = f"tagged {listed(devices, 3)}" if devices else "tagged with no device but the CPU"
         tags = f"{file or 'the checkpoint'} is {tagged}"
         meant = _DEVICE.search(text)
         kind = (meant[1] or meant[2]).lower() if meant else ""
-        if known.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):
+        if finding.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):
             finding = replace(finding, what=f"{finding.what} {tags}.")
         else:
             what = f"{tags}: the message is of another file, or the code itself asks for the device."

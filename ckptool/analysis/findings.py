@@ -93,25 +93,21 @@ class Diagnosis(Report):
         return not any(finding.blocks for finding in self.findings)
 
     def told(self) -> Told:
-        if self.is_a:
-            yield bold(self.file or "in memory"), f": {self.is_a}"
+        yield (bold(self.file or "in memory"), f": {self.is_a}") if self.is_a else None
         if not self.findings:
             yield green("found nothing that would keep it from loading")
-            if not self.against:
-                yield "To check these names and shapes against a model: --against MODEL"
+            yield "To check these names and shapes against a model: --against MODEL" if not self.against else None
         number = count(1)
         for each in self.findings:
             yield ""
             mark = yellow("likely") if not each.certain else red("problem") if each.blocks else yellow("note")
             yield mark, f" [{each.code}] {each.what}"
-            if each.says:
-                yield "  seen as: ", dim(each.says)
+            yield ("  seen as: ", dim(each.says)) if each.says else None
             for fix in each.fixes:
                 program = fix.partition(" ")[0]
                 other = f"   (another program: {program})" if program != "ckptool" else ""
                 yield f"  {next(number)}. ", cyan(fix), other
-            if each.advice:
-                yield f"  {each.advice}"
+            yield f"  {each.advice}" if each.advice else None
         if self.unread:
             yield ""
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)

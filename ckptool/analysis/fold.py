@@ -49,7 +49,11 @@ class _NamePiece:
     def text(self) -> str:
         if len(self.middles) == 1:
             return _escaped(self.choices[0])
-        inside = _ranges(self.middles) if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
+        inside = list[str]() if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
+        numbers = self.middles if self.numbers else ()
+        for _, run in groupby(enumerate(numbers), key=lambda item: int(item[1]) - item[0]):
+            texts = [text for _, text in run]  # which follow each other
+            inside += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
         return f"{_escaped(self.before)}{{{', '.join(inside)}}}{_escaped(self.after)}"
 
 
@@ -110,15 +114,6 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
         return tuple(split)
 
     return sorted(groups, key=lambda group: [natural(text) for text in group.keys[0].split(".")])
-
-
-def _ranges(numbers: tuple[str, ...]) -> list[str]:
-    """Sorted numbers, three or more in a row as one: `0..3`, `7`."""
-    ranges: list[str] = []
-    for _, run in groupby(enumerate(numbers), key=lambda item: int(item[1]) - item[0]):
-        texts = [text for _, text in run]
-        ranges += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
-    return ranges
 
 
 def _escaped(text: str, special: str = r"\\{}") -> str:

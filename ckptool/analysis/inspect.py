@@ -156,7 +156,8 @@ class Listing(Report):
     only: tuple[str, ...] = ()
 
     @cached_property
-    def _parts(self) -> list[PartSummary]:
+    def parts(self) -> list[PartSummary]:
+        """Every root, in order, with its tensors. Those outside of all roots belong to none."""
         if len(self.roots) == 1:
             return [summary_of(self.roots[0], self.tensors)]
         rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in self.roots}
@@ -168,17 +169,12 @@ class Listing(Report):
         return [summary_of(root, rows[root.path]) for root in self.roots]
 
     @property
-    def parts(self) -> list[PartSummary]:
-        """Every root, in order, with its tensors. Those outside of all roots belong to none."""
-        return self._parts
-
-    @property
     def memory(self) -> MemoryNeeds:
         """What the weights take up."""
         return memory_needs(self)
 
     @cached_property
-    def statistics(self) -> dict[str, Statistics]:
+    def statistics(self) -> Annotated[dict[str, Statistics], LIVE]:
         """The statistics of tensors by their addresses, where they were asked for."""
         return {row.address: row.statistics for row in self.tensors if row.statistics is not None}
 
@@ -200,7 +196,7 @@ class Listing(Report):
         facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
         facts += [f"metadata {listed(said, 4)}"] if said else []
         yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
-        yield from [f"engine: {engine}"] if engine else []
+        yield f"engine: {engine}" if engine else None
         yield ""
         if self.statistics:
             heads = ("", "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
@@ -235,7 +231,7 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
         node = parts[0].root.node
         rows = [(segment_text(key), value_text(value)) for key, value in islice(children(node), LINES + 1)]
         yield Table(rows[:LINES], indent=0) if rows else value_text(node)
-        yield from ["…  (--all lists everything)"] if rows[LINES:] else []
+        yield "…  (--all lists everything)" if rows[LINES:] else None
         return
     shown, hidden = overview(parts, depth)
     lines: list[tuple[str, int | None, str]] = []  # a label, bytes (None: no bar), what it is

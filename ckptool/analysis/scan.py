@@ -182,7 +182,7 @@ class Scan(Report):
         """A folder: one line per checkpoint. A file: what its pickles would call."""
         last = self.latest if self.latest_only else None
         if quiet:
-            yield from [last.path] if last else []
+            yield last.path if last else None
         elif last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
             yield f"{last.path} ({', '.join([*progress, size(last.bytes)])})"
@@ -217,7 +217,7 @@ class Scan(Report):
                     ends = [max(call.places[0].find(": "), 0) if os.path.isdir(file.path) else 0 for call in some]
                     pairs = zip(some, ends, strict=True)
                     names = [call.name + f" in {call.places[0][:end]}" * bool(end) for call, end in pairs]
-                    yield from [f"  {self._relative(file)}: {listed(names, 4)}"] if some else []
+                    yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)
@@ -246,18 +246,13 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
                 why = "That is a bug in ckptool; nothing is known of the file."
                 rows.append(_damaged(file, Corrupt(what, why)))
-    rows = [row for row in rows if files[row.path] or row.calls or _runs_first(row)]
+    for row in [row for row in rows if not (files[row.path] or row.calls)]:
+        source = Source(row.path) if row.state in ("corrupt", "truncated") else None
+        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # before the damage
+            rows.remove(row)
     latest, by = _newest([row for row in rows if row.is_good and files[row.path]])
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(every) - len(rows), latest, by, full, latest_only, shown)
-
-
-def _runs_first(row: ScannedFile) -> bool:
-    """True for a damaged file that pickle would run up to the damage."""
-    if row.state not in ("corrupt", "truncated"):
-        return False
-    source = Source(row.path)
-    return reaches_a_call(FileRange(source, 0, source.size))
 
 
 def _newest(good: Sequence[ScannedFile]) -> tuple[ScannedFile | None, str]:

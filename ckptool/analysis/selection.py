@@ -18,25 +18,21 @@ def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) 
     The keys are what trees with the same address have in common.  as_bare: addresses are those without the prefixes of
     wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree.
     """
-    walked = [
-        [(name, node, _names(name)) for path, node in walk(tree) if (name := bare(path) if as_bare else path)]
-        for tree in trees
-    ]
+    walked: list[list[tuple[Path, Any, list[str]]]] = []
+    for tree in trees:
+        walked.append([])
+        for path, node in walk(tree):
+            if name := bare(path) if as_bare else path:
+                texts = [segment_text(segment) for segment in name]
+                tails = ("/".join(texts[-count:]) for count in range(1, min(len(texts), 8)))
+                walked[-1].append((name, node, ["/".join(texts), *tails]))
     names = selected({name for nodes in walked for _, _, names in nodes for name in names}, list(only))
-    return [_topmost(nodes, names) for nodes in walked]
-
-
-def _topmost(nodes: list[tuple[Path, Any, list[str]]], names: set[str]) -> Chosen:
-    chosen: Chosen = {}
-    above: Path | None = None
-    for path, node, ends in nodes:
-        if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
-            above = path
-            chosen[(address(path), *map(type, path))] = path, node
-    return chosen
-
-
-def _names(path: Path) -> list[str]:
-    """The address of a path, and its last parts alone."""
-    texts = [segment_text(segment) for segment in path]
-    return ["/".join(texts), *("/".join(texts[-count:]) for count in range(1, min(len(path), 8)))]
+    found: list[Chosen] = []
+    for nodes in walked:
+        chosen, above = dict[Any, tuple[Path, Any]](), None
+        for path, node, ends in nodes:
+            if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
+                above = path
+                chosen[(address(path), *map(type, path))] = path, node
+        found.append(chosen)
+    return found

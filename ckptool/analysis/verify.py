@@ -179,12 +179,9 @@ class Verification(Report):
             yield "  all values are finite"
         elif self.non_finite is None and self.fine:
             yield "  NaN and Inf were not looked for (--finite)"
-        if self.unsearched:
-            yield f"  not searched for NaN: {listed(self.unsearched, 5)}"
-        if self.digest is not None and self.digest.remark:
-            yield f"  {self.digest.remark}"
-        if self.written:
-            yield f"  digests kept in {self.written}"
+        yield f"  not searched for NaN: {listed(self.unsearched, 5)}" if self.unsearched else None
+        yield f"  {self.digest.remark}" if self.digest is not None and self.digest.remark else None
+        yield f"  digests kept in {self.written}" if self.written else None
         if self.against is not None and self.digest is not None and self.against.same:
             count = counted(len(self.digest.tensors), "tensor")
             yield f"  same as {self.against.file}: {count}, by their digests"
@@ -215,10 +212,8 @@ def _told_problems(problems: Sequence[Problem]) -> Told:
         yield "  ", yellow(first.code), f": {first.what}{at}{more}"
         if names := [name or WHOLE for problem in group for name in problem.tensors]:
             yield f"    {listed(names, 5)}"
-        if first.why:
-            yield "    ", dim(first.why)
-    if len(groups) > SHOWN:
-        yield MORE.format(f"{len(groups) - SHOWN:,}")
+        yield ("    ", dim(first.why)) if first.why else None
+    yield MORE.format(f"{len(groups) - SHOWN:,}") if len(groups) > SHOWN else None
 
 
 # What is checked ------------------------------------------------------------------------------------------------------

@@ -174,18 +174,16 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
         width = style_of(sys.stderr).width
 
         def told(fact: dict[str, Any], rate: float) -> None:
+            values = {printable(key): value for key, value in fact.items() if isinstance(value, float)}
+            numbers = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
             if show is None or width is None:
-                tell(f"step {fact['step']:,}  {_numbers(fact)}  {rate:.1f} steps/s\n")
+                tell(f"step {fact['step']:,}  {numbers}  {rate:.1f} steps/s\n")
                 return
             share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
-            line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {_numbers(fact)}"
+            line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {numbers}"
             show(line if len(line) <= width else line[: max(width - 1, 0)] + "…")
 
         yield told
-
-
-def _numbers(fact: dict[str, Any]) -> str:
-    return "  ".join(f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float))
 
 
 def _pace(fact: dict[str, Any], rate: float) -> str:

@@ -12,12 +12,11 @@ its bytes in its own file, and they stay apart.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint.files import Folder
-from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text, listed
+from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text
 from ckptool.formats.strict_json import parse_object
 
 NAME = "bundle.json"
@@ -49,7 +48,12 @@ def text(record: BundleRecord) -> bytes:
     """The file, for people as well as for programs."""
     fields: dict[str, Any] = {"schema": SCHEMA, "container": record.container}
     fields |= {"ordered": True} if record.ordered else {}
-    fields["members"] = [_member(part) for part in record.parts]
+    fields["members"] = [
+        {"name": part.name, "file": part.file} | ({"kind": part.kind} if part.kind else {})
+        if part.file
+        else {"name": part.name, "value": part.value}
+        for part in record.parts
+    ]
     fields |= {"ties": record.ties} if record.ties else {}
     made = json.dumps(fields, indent=1, ensure_ascii=False)
     if not is_text(made):
@@ -57,12 +61,6 @@ def text(record: BundleRecord) -> bytes:
             "names or values with half a surrogate pair cannot be written to bundle.json", "No program could read it."
         )
     return made.encode() + b"\n"
-
-
-def _member(part: BundleMember) -> dict[str, Any]:
-    if part.file:
-        return {"name": part.name, "file": part.file} | ({"kind": part.kind} if part.kind else {})
-    return {"name": part.name, "value": part.value}
 
 
 def read(folder: Folder) -> BundleRecord:
@@ -80,35 +78,20 @@ def read(folder: Folder) -> BundleRecord:
     schema = fields.get("schema")
     if schema != SCHEMA:
         raise Unsupported(f"{source} is a record of the version {str(schema)[:80]}", f"This version reads {SCHEMA}.")
-    try:
-        parts = tuple(_part(member) for member in _list(fields["members"]))
-        if twice := [name for name, count in Counter(str(part.name) for part in parts).items() if count > 1]:
-            raise ValueError(f"it names {listed(twice)} twice")
-        ties = tuple(_texts(group) for group in _list(fields.get("ties", [])))
-        return BundleRecord(str(fields.get("container")), parts, ties, fields.get("ordered") is True)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(
-            f"{source} is damaged: {str(error)[:200] or type(error).__name__}",
-            "It is not what ckptool unbundle writes.",
-        ) from None
-
-
-def _part(member: Any) -> BundleMember:
-    if type(member) is not dict:
-        raise TypeError("a member that is no object")
-    name, file = member["name"], member.get("file", "")
-    if type(name) not in (str, int) or type(file) is not str or bool(file) == ("value" in member):
-        raise ValueError(f"the member {name!r} has no name, or not exactly one of a file and a value")
-    return BundleMember(name, file, member.get("value"))
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError("a list was expected")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not all(type(text) is str for text in _list(value)):
-        raise TypeError("a list of strings was expected")
-    return tuple(value)
+    members, ties = fields.get("members"), fields.get("ties", [])
+    parts: dict[str, BundleMember] = {}
+    problem = "" if type(members) is list else "a list of members was expected"
+    for member in members if type(members) is list else ():
+        name, file = (member.get("name"), member.get("file", "")) if type(member) is dict else (None, "")
+        if not (type(name) is str or type(name) is int) or type(file) is not str or bool(file) == ("value" in member):
+            problem = f"the member {name!r} has no name, or not exactly one of a file and a value"
+            break
+        if str(name) in parts:
+            problem = f"it names {name} twice"
+        parts[str(name)] = BundleMember(name, file, member.get("value"))
+    if type(ties) is not list or not all(type(each) is list and all(type(t) is str for t in each) for each in ties):
+        problem = "its ties are not lists of strings"
+    if problem:
+        raise Corrupt(f"{source} is damaged: {problem[:200]}", "It is not what ckptool unbundle writes.")
+    ordered = fields.get("ordered") is True
+    return BundleRecord(str(fields.get("container")), tuple(parts.values()), tuple(map(tuple, ties)), ordered)

@@ -52,7 +52,7 @@ from ckptool.pickles.decode import decode
 
 BUDGET = 4
 FREE = 1 << 20
-_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once
+_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are read, or searched, at once
 _STEP = 256  # what one step of a search costs, in bytes of reading
 _MAX_NAME = 4_096
 _PADDING = 0x4246  # "FB"
@@ -345,6 +345,7 @@ class _HeaderWalk:
         self.sizes: dict[str, int] = {}
         self.begin = 0  # the first of the pieces that stand behind the pickle
         self.tries = 0  # to read an archive inside the file
+        self.window_at, self.window = 0, b""  # what was read last
 
     def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
         """Meets every record. pickle: it is known from the start."""
@@ -377,7 +378,12 @@ class _HeaderWalk:
 
     def _peek(self, at: int, length: int) -> bytes:
         """Up to `length` bytes, fewer at the end of the file."""
-        return self.source.read(at, min(length, self.source.size - at)) if at < self.source.size else b""
+        begin = at - self.window_at
+        if begin < 0 or begin + length > len(self.window):
+            begin, self.window_at = 0, at
+            most = min(max(length, _FEW), self.source.size - at)
+            self.window = self.source.read(at, most) if most > 0 else b""
+        return self.window[begin : begin + length]
 
     def _header(self, at: int) -> _Remnant | None:
         """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
@@ -588,50 +594,45 @@ def _gone(offset: int, length: int) -> bytes:
 
 
 def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
-    """The tree, or the records by themselves where there is no pickle to say what they are."""
-    whole = dict(archive.records)
+    """The tree, or the records by themselves where there is no pickle to say what they are.
+
+    Raises `Corrupt` where the record of the byte order is lost, and may have said: big.
+    """
+    whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
     pickle = whole.get(f"{root}data.pkl") if root else None
-    script = any(name.startswith(f"{root}code/") or name == f"{root}constants.pkl" for name in whole)
     if pickle is None and whole and all(name.endswith(".npy") for name in whole):
         return _arrays(archive, lost)
-    if pickle is None or script:
-        return _records_as_bytes(archive, lost)
-    order = _small(archive, root, "byteorder")
-    _check_order(archive, root, order, lost)
+    if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
+        tree = {}
+        for record in archive.by_offset():
+            storage = Storage(record.data, crc=record.crc if checked else None)
+            tree[record.name] = TensorEntry(storage, by_name("u8"), (record.size,), (1,))
+        return Salvaged(Checkpoint(tree, torch_zip.NAME, {}, file), 0, 0, tuple(lost), checked, raw=True)
+    metadata: dict[str, Any] = {}
+    for key, name, limit in (
+        ("byteorder", "byteorder", torch_zip.MAX_SMALL),
+        (marks.RECOVERED, marks.RECOVERED_RECORD, marks.MAX_RECORD),
+    ):
+        said = whole[root + name].contents(limit) if root + name in whole else b""
+        metadata |= {key: said.decode("utf-8", "replace").strip()} if said.strip() else {}
+    order = metadata.get("byteorder")
+    gone = next((record.nbytes for record in lost if record.name == f"{root}byteorder"), None)
+    # torch wrote no byte order before 2.1, and neither of these.
+    newer = any(f"{root}{name}" in whole for name in (".format_version", ".storage_alignment"))
+    is_known = order in ("little", "big") or gone == len("little") or (not order and gone is None and not newer)
+    if not is_known and any(name.startswith(f"{root}data/") for name in whole):
+        why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
+        raise Corrupt(f"{archive.source}: its byteorder record is damaged", why)
     lossy = _Lossy(archive, lost)
-    storages_ = torch_zip.RecordStorages(archive, root + "data/", order == "big", lossy.find)
-    decoded = torch_zip.decoded_record(pickle, storages_)
+    found = torch_zip.RecordStorages(archive, root + "data/", order == "big", lossy.find)
+    decoded = torch_zip.decoded_record(pickle, found)
     tree, notes = decoded.root, list[Note]()
     if (shared := whole.get(root + marks.DEDUPLICATED_RECORD)) is not None:
         tree, notes = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
-    metadata: dict[str, Any] = {"byteorder": order} if order else {}
-    if before := _small(archive, root, marks.RECOVERED_RECORD, marks.MAX_RECORD):
-        metadata[marks.RECOVERED] = before
     archive.records = whole
-    checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, archive.source.file, None, tuple(notes), decoded.discarded)
-    every = {record.name: record for record in (*lost, *lossy.lost.values())}
+    checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, file, None, tuple(notes), decoded.discarded)
+    every = {each.name: each for each in (*lost, *lossy.lost.values())}
     return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=lossy.lost)
-
-
-def _small(archive: Archive, root: str, name: str, limit: int = torch_zip.MAX_SMALL) -> str:
-    record = archive.records.get(root + name)
-    return record.contents(limit).decode("utf-8", "replace").strip() if record is not None else ""
-
-
-def _check_order(archive: Archive, root: str, order: str, lost: list[LostRecord]) -> None:
-    """Raises `Corrupt` where the record of the byte order is lost, and may have said: big."""
-    if order in ("little", "big") or not any(name.startswith(f"{root}data/") for name in archive.records):
-        return
-    gone = next((record for record in lost if record.name == f"{root}byteorder"), None)
-    if gone is not None and gone.nbytes == len("little"):
-        return
-    newer = any(f"{root}{name}" in archive.records for name in (".format_version", ".storage_alignment"))
-    if not order and gone is None and not newer:
-        return  # torch wrote none before 2.1
-    raise Corrupt(
-        f"{archive.source}: its byteorder record is damaged",
-        "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values.",
-    )
 
 
 def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
@@ -648,12 +649,3 @@ def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
         tree[each.name.removesuffix(".npy")] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
     checkpoint = Checkpoint(tree, "npz", {}, archive.source.file, tensors_only=True)
     return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)
-
-
-def _records_as_bytes(archive: Archive, lost: list[LostRecord]) -> Salvaged:
-    u8, checked = by_name("u8"), archive.has_checksums
-    tree = {
-        record.name: TensorEntry(Storage(record.data, crc=record.crc if checked else None), u8, (record.size,), (1,))
-        for record in archive.by_offset()
-    }
-    return Salvaged(Checkpoint(tree, torch_zip.NAME, {}, archive.source.file), 0, 0, tuple(lost), checked, raw=True)

@@ -92,10 +92,6 @@ class _File:
         self.path = path
         self.folder, self.name = os.path.split(path)
 
-    @property
-    def folder_name(self) -> str:
-        return os.path.basename(os.path.dirname(absolute(self.path))) if self.path else ""
-
     @cached_property
     def names(self) -> list[str]:
         return names_in(self.folder or ".") if self.path else []
@@ -232,8 +228,8 @@ def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
         rank, others, world = found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size")
     elif found := CONSOLIDATED.fullmatch(file.name):
         rank, others, world = found["rank"], file.matching(CONSOLIDATED), None
-    elif found := MODEL_PARALLEL.fullmatch(file.folder_name):
-        above = os.path.dirname(os.path.dirname(absolute(file.path)))
+    elif found := MODEL_PARALLEL.fullmatch(os.path.basename(inside := os.path.dirname(absolute(file.path)))):
+        above = os.path.dirname(inside)
         rank, others = found["rank"] + found["rest"], [n for n in names_in(above) if MODEL_PARALLEL.fullmatch(n)]
     else:
         return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None

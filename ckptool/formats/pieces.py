@@ -109,7 +109,15 @@ class Joiner:
             if piece.entry.dtype != dtype or len(piece.offsets) != len(shape) or len(piece.entry.shape) != len(shape):
                 found = f"{piece.entry.dtype}{list(piece.entry.shape)} at {list(piece.offsets)}"
                 raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
-        blocks = _with_replicas(piece for piece in given if piece.entry.numel or not prod(shape))
+        places: dict[Box, list[Piece]] = {}
+        for piece in given:
+            if piece.entry.numel or not prod(shape):
+                places.setdefault(piece.box, []).append(piece)
+        blocks: list[Piece] = []  # one for each place, with the others there that are not known to be the same
+        for first, *others in places.values():
+            rest = tuple(other for other in others if not agree(first.entry, other.entry))
+            _keep_replicas(first, [other for other in others if other not in rest])
+            blocks.append(replace(first, replicas=rest) if rest else first)
         if not covers(shape, [block.box for block in blocks] if prod(shape) else []):
             raise self._corrupt(name, shape, problem(shape, blocks))
         if not blocks:
@@ -184,19 +192,6 @@ class Joiner:
 
 def _owner(piece: Piece) -> str:
     return piece.owner or "a block"
-
-
-def _with_replicas(pieces: Iterable[Piece]) -> list[Piece]:
-    """One block for each place, with the others of that place that are not known to be the same."""
-    places: dict[Box, list[Piece]] = {}
-    for piece in pieces:
-        places.setdefault(piece.box, []).append(piece)
-    blocks: list[Piece] = []
-    for first, *others in places.values():
-        rest = tuple(other for other in others if not agree(first.entry, other.entry))
-        _keep_replicas(first, [other for other in others if other not in rest])
-        blocks.append(replace(first, replicas=rest) if rest else first)
-    return blocks
 
 
 def _keep_replicas(first: Piece, others: Iterable[Piece]) -> None:

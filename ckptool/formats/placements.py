@@ -9,7 +9,7 @@ tensor follows from the rank's coordinate. A ShardedTensor lists the places of a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from math import prod
@@ -219,8 +219,12 @@ class RankFile:
     def mesh(self, ranks: tuple[int, ...], axes: Sequence[_Strides]) -> Mesh:
         """The mesh with these axes, cut from a table of ranks that this one is in."""
         place = ranks.index(self.rank)
-        coordinate = tuple(_coordinate(place, *axis) for axis in axes)
-        return Mesh(tuple(prod(sizes) for sizes, _ in axes), self.tables.setdefault(ranks, ranks), coordinate)
+        coordinate = [0] * len(axes)
+        for axis, flattened in enumerate(axes):
+            for size, stride in zip(*flattened, strict=True):
+                coordinate[axis] = coordinate[axis] * size + place // stride % size
+        sizes = tuple(prod(sizes) for sizes, _ in axes)
+        return Mesh(sizes, self.tables.setdefault(ranks, ranks), tuple(coordinate))
 
     @property
     def path(self) -> str:
@@ -356,13 +360,6 @@ def _numbers(node: Any) -> tuple[int, ...]:
         return (node,) if type(node) is int else (0,)
     flat = [number for part in items(node) for number in (items(part) or (part,))]
     return tuple(flat) if all(type(number) is int for number in flat) else (0,)
-
-
-def _coordinate(place: int, sizes: Iterable[int], strides: Iterable[int]) -> int:
-    coordinate = 0
-    for size, stride in zip(sizes, strides, strict=True):
-        coordinate = coordinate * size + place // stride % size
-    return coordinate
 
 
 # Blocks --------------------------------------------------------------------------------------------------------------

@@ -121,19 +121,17 @@ class TreeJoiner:
         tables = dict.fromkeys(share.table for share in shares)
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
             raise self._conflict(name, "is divided over meshes of which some ranks are in two")
-        chunks = self._reading(name, shares)
+        for readings in zip(*(share.readings for share in shares), strict=True):  # the one way that fits all of them
+            parts = [reading for reading in readings if reading is not None]
+            if len(parts) == len(readings):
+                break
+        else:
+            odd = next(share for share in shares if None in share.readings)
+            raise odd.file.differs(name, f"has another shape here than its rank's part of {list(odd.shape)} would have")
+        chunks = [chunk for part in parts for chunk in part]
         whole = self.joiner.tensor(name, first.shape, first.dtype, chunks)
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
-
-    def _reading(self, name: str, shares: Sequence[RankShare]) -> list[Piece]:
-        """The blocks of all ranks, read in the one way that fits all of their tensors."""
-        for readings in zip(*(share.readings for share in shares), strict=True):
-            parts = [reading for reading in readings if reading is not None]
-            if len(parts) == len(readings):
-                return [chunk for part in parts for chunk in part]
-        odd = next(share for share in shares if None in share.readings)
-        raise odd.file.differs(name, f"has another shape here than its rank's part of {list(odd.shape)} would have")
 
     # Anything else
 

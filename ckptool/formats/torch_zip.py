@@ -177,14 +177,14 @@ class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
     prefix: the folder of the records (`archive/data/`).  find: the record of a name, which should have so many bytes.
-    refs: by key and class.
+    refs: by class and key.
     """
 
     archive: Archive
     prefix: str
     big_endian: bool
     find: Callable[[str, int], Record | None] | None = None
-    refs: dict[str, dict[Global, StorageRef]] = field(default_factory=dict)
+    refs: dict[Global, dict[str, StorageRef]] = field(default_factory=dict)
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
@@ -200,8 +200,8 @@ class RecordStorages:
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         name, size = self.prefix + key, numel * (dtype.itemsize if dtype is not None else 1)
-        refs = self.refs.setdefault(key, {})
-        ref = refs.get(cls)
+        refs = self.refs.setdefault(cls, {})
+        ref = refs.get(key)
         if ref is None:
             record = self.find(name, size) if self.find is not None else self.archive.records.get(name)
             if record is None:
@@ -211,14 +211,15 @@ class RecordStorages:
                 there = f"its record {record} has {record.size:,} bytes"
                 what = f"the storage {key} should have {numel} elements; {there}"
                 raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
-            storage = next((other.storage for other in refs.values()), None)
+            storage = next((of[key].storage for of in self.refs.values() if key in of), None)
             if storage is None:
                 storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
                 if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
                     storage = Storage(data, location)
-            ref = refs[cls] = StorageRef(storage, dtype)
+            ref = refs[key] = StorageRef(storage, dtype)
         # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        mixed = len(refs) > 1 and not all(each.dtype is None or each.dtype.name == "u8" for each in refs.values())
+        types = [of[key].dtype for of in self.refs.values() if key in of]
+        mixed = len(types) > 1 and not all(each is None or each.name == "u8" for each in types)
         if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
             what = f"the storage {key} is described in two ways"
             raise Corrupt(what, "Readers would disagree about which is right.")

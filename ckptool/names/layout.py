@@ -225,7 +225,7 @@ def without_base(rules: Translation, base: str) -> Translation:
         rules,
         rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
         drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
-        unfill=tuple(replace(fill, name=bare(fill.name)) for fill in rules.unfill),
+        unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
         tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
     )
 
@@ -244,8 +244,7 @@ def read_layout(path: str) -> LayoutRules:
     )
     translation = translation_of(node, path, _HEADER)
     if old.has or new.has:
-        join = translation.join and replace(translation.join, optional=True)
-        translation = replace(translation, join=join, complete=True)
+        translation = replace(translation, of_layout=True, complete=True)
     title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
     return LayoutRules(name, title, source, old, new, notes, translation, path, models, "same_config" in header)
 

@@ -36,7 +36,7 @@ from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
 from ckptool.names.chain import Operation
 from ckptool.names.joining import JOIN_WAYS
 from ckptool.names.pattern import Name, parse_name, split_names
-from ckptool.names.rules import LOOK, JoinRules, Rule, Translation, ZeroFill, parse_rules
+from ckptool.names.rules import LOOK, Rule, Translation, parse_rules
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
 FUNCTIONS = ("size", "count", "root")
@@ -147,7 +147,7 @@ def read_rules(path: str) -> Translation:
     at the line, `FileProblem`."""
     node = rules_tree(path, LOOK)
     pairs = node.value if getattr(node, "id", "") == "mapping" else []
-    if pairs and scalar_text(pairs[0][0]) not in (*_SECTIONS, *_JOIN_SECTIONS):
+    if pairs and scalar_text(pairs[0][0]) not in _SECTIONS:
         return Translation(_rules(node, path))
     return translation_of(node, path)
 
@@ -158,14 +158,10 @@ def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translati
         return Translation(_rules(node, path))
     if getattr(node, "id", "") != "mapping":
         raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
-    sections = _once(node, path, (*_SECTIONS, *_JOIN_SECTIONS, *other))
-    parts, join = (
-        {name: readers[name](value, path) for name, value in sections.items() if name in readers}
-        for readers in (_SECTIONS, _JOIN_SECTIONS)
-    )
-    parts |= {"join": JoinRules(path, **join)} if join else {}
+    sections = _once(node, path, (*_SECTIONS, *other))
+    parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
     parts["rules"] = (*parts.get("rules", ()), *parts.pop("optional", ()))
-    return Translation(**parts)
+    return Translation(path=path, **parts)
 
 
 def _rules(node: Any, path: str) -> tuple[Rule, ...]:
@@ -218,7 +214,7 @@ def _ties(node: Any, path: str) -> tuple[tuple[str, str], ...]:
 _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 
 
-def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
+def _fills(node: Any, path: str) -> tuple[Rule, ...]:
     found = []
     for each in items(node, path, "sequence"):
         match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
@@ -227,38 +223,25 @@ def _fills(node: Any, path: str) -> tuple[ZeroFill, ...]:
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
-            shape = tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip())
-            found += [ZeroFill(text, place, parse_name(name), parse_name(old), shape) for name in split_names(new)]
+            zeros = Operation("zeros", tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip()))
+            found += [Rule(text, place, (parse_name(old),), (parse_name(each),), (zeros,)) for each in split_names(new)]
         except UsageError as error:
             raise error.within(place) from None
     return tuple(found)
 
 
-_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
-    "rules": _rules,
-    "optional": _optional,
-    "variables": _expressions,
-    "ranges": _expressions,
-    "drop": _patterns,
-    "drop_new": _patterns,
-    "tied": _ties,
-    "tied_new": _ties,
-    "fill": _fills,
-}
-
-
 # Rules that join ranks -----------------------------------------------------------------------------------------------
 
 
-def read_join_rules(path: str) -> JoinRules:
-    """The rules of a YAML file. Raises `UsageError` that points at the line, `FileProblem` for an unreadable file."""
+def read_join_rules(path: str) -> Translation:
+    """The rules of a YAML file that only join ranks. Raises as `read_rules`, and `UsageError` for others."""
     node = rules_tree(path, JOIN_LOOK)
     if "rules" in [scalar_text(key) for key, _ in items(node, path, "mapping", JOIN_LOOK)]:
         what = f"{path} has rules that change tensors, and convert only joins ranks"
         fix = f"Join and change in one step: {command('translate', FOLDER, rules_file=FILE, out=OUT)}"
         raise UsageError(what, "", fix)
-    found = _once(node, path, _JOIN_SECTIONS, JOIN_LOOK)
-    return JoinRules(path, **{name: _JOIN_SECTIONS[name](each, path) for name, each in found.items()})
+    found = _once(node, path, _JOIN, JOIN_LOOK)
+    return Translation((), path=path, **{name: _JOIN[name](each, path) for name, each in found.items()})
 
 
 def _join(pattern: str, node: Any, path: str) -> Rule:
@@ -298,8 +281,20 @@ def _prefixes(node: Any, path: str) -> tuple[str, ...]:
     return tuple(_name(each, path).removesuffix(".") for each in names)
 
 
-_JOIN_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
+_JOIN: dict[str, Callable[[Any, str], Any]] = {
     "join": lambda node, path: tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items()),
     "layers": _prefixes,
     "unstack": _prefixes,
+}
+_SECTIONS: dict[str, Callable[[Any, str], Any]] = {
+    "rules": _rules,
+    "optional": _optional,
+    "variables": _expressions,
+    "ranges": _expressions,
+    "drop": _patterns,
+    "drop_new": _patterns,
+    "tied": _ties,
+    "tied_new": _ties,
+    "fill": _fills,
+    **_JOIN,
 }

@@ -27,7 +27,7 @@ _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `text`: as given; `place`: where it was read (`rules.yaml, line 3`).  `reverses`: it was turned round.
+    """A rule. `text`: as given; `place`: where it was read (`rules.yaml, line 3`).
 
     group: the number of the optional rules with which it matches, or none of them does; 0 where it has to match.
     beside: a key that has to be there as well, on the old side and on the new one.
@@ -38,7 +38,6 @@ class Rule:
     old: tuple[Name, ...]
     new: tuple[Name, ...]
     chain: tuple[Operation, ...] = ()
-    reverses: bool = False
     group: int = 0
     beside: tuple[Name | None, Name | None] = (None, None)
 
@@ -59,7 +58,7 @@ class Rule:
             raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
         chain = tuple(op for op in inverse if op is not None)
         turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
-        return checked(replace(turned, reverses=not self.reverses))
+        return checked(turned)
 
     def error(self, what: str, why: str = "", fix: str = "", *, kind: type[CkptoolError] = UsageError) -> CkptoolError:
         """An error that points at the rule."""
@@ -92,40 +91,17 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroFill:
-    """A tensor of zeros that is made under a new name where the new side has one and the old has not.
-
-    like: the old name of the tensor whose type it has, and whose sizes are `d0`, `d1`, … in its shape.
-    """
-
-    text: str
-    place: str
-    name: Name
-    like: Name
-    shape: tuple[Arithmetic, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRules:
-    """How ranks are joined: each of `join` has one operation, of `JOIN_WAYS`.
-
-    layers, unstack: prefixes of names, after which the number of a layer stands or is to stand.
-    """
-
-    path: str
-    join: tuple[Rule, ...] = ()
-    layers: tuple[str, ...] = ()
-    unstack: tuple[str, ...] = ()
-    optional: bool = False  # rules need not match, as those for any model of a kind
-
-
-@dataclass(frozen=True, slots=True)
 class Translation:
     """Rules, and what goes with them. drop: of the old side.  drop_new: of the new one, when it is reversed.
 
+    fill: make tensors of zeros, as large as they say, like those of an old name, where the new side has them alone; in
+    the shape of their operation d0, d1, … are the sizes of the old tensor.  unfill: the same, reversed.
     tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
     tied_new: such names of the new side, whose files may lack them: left out on the way back.
     complete: what the rules have names for has to be there, for each block alike.
+    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers, unstack: prefixes of names, after
+    which the number of a layer stands or is to stand.  of_layout: these need not match, as they are for any model of a
+    kind.  path: where they were read.
     """
 
     rules: tuple[Rule, ...]
@@ -133,13 +109,21 @@ class Translation:
     ranges: dict[str, Arithmetic] = field(default_factory=dict)
     drop: tuple[Rule, ...] = ()
     drop_new: tuple[Rule, ...] = ()
-    fill: tuple[ZeroFill, ...] = ()
-    unfill: tuple[ZeroFill, ...] = ()
-    join: JoinRules | None = None
+    fill: tuple[Rule, ...] = ()
+    unfill: tuple[Rule, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     tied_new: tuple[tuple[str, str], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     complete: bool = False
+    join: tuple[Rule, ...] = ()
+    layers: tuple[str, ...] = ()
+    unstack: tuple[str, ...] = ()
+    of_layout: bool = False
+    path: str = field(default="", compare=False)
+
+    @property
+    def joins(self) -> bool:
+        return bool(self.join or self.layers or self.unstack)
 
     @property
     def only_renames(self) -> bool:
@@ -147,10 +131,9 @@ class Translation:
 
     def reversed(self) -> Translation:
         """The translation back. Raises `UsageError` for a rule that cannot be undone."""
-        back = replace(
-            self, rules=tuple(rule.reversed() for rule in self.rules), drop=self.drop_new, drop_new=self.drop
-        )
-        return replace(back, fill=(), unfill=self.fill, tied=self.tied_new, ties=self.tied, join=None)
+        back = tuple(rule.reversed() for rule in self.rules)
+        turned = replace(self, rules=back, drop=self.drop_new, drop_new=self.drop, fill=(), unfill=self.fill)
+        return replace(turned, tied=self.tied_new, ties=self.tied, join=(), layers=(), unstack=())
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------

@@ -41,25 +41,6 @@ class Step:
         return {**self.groups, **{f"v_{name}": str(number) for name, number in overs}}
 
 
-@dataclass(slots=True)
-class Matches:
-    """The steps for some names, in the order of the first name of each, and the names that no rule takes.
-
-    dropped, tied, unfilled: names of a set of weights that are left out; the second are among the first.
-    """
-
-    steps: list[Step]
-    rest: list[str]
-    dropped: list[str] = field(default_factory=list)
-    tied: list[str] = field(default_factory=list)
-    unfilled: list[str] = field(default_factory=list)
-
-    @property
-    def used(self) -> set[tuple[str, str]]:
-        """The rules that take any, by `origin`."""
-        return {step.rule.origin for step in self.steps}
-
-
 def steps_of(
     rules: Iterable[Rule],
     names: Iterable[str],
@@ -67,8 +48,8 @@ def steps_of(
     *,
     ranges: Mapping[str, int] = {},
     there: Collection[object] = (),
-) -> Matches:
-    """Gives every name to the first rule that matches it. Reads nothing.
+) -> tuple[list[Step], list[str]]:
+    """The steps for some names, each taken by the first rule that matches it, and the names that no rule takes.
 
     scope, ranges: of the numbers in names.  there: all names, of which some rules want one beside theirs.
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
@@ -102,7 +83,7 @@ def steps_of(
             rest.append(key)
     for step in found.values():
         _refuse_incomplete(step)
-    return Matches([*found.values()], rest)
+    return [*found.values()], rest
 
 
 def _refuse_incomplete(step: Step) -> None:
@@ -130,7 +111,7 @@ def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule
     Raises `UsageError`, which points at the rule, where a number would be below zero.
     """
     found = {}
-    for step in steps_of(rules, names).steps:
+    for step in steps_of(rules, names)[0]:
         (name,) = step.keys
         try:
             found[name] = step.rule, step.rule.new[0].fill(step.groups)

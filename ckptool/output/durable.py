@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Note
+from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
@@ -72,7 +72,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
 
 
 def replace_file(
-    plan: Plan,
+    plan: Plan | bytes,
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -82,7 +82,7 @@ def replace_file(
     digest: StreamingSha256 | None = None,
     sync_folder: bool = True,
 ) -> tuple[Note, ...]:
-    """Writes a plan of one file to `target`, durably. Returns what its user should know of the new file, if anything.
+    """Writes a plan of one file, or bytes, to `target`, durably. Returns what is to be known of the new file.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises
     to refuse.
@@ -90,6 +90,7 @@ def replace_file(
     it durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
     then nothing is changed.
     """
+    plan = Plan({"": [InlineBytes(plan)]}) if isinstance(plan, bytes) else plan
     real = check_target(target, overwrite=overwrite, sweep=True)
     temporary, fd = "", -1
     try:

@@ -8,7 +8,7 @@ where it stands, by `calls`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
@@ -120,13 +120,12 @@ def application(args: Arguments) -> bool:
 
     Layers, optimizers, losses, functions of numbers: no call of them changes anything outside of the process.
     """
-    if not args or type(args[0]) is not Global:
-        return False
-    module, name = args[0].module, args[0].name
-    computes = module in _COMPUTING or module.startswith(_COMPUTING_BELOW)
-    if module in ("builtins", "__builtin__"):
-        computes = name in _CONVERSIONS
-    return computes and _is_plain(args[1:])
+    match args:
+        case (Global(module="builtins" | "__builtin__", name=name), *values):
+            return name in _CONVERSIONS and _is_plain(values)
+        case (Global(module=module), *values):
+            return (module in _COMPUTING or module.startswith(_COMPUTING_BELOW)) and _is_plain(values)
+    return False
 
 
 _CONVERSIONS = frozenset("int long float bool complex str unicode list tuple dict set frozenset len abs round".split())
@@ -136,30 +135,27 @@ _COMPUTING_BELOW = ("torch.nn.modules.", "torch.optim.", "torch.ao.nn.", "torch.
 
 def _is_plain(value: Any) -> bool:
     """Numbers, texts, names, tensors, sizes and devices, in lists, tuples and dictionaries."""
-    return _all_parts(value, lambda part: type(part) is Global or _is_torch_value(part))
+    return all(type(part) is Global or _is_torch_value(part) for part in _inside(value))
 
 
-def _all_parts(value: Any, allowed: Callable[[Any], bool]) -> bool:
-    """True if everything in containers is a scalar, a tensor, or allowed; containers are few and have no attributes."""
-    if not isinstance(value, _CONTAINERS):
-        return type(value) in _SCALARS or isinstance(value, _TENSORS) or allowed(value)
-    # Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
+def _inside(value: Any) -> Iterator[Any]:
+    """What is in containers and no scalar or tensor; a container that is left, as it has attributes or too many parts.
+
+    Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
+    """
     stack, left = [value], _MOST_PARTS
     while stack:
-        container = stack.pop()
-        parts = container.items if isinstance(container, Set) else container
-        left -= 1 + len(parts)
-        if left < 0 or (isinstance(parts, OrderedDict) and parts.attributes):
-            return False
-        inside = [*parts.keys(), *parts.values()] if isinstance(parts, dict) else parts
-        if _SCALARS.issuperset(map(type, inside)):
-            continue
-        for part in inside:
-            if isinstance(part, _CONTAINERS):
-                stack.append(part)
-            elif type(part) not in _SCALARS and not isinstance(part, _TENSORS) and not allowed(part):
-                return False
-    return True
+        part = stack.pop()
+        if isinstance(part, _CONTAINERS):
+            inside = part.items if isinstance(part, Set) else part
+            left -= 1 + len(inside)
+            if left < 0 or (isinstance(part, OrderedDict) and part.attributes):
+                yield part
+                return
+            inside = [*inside.keys(), *inside.values()] if isinstance(inside, dict) else inside
+            stack += () if _SCALARS.issuperset(map(type, inside)) else inside
+        elif type(part) not in _SCALARS and not isinstance(part, _TENSORS):
+            yield part
 
 
 _CONTAINERS = (dict, *_SEQUENCES)
@@ -209,12 +205,12 @@ _EXPRESSIONS = frozenset(
 
 def getattr_of_known(args: Arguments) -> bool:
     """`getattr(torch._C._VariableFunctionsClass, "relu")`, a function of torch's own; or a method of a module."""
-    if len(args) != 2 or type(args[1]) is not str or not args[1].isidentifier() or args[1].startswith("__"):
-        return False
-    of = args[0]
-    if type(of) is Global:
-        return of.module == "torch._C" and of.name == "_VariableFunctionsClass" and args[1].rstrip("_") in _FUNCTIONS
-    return isinstance(of, Object) and of.how == "new" and not of.args and _module(of).startswith("torch.nn.modules.")
+    match args:
+        case (Global() as of, str(name)) if name.isidentifier() and not name.startswith("__"):
+            return str(of) == "torch._C._VariableFunctionsClass" and name.rstrip("_") in _FUNCTIONS
+        case (Object(how="new", args=()) as of, str(name)) if name.isidentifier() and not name.startswith("__"):
+            return _module(of).startswith("torch.nn.modules.")
+    return False
 
 
 # torch's functions of tensors that models and configurations hold; `torch.from_file`, which makes files, is in the
@@ -244,7 +240,7 @@ def of_tensors(args: Arguments) -> bool:
 
     Of anything else torch would ask for attributes and methods (`data.detach()`), and call what it is given.
     """
-    return _all_parts(args, lambda part: type(part) is Global or _is_torch_value(part) or _is_tensor_call(part))
+    return all(type(part) is Global or _is_torch_value(part) or _is_tensor_call(part) for part in _inside(args))
 
 
 def _is_tensor_call(part: Any) -> bool:
@@ -281,16 +277,11 @@ def no_hooks(hooks: Any) -> bool:
 
 def rebuild_and_class(args: Arguments) -> bool:
     """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function, views the result as the class."""
-    return (
-        len(args) in (3, 4)
-        and type(args[0]) is Global
-        and args[0].module in _REBUILDERS
-        and args[0].name.startswith("_rebuild_")
-        and type(args[1]) is Global
-        and type(args[2]) is tuple
-        and of_tensors(args[2])
-        and new_attributes(args[3:])
-    )
+    match args:
+        case (Global(module=module, name=name), Global(), tuple(inner), *state) if len(state) <= 1:
+            rebuilds = module in _REBUILDERS and name.startswith("_rebuild_")
+            return rebuilds and of_tensors(inner) and new_attributes(args[3:])
+    return False
 
 
 def parameter_with_state(args: Arguments) -> bool:
@@ -335,10 +326,10 @@ def class_first(args: Arguments) -> bool:
 
 def same_application(node: Object) -> bool:
     """False where the state of a `functools.partial` has another function, or something that is not plain."""
-    state = node.state
-    if state is MISSING:
-        return True
-    return type(state) is tuple and len(state) == 4 and state[0] is node.args[0] and _is_plain(state[1:])
+    match node.state:
+        case tuple((function, *values)) if len(values) == 3:
+            return function is node.args[0] and _is_plain(values)
+    return node.state is MISSING
 
 
 def few_layers(node: Object) -> bool:
@@ -351,19 +342,18 @@ def few_layers(node: Object) -> bool:
 
 def generated(node: Object) -> bool:
     """Whether a `random.Random` has the state that Python gives it: a version, 625 numbers, a number or None."""
-    if node.state is MISSING:
-        return True
-    _, numbers, _ = node.state if type(node.state) is tuple and len(node.state) == 3 else (None, None, None)
-    return type(numbers) is tuple and len(numbers) == 625 and all(type(number) is int for number in numbers)
+    match node.state:
+        case tuple((_, tuple(numbers), _)):
+            return len(numbers) == 625 and all(type(number) is int for number in numbers)
+    return node.state is MISSING
 
 
 def seeded(node: Object) -> bool:
     """Whether a `torch.Generator` has the state that torch gives it: its seed, its offset, its bytes."""
-    if node.state is MISSING:
-        return True
-    seed, offset, state = node.state if type(node.state) is tuple and len(node.state) == 3 else (None, None, None)
-    is_state = isinstance(state, TensorEntry) and state.dtype.name == "u8" and len(state.shape) == 1
-    return is_state and type(seed) is int and (offset is None or type(offset) is int)
+    match node.state:
+        case tuple((seed, offset, TensorEntry(shape=(_,)) as state)):
+            return state.dtype.name == "u8" and type(seed) is int and (offset is None or type(offset) is int)
+    return node.state is MISSING
 
 
 def packed(node: Object) -> bool:

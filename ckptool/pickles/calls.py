@@ -123,15 +123,12 @@ def _class_of(fn: Any) -> Any:
     """The callable of an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
     inner: list[str] = []
     while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in ("__builtin__.getattr", "builtins.getattr"):
-        if (
-            type(fn.args) is not tuple
-            or len(fn.args) != 2
-            or type(fn.args[1]) is not str
-            or not fn.args[1].isidentifier()
-        ):
-            break
-        fn, part = fn.args
-        inner.append(part)
+        match fn.args:
+            case tuple((of, str(part))) if part.isidentifier():
+                fn = of
+                inner.append(part)
+            case _:
+                break
     return Global(fn.module, ".".join([fn.name, *reversed(inner)])) if inner and type(fn) is Global else fn
 
 
@@ -175,10 +172,10 @@ _MOST_ARGUMENTS = 32  # more than anything known takes: each call looks at all o
 
 def _plain_slots(node: Object) -> bool:
     """True unless a state of slots names `__class__` or the like: those are set with `setattr`."""
-    slots = node.state[1] if type(node.state) is tuple and len(node.state) == 2 else None
-    if not isinstance(slots, dict):
-        return True
-    return len(slots) <= _MOST_SLOTS and not any(type(name) is str and name.startswith("__") for name in slots)
+    match node.state:
+        case tuple((_, dict(slots))):
+            return len(slots) <= _MOST_SLOTS and not any(type(name) is str and name.startswith("__") for name in slots)
+    return True
 
 
 _MOST_SLOTS = 64  # of one class: each of its objects looks at all of them

@@ -13,10 +13,10 @@ from __future__ import annotations
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
@@ -49,6 +49,14 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
 
 
+class _Alike(NamedTuple):
+    """How plain tensors of one kind are written: begin, the key, and each place in the memo with what follows it."""
+
+    begin: bytes
+    rest: struct.Struct
+    parts: list[bytes]
+
+
 _NO_HOOKS = _Call(ORDERED_DICT, ())
 
 
@@ -73,6 +81,8 @@ class _Encoder:
         self.memo: dict[Any, bytes] = {}  # text, bytes, name, or the id of another value -> the opcode that recalls it
         self.begun: dict[int, int] = {}  # id of a set -> how much could be recalled when it was begun
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
+        self.places: list[int] = []  # in `out`, of the opcodes that memoize what the last plain tensor is made of
+        self.alike: dict[Any, _Alike] = {}  # by all that two plain tensors may share
 
     def run(self, tree: Any) -> bytes:
         pending: list[Iterator[Any]] = [iter((tree,))]
@@ -100,6 +110,7 @@ class _Encoder:
         index = self.count
         self.count += 1
         raw, put, get = (bytes([index]), b"q", b"h") if index < 256 else (_pack_uint(index), b"r", b"j")
+        self.places.append(len(self.out))
         self.out += put + raw
         if key is not None:
             self.memo[key] = get + raw
@@ -147,7 +158,7 @@ class _Encoder:
         elif self._recalled(id(value)):
             pass
         elif kind is TensorEntry:
-            self._tensor(value)
+            self._tensor(value) if value.flags is not NO_FLAGS else self._plain_tensor(value)
         elif kind is complex:
             self._call(_COMPLEX, (value.real, value.imag), id(value))
         elif kind is bytearray:
@@ -193,6 +204,31 @@ class _Encoder:
                 self._leaf(arg)
         self.out += _TUPLE[min(len(args), 4)]
         self._put()
+
+    def _plain_tensor(self, entry: TensorEntry) -> None:
+        """A tensor is written as the last one like it, but for its key and its places in the memo: most are alike."""
+        storage, out, first = entry.storage, self.out, self.count
+        kind = (entry.dtype, entry.shape, entry.stride, entry.offset, storage.location, storage.nbytes)
+        key = self.key_of(storage)
+        alike, is_new = self.alike.get(kind), key not in self.memo and id(storage) not in self.types
+        if alike is not None and is_new:
+            raw = key.encode("utf-8", "surrogatepass")
+            self.types[id(storage)] = entry.dtype
+            self.count += len(alike.parts)
+            self.memo[key], self.memo[id(entry)] = b"j" + _pack_uint(first), b"j" + _pack_uint(self.count - 1)
+            out += alike.begin + _pack_uint(len(raw)) + raw + b"r"
+            out += alike.rest.pack(*chain.from_iterable(zip(count(first), alike.parts)))
+            return
+        begin, known = len(out), len(self.memo)
+        self.places.clear()
+        self._tensor(entry)
+        if is_new and first > 255 and len(self.memo) == known + 2:  # nothing was memoized but the key and the tensor
+            ends = [*(place + 1 for place in self.places[1:]), len(out)]
+            parts = [bytes(out[place + 5 : end]) for place, end in zip(self.places, ends, strict=True)]
+            rest = struct.Struct("<" + "".join(f"I{len(part)}s" for part in parts))
+            self.alike[kind] = _Alike(
+                bytes(out[begin : self.places[0] - len(key.encode("utf-8", "surrogatepass")) - 4]), rest, parts
+            )
 
     def _tensor(self, entry: TensorEntry) -> None:
         flags, typed = entry.flags, entry.dtype.storage is not None

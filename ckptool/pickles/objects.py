@@ -148,12 +148,12 @@ class ObjectMaker:
         """Values to the end of a list, or of an object that is like one."""
         if type(target) is list:
             target.extend(items)
-        elif type(target) is Object:
-            self._extend(target, items)
         else:
-            raise self.reader.corrupt(pos, f"values appended to a {_kind(target)}")
+            self._extend(target, items, pos, "values appended to")
 
-    def _extend(self, target: Object, items: list[Any]) -> None:
+    def _extend(self, target: Any, items: list[Any], pos: int, what: str) -> None:
+        if type(target) is not Object:
+            raise self.reader.corrupt(pos, f"{what} a {_kind(target)}")
         if target.elements is None:
             target.elements = []
         target.elements.extend(items)
@@ -171,11 +171,9 @@ class ObjectMaker:
             if not all(map(is_hashable, items)):
                 raise self.reader.corrupt(pos, "a set of values that can be changed")
             target.items.extend(items)
-        elif type(target) is Object:
-            self._extend(target, items)
-            target.adds = True
         else:
-            raise self.reader.corrupt(pos, f"values added to a {_kind(target)}")
+            self._extend(target, items, pos, "values added to")
+            target.adds = True
 
     def set_state(self, target: Any, state: Any, pos: int) -> None:
         """Sets what BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""

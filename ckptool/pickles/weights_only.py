@@ -161,7 +161,9 @@ class _Plain:
 
     def _became(self, node: Any, value: Any, word: str) -> Any:
         """The value that stands for a node, which is noted."""
-        name, kept = printable(_name(node)), value is not DROPPED
+        name = f"a {node.kind} tensor" if isinstance(node, Composite) else type(node).__name__
+        name = printable(node.name if isinstance(node, Object) else str(node) if isinstance(node, Global) else name)
+        kept = value is not DROPPED
         said = f"{name} → {word}" if kept else name if name == printable(word) else f"{name}: {printable(word)}"
         self.words.setdefault(id(node), (node, said, kept))
         return value
@@ -197,12 +199,6 @@ def _list(value: list[Any]) -> FillLater:
 def _or_none(value: Any) -> Any:
     """In a list or tuple a place stays, so that those behind it keep their numbers."""
     return None if value is DROPPED else value
-
-
-def _name(node: Any) -> str:
-    if isinstance(node, Composite):
-        return f"a {node.kind} tensor"
-    return node.name if isinstance(node, Object) else str(node) if isinstance(node, Global) else type(node).__name__
 
 
 _WORDS = ((dict, "a dictionary"), (list, "a list"), (tuple, "a tuple"), ((bool, int, float), "a number"))

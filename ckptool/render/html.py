@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
-from ckptool.facts import Note, Report, Table, Told, Verbatim
+from ckptool.facts import Report, Table, Told, Verbatim
 from ckptool.render.lines import lines
 from ckptool.render.style import PYTHON
 
@@ -64,7 +64,7 @@ def report_html(report: Report) -> str:
 
 def _parts(told: Told) -> Iterator[Any]:
     for part in told:
-        yield from [part] if isinstance(part, (str, tuple, Note)) else _parts(part(None))
+        yield from _parts(part(None)) if callable(part) else [] if part is None else [part]
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any
 
 from ckptool.errors import CkptoolError, Command, printable
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
-from ckptool.render.style import PLAIN, WIDEST, Style, joined, padded
+from ckptool.render.style import PLAIN, Style
+
+WIDEST = 72  # column: few very long cells stand out
 
 
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
@@ -50,7 +52,7 @@ def _every(told: Told, style: Style) -> Iterator[str | None]:
             yield from [f"  {style.cyan(style.spelled(fix))}"] if fix else []
         elif callable(part):
             yield from _every(part(style.width), style)
-        else:
+        elif part is not None:
             yield "".join(_marked(piece, style) for piece in part).rstrip() or None
 
 
@@ -67,9 +69,16 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         return
     indent, title = " " * table.indent, printable(table.title)
     heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
-    cells = padded([heads, *shown] if heads else shown, right, table.hang or WIDEST)
-    head = joined(cells.pop(0), indent) if heads else ""
-    aligned = [joined(each, indent) for each in cells]
+    every = [heads, *shown] if heads else shown
+    widths = [min(max(map(len, column)), table.hang or WIDEST) for column in zip(*every, strict=True)]
+    signs = [f"{'>' if number in right else '<'}{width}" for number, width in enumerate(widths)]
+    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=True)] for row in every]
+
+    def joined(cells: Sequence[str]) -> str:
+        return (indent + "  ".join(cells)).rstrip()
+
+    head = joined(cells.pop(0)) if heads else ""
+    aligned = list(map(joined, cells))
     is_wide = not table.hang and style.width is not None and max(map(len, (head, *aligned))) > style.width
     if title and not is_wide and head[: len(title)].isspace():
         yield style.bold(title) + style.dim(head[len(title) :])
@@ -89,14 +98,14 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         if table.hang and style.width is not None and len(line) > style.width and used <= style.width - 20:
             first, *more = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
             mark = getattr(row[-1], "mark", "")
-            yield joined([*coloured[:-1], _marked(Marked(first, mark), style)], indent)
+            yield joined([*coloured[:-1], _marked(Marked(first, mark), style)])
             yield from (" " * used + _marked(Marked(each, mark), style) for each in more)
         else:
-            yield joined(coloured, indent)
+            yield joined(coloured)
     yield from [style.spelled(table.more.format(f"{left:,}"))] if left else []
 
 
-def _in_padding(cell: str, text: str, padded_text: str, style: Style) -> str:
+def _in_padding(cell: str, text: str, padded: str, style: Style) -> str:
     """A padded cell that stands out as it is marked, without the blanks around it."""
-    before, _, after = padded_text.partition(text) if text else ("", "", padded_text)
+    before, _, after = padded.partition(text) if text else ("", "", padded)
     return before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after

@@ -23,8 +23,6 @@ from ckptool.analysis.diff import (
     entry_rows,
     folded,
     group_facts,
-    grouped_rows,
-    only_rows,
     tensors_changed,
 )
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
@@ -34,7 +32,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, number, size
+from ckptool.facts import WHOLE, Table, number, size
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
@@ -369,21 +367,6 @@ def _change_of(diff: Diff) -> Any:
 
 def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
     values = tensors_changed(diff)
-    groups = [(text, *group_facts(members, 0)[:4]) for text, members in folded(values)]
-    only, both = ("", "what"), ("", "old → new")
-    lists: list[tuple[str, tuple[str, ...], Sequence[Any]]] = [
-        ("Changed in value", ("", "tensors", "elements that differ", "largest |a−b|", "cosine"), groups),
-        ("Changed other than by value", both, grouped_rows(aspect_rows(diff))),
-        ("Only in A", only, grouped_rows(only_rows(diff.only_left))),
-        ("Only in B", only, grouped_rows(only_rows(diff.only_right))),
-        ("Entries that changed", both, grouped_rows(entry_rows(diff))),
-        (
-            "Tied in one file only",
-            ("in", "names"),
-            [("AB"[s == "right"], ", ".join(names[:20])) for s, names in diff.ties],
-        ),
-        ("In another order", ("keys of",), [(name,) for name in diff.order_differs]),
-    ]
     remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
@@ -397,7 +380,7 @@ def _changes(report: CheckpointReport, diff: Diff) -> dict[str, Any]:
         "verdict": verdict[:1].upper() + verdict[1:],
         "equal": equal,
         "remarks": remarks,
-        "lists": [each for each in lists if each[2]],
+        "tables": [each for each in diff.differences(("A", "B")) if isinstance(each, Table) and each.rows],
         "heatmap": _heatmap(report, diff, moved) if moved else {},
     }
 

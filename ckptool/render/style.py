@@ -1,15 +1,13 @@
-"""The style of text: colours, width, columns."""
+"""The style of text: colours and width."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 
 from ckptool.errors import Command, escaped, in_python
 
-WIDEST = 72  # column
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _COMMAND = re.compile(r"ckptool [a-z-]+ ")
 _WORDS = re.compile(r" *(?:ckptool [a-z-]+ .*|[^ ]+)")
@@ -66,24 +64,3 @@ class Style:
 
 
 PLAIN, PYTHON = Style(), Style(python=True)
-
-
-def columns(
-    rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ", widest: int = WIDEST
-) -> list[str]:
-    """Rows of plain cells as aligned lines; the columns in `right` to the right. Few very long cells stand out."""
-    return [joined(cells, indent) for cells in padded(rows, right, widest)]
-
-
-def padded(rows: Sequence[Sequence[str]], right: Sequence[int] = (), widest: int = WIDEST) -> list[list[str]]:
-    """The cells of `columns`, each as wide as its column."""
-    widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
-    return [
-        [f"{cell:{'>' if i in right else '<'}{width}}" for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-
-
-def joined(cells: Sequence[str], indent: str) -> str:
-    """The line of padded cells."""
-    return (indent + "  ".join(cells)).rstrip()

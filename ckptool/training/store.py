@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
 from ckptool.output import make_folder, replace_file, sweep_folder
@@ -379,7 +378,7 @@ def _problems(path: str, verb: str) -> Iterator[None]:
 
 def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
     """Replaces a small file, durably; with `sync_folder` false, once another name in its folder is synced."""
-    replace_file(Plan({"": [InlineBytes(text.encode())]}), path, overwrite=True, sync_folder=sync_folder)
+    replace_file(text.encode(), path, overwrite=True, sync_folder=sync_folder)
 
 
 def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:

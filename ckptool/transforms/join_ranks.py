@@ -24,6 +24,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
 from ckptool.commands import command
 from ckptool.errors import (
+    CkptoolError,
     Conflict,
     Corrupt,
     NoMatch,
@@ -40,10 +41,10 @@ from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
-from ckptool.names.arithmetic import Arithmetic, Lookup
+from ckptool.names.arithmetic import Lookup
 from ckptool.names.joining import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, JoinRules, Rule, refuse_idle
+from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
 from ckptool.names.scope import Scope
 from ckptool.names.steps import steps_of
 
@@ -62,42 +63,36 @@ class _Rank:
     tree: dict[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _RankTensor:
-    """A tensor in the file of a rank."""
-
-    entry: TensorEntry
-    tensor: int
-    owner: str
+Shares = list[tuple[int, Piece]]
+"""What the files have of a tensor, each with its tensor-parallel rank."""
 
 
 def open_joined(
     file: PathLike,
-    rules: JoinRules,
+    rules: Translation,
     at: str | None = None,
     *,
     part: bool = False,
     given: Mapping[str, int] = {},
-    variables: Mapping[str, Arithmetic] = {},
 ) -> Opened:
     """Opens a folder whose ranks' files are joined by rules; of anything else, the layers are unstacked.
 
-    given, variables: of the numbers in the rules, beside those of the configuration.
+    given: numbers in the rules, beside those of the configuration.
     Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
     """
     name, place = split(file)
-    found = joined(name, rules, given, variables)
-    if found is None and not rules.optional and (rules.join or rules.layers or not rules.unstack):
+    found = joined(name, rules, given)
+    if found is None and not rules.of_layout and (rules.join or rules.layers or not rules.unstack):
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = f"See what it is: {command('inspect', name)}"
         raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
     whole = found if found is not None else _whole(name, rules, part)
-    return Opened(unstacked(whole, rules.unstack, optional=rules.optional), at if at is not None else place, name)
+    return Opened(unstacked(whole, rules.unstack, optional=rules.of_layout), at if at is not None else place, name)
 
 
-def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
+def _whole(name: str, rules: Translation, part: bool) -> Checkpoint:
     """The checkpoint that is not in ranks' files. Raises `OnlyAPart` for one of those by itself."""
-    if not rules.optional:
+    if not rules.of_layout:
         return open_whole(name, part=part).checkpoint
     found = open_to_change(name).checkpoint
     if found.part is not None:
@@ -107,9 +102,7 @@ def _whole(name: str, rules: JoinRules, part: bool) -> Checkpoint:
     return found
 
 
-def joined(
-    path: str, rules: JoinRules, given: Mapping[str, int] = {}, variables: Mapping[str, Arithmetic] = {}
-) -> Checkpoint | None:
+def joined(path: str, rules: Translation, given: Mapping[str, int]) -> Checkpoint | None:
     """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
 
     Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
@@ -131,7 +124,7 @@ def joined(
         files.discarded += each.discarded
     ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
-    scope = Scope(given, variables, configuration(Checkpoint({}, "", source=source)), {})
+    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source)), {})
     model = _model(files.joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for _, name, tree in found:
@@ -200,46 +193,41 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(joiner: Joiner, ranks: list[_Rank], rules: JoinRules, lookup: Lookup) -> dict[str, Any]:
+def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Lookup) -> dict[str, Any]:
     model: dict[str, Any] = {}
-    shares: dict[str, list[_RankTensor]] = {}
+    shares: dict[str, Shares] = {}
     for name, rank, value in _named(ranks, rules.layers):
         if isinstance(value, TensorEntry):
-            shares.setdefault(name, []).append(_RankTensor(value, rank.tensor, rank.name))
+            share = Piece(value, (0,) * len(value.shape), rank.name)
+            shares.setdefault(name, []).append((rank.tensor, share))
         else:
             model.setdefault(name, value)
-    found = steps_of(rules.join, shares)
-    if found.rest:
-        what = f"{rules.path} has no rule for {counted(len(found.rest), 'tensor')}: {listed(found.rest, 4)}"
+    steps, rest = steps_of(rules.join, shares)
+    if rest:
+        what = f"{rules.path} has no rule for {counted(len(rest), 'tensor')}: {listed(rest, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
-    if not rules.optional:
-        refuse_idle((rule for rule in rules.join if rule.origin not in found.used), TAKEN_BEFORE, WHOLE_KEY)
+    if not rules.of_layout:
+        used = {step.rule.origin for step in steps}
+        refuse_idle((rule for rule in rules.join if rule.origin not in used), TAKEN_BEFORE, WHOLE_KEY)
     world = max(rank.tensor for rank in ranks) + 1
-    for step in found.steps:
+    for step in steps:
         (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
         if op.name == "skip":
             continue
-        like = shares[op.words][0].entry.shape if op.words in shares else ()
+        like = shares[op.words][0][1].entry.shape if op.words in shares else ()
         try:
             values = [each.value(lookup) for each in op.numbers]
         except UsageError as error:
-            raise error.within(rule.place) from None
+            raise rule.within(error) from None
         numbers = dict(zip(JOIN_WAYS[op.name].numbers, values, strict=False))
         if any(number < 1 for number in values):
-            what = f"{_said(rule)} has {numbers}"
-            raise UsageError(what, "Each is a whole number above zero.", JOIN_LOOK)
+            raise rule.error(f"it has {numbers}", "Each is a whole number above zero.", JOIN_LOOK)
         model[name] = _joined(joiner, name, rule, numbers, shares[name], world, like)
         if name in joiner.different and op.name != "first":
-            raise Conflict(
-                f"{joiner.where}: {name}: {joiner.different[name]}",
-                f"By {_said(rule)}, they should be the same.",
-                "If each has its own part, name the way in which it is divided; if one will do: first.",
-            )
+            what, why = f"{joiner.where}: {name}: {joiner.different[name]}", "By the rule they should be the same."
+            fix = "If each has its own part, name the way in which it is divided; if one will do: first."
+            raise rule.error(what, why, fix, kind=Conflict)
     return model
-
-
-def _said(rule: Rule) -> str:
-    return f"the rule {rule.text!r} ({rule.place})"
 
 
 def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
@@ -278,7 +266,7 @@ def _joined(
     name: str,
     rule: Rule,
     of: dict[str, int],
-    shares: list[_RankTensor],
+    shares: Shares,
     world: int,
     like: tuple[int, ...],
 ) -> TensorEntry:
@@ -288,13 +276,13 @@ def _joined(
     Raises `UsageError` where the shares do not fit the rule, and what `Joiner.tensor` raises.
     """
 
-    def unfit(what: str) -> UsageError:
-        return UsageError(f"{joiner.where}: {name} {what}", f"That does not fit {_said(rule)}.", JOIN_LOOK)
+    def unfit(what: str) -> CkptoolError:
+        return rule.error(f"{joiner.where}: {name} {what}", "That does not fit the rule.", JOIN_LOOK)
 
-    (op,) = rule.chain
-    way, shape, dtype = JOIN_WAYS[op.name], shares[0].entry.shape, shares[0].entry.dtype
+    (op,), (_, first) = rule.chain, shares[0]
+    way, shape, dtype = JOIN_WAYS[op.name], first.entry.shape, first.entry.dtype
     if way.axis is None:
-        whole = [Piece(each.entry, (0,) * len(each.entry.shape), each.owner) for each in shares]
+        whole = [share for _, share in shares]
         return joiner.replicated(name, whole) if op.name == "first" else joiner.tensor(name, shape, dtype, whole)
     axis, copies = way.axis, 1
     if op.name == "heads" and world > of["heads"]:  # ranks in a row have the same rows
@@ -302,14 +290,14 @@ def _joined(
             raise unfit(f"is in {counted(world, 'rank')}, which {counted(of['heads'], 'head')} cannot be divided over")
         copies = world // of["heads"]
     if op.name == "width":  # along the dimension that makes the rows as long as `like`
-        widths = {each.tensor: sum(each.entry.shape[-1:]) for each in shares}
+        widths = {rank: sum(share.entry.shape[-1:]) for rank, share in shares}
         if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
             given = f"is {list(shape)} in {counted(world, 'file')}, and {op.words} is {list(like)}"
             raise unfit(f"{given}: a file may be missing")
         axis = int(like != shape[-1:])
     if len(shape) <= axis:
         raise unfit(f"has {counted(len(shape), 'dimension')}")
-    lengths_of = {each.tensor // copies: sum(each.entry.shape[axis : axis + 1]) for each in shares}
+    lengths_of = {rank // copies: sum(share.entry.shape[axis : axis + 1]) for rank, share in shares}
     if lacking := [str(rank) for rank in range(world // copies) if rank not in lengths_of]:
         raise unfit(f"is not in the files of tensor rank {listed(lacking, 4)}")
     lengths = [lengths_of[rank] for rank in range(world // copies)]
@@ -321,15 +309,15 @@ def _joined(
     if any(length % sum(parts) for length in lengths):
         raise unfit(f"has {listed(sorted(map(str, set(lengths))))} rows, not a multiple of {sum(parts)}")
     blocks = []
-    for each in shares:
-        rank = each.tensor // copies
+    for number, each in shares:
+        rank = number // copies
         if each.entry.shape[axis : axis + 1] != (lengths[rank],):
             raise unfit(f"is {list(each.entry.shape)} in {each.owner}, another shape than elsewhere")
         own = lengths[rank] // sum(parts)
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
             begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)
             entry = each.entry.narrow(axis, own * before, max(0, min(own * part, rows - begin)))  # padding lies behind
-            at = tuple(min(begin, rows) * (number == axis) for number in range(len(entry.shape)))
+            at = tuple(min(begin, rows) * (at == axis) for at in range(len(entry.shape)))
             blocks.append(Piece(entry, at, each.owner))
     return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
 

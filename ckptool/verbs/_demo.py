@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -43,7 +44,12 @@ def demo(
     import numpy
 
     random = numpy.random.default_rng(0)
-    weights = {name: random.standard_normal(shape).astype("f4") for name, shape in _shapes().items()}
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (WORDS, WIDTH)}
+    layer_shapes = {"ln_1": (WIDTH,), "attn.c_attn": (3 * WIDTH, WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
+    layer_shapes |= {"mlp.c_fc": (4 * WIDTH, WIDTH), "mlp.c_proj": (WIDTH, 4 * WIDTH)}
+    for layer, (name, shape) in product(range(LAYERS), layer_shapes.items()):
+        shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[:1]}
+    weights = {name: random.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
     tuned = {}  # after some more training of the upper half, the more the higher
     for name, value in weights.items():
         layer = int(name.split(".")[1]) if name.startswith("h.") else 0
@@ -72,20 +78,6 @@ def commands(folder: str) -> list[Command]:
         command("verify", weights, finite=True),
         *([command("report", clean, tuned, out=page)] if find_spec("jinja2") else []),
     ]
-
-
-def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (WORDS, WIDTH)}
-    for layer in range(LAYERS):
-        for name, shape in {
-            "ln_1": (WIDTH,),
-            "attn.c_attn": (3 * WIDTH, WIDTH),
-            "attn.c_proj": (WIDTH, WIDTH),
-            "mlp.c_fc": (4 * WIDTH, WIDTH),
-            "mlp.c_proj": (WIDTH, 4 * WIDTH),
-        }.items():
-            shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[:1]}
-    return shapes
 
 
 def _training(weights: Weights, random: Any) -> dict[str, Any]:

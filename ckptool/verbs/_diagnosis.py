@@ -18,30 +18,12 @@ from ckptool.transforms.flatten import lost_tensors
 
 
 def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
-    """The diagnosis of a checkpoint that is open already. known: its listing, if that is made."""
+    """The diagnosis of a checkpoint that is open already. known: its listing, if that is made.
+
+    What `weights_only` refuses is lossy where `convert --weights-only` would write nothing, or lose a tensor.
+    """
     checkpoint = opened.taken
     found = known if known is not None and opened.at is None else listing(checkpoint)
-    refused = _values(checkpoint, found)
-    if target is None:
-        return of_checkpoint(checkpoint, found, opened.path, refused)
-    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
-
-    return of_checkpoint(checkpoint, found, opened.path, refused, target, translation_to)
-
-
-def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
-    """The diagnosis of what could not be opened. Raises the problem where the file cannot be read at all."""
-    if isinstance(problem, FileProblem) and not os.path.islink(path):
-        raise problem
-    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.analysis.scan import scan
-
-        return of_folder(problem, path, is_run(path), scan(path).latest)
-    return of_problem(problem, path)
-
-
-def _values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
-    """The values that `weights_only` refuses. Lossy: `convert --weights-only` would write nothing, or lose a tensor."""
     try:
         plain = weights_only(checkpoint)
     except Conflict:
@@ -55,4 +37,20 @@ def _values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
     weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
     parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
     plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
-    return RefusedValues(tuple(refused), lossy, dropped, plain_parts)
+    values = RefusedValues(tuple(refused), lossy, dropped, plain_parts)
+    if target is None:
+        return of_checkpoint(checkpoint, found, opened.path, values)
+    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
+
+    return of_checkpoint(checkpoint, found, opened.path, values, target, translation_to)
+
+
+def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
+    """The diagnosis of what could not be opened. Raises the problem where the file cannot be read at all."""
+    if isinstance(problem, FileProblem) and not os.path.islink(path):
+        raise problem
+    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
+        from ckptool.analysis.scan import scan
+
+        return of_folder(problem, path, is_run(path), scan(path).latest)
+    return of_problem(problem, path)

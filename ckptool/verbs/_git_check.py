@@ -40,7 +40,7 @@ class GitCheck(Report):
             yield bold(self.file), ": ", red(counted(len(self.problems), "problem"))
         for problem in self.problems:
             yield "  ", yellow(problem.code), f": {problem.what}"
-            yield from [f"    {problem.why}"] if problem.why else []
+            yield f"    {problem.why}" if problem.why else None
 
 
 @verb(

@@ -24,7 +24,6 @@ from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import Path, address, item_at
 from ckptool.commands import option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, counted, listed, printable
@@ -145,8 +144,15 @@ def git_setup(
         os.unlink(path)
     elif after is not None and after != before and not dry_run:
         make_folder(os.path.dirname(path))
-        replace_file(Plan({"": [InlineBytes(after)]}), path, overwrite=True)
-    notes = () if remove or everywhere or dry_run else tuple(_overridden())
+        replace_file(after, path, overwrite=True)
+    notes: tuple[Note, ...] = ()
+    if not (remove or everywhere or dry_run):
+        files = git("ls-files", "-z", "--", *(f":(top){'**/' * (p[0] != '*')}{p}" for p in PATTERNS)) or ""
+        said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
+        others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
+        count = counted(len(others), "checkpoint has", "checkpoints have")
+        message = f"{count} another diff driver, set by other attributes: {listed(others, 3)}"
+        notes = (Note("other-driver", message),) if others else ()
     return GitSetup(tuple(commands), path, patterns, remove, dry_run, notes)
 
 
@@ -169,17 +175,6 @@ def _without_ours(content: bytes | None, path: str) -> tuple[bytes | None, tuple
     if block[1] == _OPEN and not theirs:
         before = before.removesuffix(b"\n").removesuffix(b"\r")
     return None if block[1] == _NEW and not before + theirs else before + theirs, tuple(map(os.fsdecode, ours))
-
-
-def _overridden() -> Iterator[Note]:
-    """A note on checkpoints of the repository that other attributes give another driver."""
-    files = git("ls-files", "-z", "--", *(f":(top){'**/' * (p[0] != '*')}{p}" for p in PATTERNS)) or ""
-    said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
-    others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
-    if others:
-        count = counted(len(others), "checkpoint has", "checkpoints have")
-        which = listed(others, 3)
-        yield Note("other-driver", f"{count} another diff driver, set by other attributes: {which}")
 
 
 # What git compares ----------------------------------------------------------------------------------------------------

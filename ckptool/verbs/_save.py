@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     from ckptool.formats.model_folder import ModelFolder
     from ckptool.transforms.rename import Renamed
 else:
-    Unpack = None  # of `**options: Unpack[Save]`, which nobody evaluates
+
+    class Unpack:
+        """Of `**options: Unpack[Save]`: the options themselves, which typing of Python 3.10 has no word for."""
+
+        __class_getitem__ = staticmethod(lambda options: options)
+
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 _Change = TypeVar("_Change", bound="Change")

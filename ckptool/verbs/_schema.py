@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import cache
@@ -65,7 +65,7 @@ class Schemas(Report):
         for each in self.schemas:
             yield (bold(each.schema),)
             yield f"  {each.about}"
-            yield from [f"  printed by: {', '.join(each.verbs)}"] if each.verbs else []
+            yield f"  printed by: {', '.join(each.verbs)}" if each.verbs else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -93,7 +93,9 @@ def schema(
 
     Raises `NoMatch` where there is no such verb.
     """
-    names = _names()
+    names = {name: Listed(f"ckptool.{name}/2", each["description"]) for name, each in ANYWHERE.items()}
+    for name, (kind, verbs) in _reports().items():
+        names[name] = Listed(f"ckptool.{schema_of(kind)}", about(kind), verbs)
     if not verb:
         return Schemas(tuple(names.values()))
     word = re.sub(r"^ckptool\.|/\d+$", "", verb)
@@ -105,7 +107,7 @@ def schema(
     wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
     used = {name: ANYWHERE.get(name, {}) for name in wanted}  # a schema may refer to itself
     for name in wanted:
-        used[name] |= document(_reports()[name], used) if name not in ANYWHERE else {}
+        used[name] |= document(_reports()[name][0], used) if name not in ANYWHERE else {}
     references = [{"$ref": f"#/$defs/{name}"} for name in wanted]
     of = {"title": f"ckptool {verb} --json"} if printed else {}
     whole = {"anyOf": references} if len(references) > 1 else references[0]
@@ -113,33 +115,24 @@ def schema(
 
 
 @cache
-def _names() -> dict[str, Listed]:
-    """Every schema by its name without its version."""
-    found = {name: Listed(f"ckptool.{name}/2", each["description"]) for name, each in ANYWHERE.items()}
-    printed = {verb: {*_reports_of(verb)} for verb in VERBS}
-    for name, kind in _reports().items():
-        verbs = tuple(verb for verb, kinds in printed.items() if kind in kinds)
-        found[name] = Listed(f"ckptool.{schema_of(kind)}", about(kind), verbs)
-    return found
+def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """The classes of the reports that verbs give, each with these verbs, by the names of their schemas."""
+    verbs: dict[Any, list[str]] = {}
+    for name in VERBS:
+        function = getattr(import_module(module_of(name)), function_name(name))
+        hooks = filter(None, (function, function.verb.from_words, function.verb.first_try))
+        kinds = [kind for whole in (signature_of(each).return_annotation for each in hooks) for kind in _either(whole)]
+        others = (each.rpartition(".") for each in function.verb.other_reports)
+        kinds += [getattr(import_module(module), kind) for module, _, kind in others]
+        for kind in dict.fromkeys(kinds):
+            if isinstance(kind, type) and issubclass(kind, Report) and kind is not Schema:
+                verbs.setdefault(kind, []).append(name)
+    kinds = sorted(verbs, key=schema_of)
+    return {schema_of(kind).partition("/")[0]: (kind, tuple(verbs[kind])) for kind in kinds}
 
 
-@cache
-def _reports() -> dict[str, Any]:
-    """The classes of the reports that verbs give, by the names of their schemas."""
-    kinds = {
-        kind for verb in VERBS for kind in _reports_of(verb) if isinstance(kind, type) and issubclass(kind, Report)
-    }
-    return {schema_of(kind).partition("/")[0]: kind for kind in sorted(kinds - {Schema}, key=schema_of)}
-
-
-def _reports_of(verb: str) -> Iterator[Any]:
-    """The classes of the reports that a verb gives."""
-    function = getattr(import_module(module_of(verb)), function_name(verb))
-    for each in (function, function.verb.from_words, function.verb.first_try):
-        kind = signature_of(each).return_annotation if each is not None else None
-        yield from get_args(kind) or (kind,)
-    for module, _, name in (each.rpartition(".") for each in function.verb.other_reports):
-        yield getattr(import_module(module), name)
+def _either(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) or (kind,)
 
 
 # Reflection -----------------------------------------------------------------------------------------------------------

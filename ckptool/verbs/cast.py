@@ -70,8 +70,26 @@ def cast(
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     written = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
     dry_run = bool(change.asked["dry_run"])
-    rows: list[Row | str] = [*_dequantized(weights, target.name, None if dry_run else SHOWN)] if weights else []
-    summary, losses = _summary(plan), _losses(plan) if plan.tensors and not dry_run else []
+    rows: list[Row | str] = []
+    if weights:
+        facts: list[dict[str, Any]] = [
+            {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
+            for name, weight in weights.weights
+        ]
+        shown = facts if dry_run else facts[:SHOWN]
+        lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in shown]
+        if left := len(facts) - len(shown):
+            lines.append(f"… and {counted(left, 'weight')} more ({arg(dry_run=True)} shows all)")
+        rows.append(Row("dequantized", facts, lines))
+        rows.append(Row.named("left_out", weights.left_out, "left out, of activations:", 6))
+    summary = f"already clean: every floating tensor that was asked for is {target.name}"
+    if plan.tensors:
+        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
+    elif plan.skipped:
+        kept = counted(len(plan.skipped), "tensor is", "tensors are")
+        summary = f"nothing was cast: {kept} left as before; any others are {target.name} already"
+    losses = _losses(plan) if plan.tensors and not dry_run else []
     tallies = ({"storage_of": name, "from": dtype.name, **asdict(tally)} for name, dtype, tally in plan.tallies)
     lossy = [each for each in tallies if each["changed"]]
     rows += [
@@ -90,30 +108,8 @@ def cast(
             rows.append(
                 f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) it does not"
             )
-    sizes = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
-    return written.about(summary, *rows, dtype=target.name, **sizes)
-
-
-def _dequantized(done: DequantizedCheckpoint, dtype: str, most: int | None) -> list[Row]:
-    rows = [
-        {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
-        for name, weight in done.weights
-    ]
-    lines = [f"{row['path']} {row['shape']} {dtype} ← {row['from']}" for row in rows[:most]]
-    if most and len(rows) > most:
-        lines.append(f"… and {counted(len(rows) - most, 'weight')} more ({arg(dry_run=True)} shows all)")
-    return [Row("dequantized", rows, lines), Row.named("left_out", done.left_out, "left out, of activations:", 6)]
-
-
-def _summary(plan: Cast) -> str:
-    name = plan.target.name
-    if plan.tensors:
-        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
-        return f"{counted(plan.tensors, 'tensor')} cast to {name}, {sizes}"
-    if plan.skipped:
-        left = counted(len(plan.skipped), "tensor is", "tensors are")
-        return f"nothing was cast: {left} left as before; any others are {name} already"
-    return f"already clean: every floating tensor that was asked for is {name}"
+    totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
+    return written.about(summary, *rows, dtype=target.name, **totals)
 
 
 def _losses(plan: Cast) -> list[str]:

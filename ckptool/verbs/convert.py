@@ -135,8 +135,17 @@ def convert(
     if not container.tensors_only:
         changed, summary, behind, notes = _to_pickle(taken, named, container, only, exclude, opened.path)
     elif all:
-        changed, summary, behind, notes = _packed(taken, container, opened.path, only, exclude)
-        expected = taken
+        if not container.keeps_tree:
+            what = f"{arg(all=True)} writes safetensors, not {container.name}"
+            why = "The whole tree is kept in the metadata of one safetensors file."
+            raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
+        if only or exclude:
+            what = f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out"
+            raise UsageError(what, "", f"Drop entries first: {command('edit', opened.path, drop=ADDRESS, out=OUT)}")
+        # What is beside cannot go along: writing it says so.
+        changed, expected = replace(pack(taken), extras=taken.extras), taken
+        summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
+        behind, notes = [], ()
     else:
         copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
@@ -239,21 +248,6 @@ Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
 """What is written, in words, the addresses of what stays behind, and notes."""
 
 
-def _packed(part: Checkpoint, container: Format, path: str, only: Sequence[str], exclude: Sequence[str]) -> Outcome:
-    """The whole tree, as safetensors can carry it. Raises `UsageError` for other containers and a choice of keys."""
-    if not container.keeps_tree:
-        what = f"{arg(all=True)} writes safetensors, not {container.name}"
-        why = "The whole tree is kept in the metadata of one safetensors file."
-        raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
-    if only or exclude:
-        fix = f"Drop entries first: {command('edit', path, drop=ADDRESS, out=OUT)}"
-        raise UsageError(
-            f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out", "", fix
-        )
-    packed = replace(pack(part), extras=part.extras)  # what is beside cannot go along: writing it says so
-    return packed, f"the whole tree, {counted(len(packed.tree), 'tensor')}; converting it back restores it", [], ()
-
-
 def _to_tensors(
     part: Checkpoint, named: bool, container: Format, only: Sequence[str], exclude: Sequence[str], copy_ties: bool
 ) -> Outcome:
@@ -278,7 +272,14 @@ def _to_pickle(
     if not (only or exclude or weights_only or module):
         what = "the weights" if members.beside(part) else "everything"
         what = f"all of {address(part.base)}" if part.base else what
-        return part, what + ("" if container.writes_folder else ", in a compact file"), [], _module_notes(part, path)
+        what += "" if container.writes_folder else ", in a compact file"
+        holds_objects = any(isinstance(node, Object) for node in visit(part.tree))
+        modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
+        if not modules:
+            return part, what, [], ()
+        stays = f"{modules[0]} stays an object of its class; by the address of a module its weights alone are written"
+        fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
+        return part, what, [], (Note("whole-module", stays, fix),)
     root, _ = one_state_dict(part, "" if named else None)
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     behind = [address((*root.base, *root.path, key)) for key in root.node if key not in keys]
@@ -292,14 +293,3 @@ def _to_pickle(
         summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{of}"
     tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
     return replace(part, tree=tree, extras={}), summary, behind, ()
-
-
-def _module_notes(part: Checkpoint, path: str) -> tuple[Note, ...]:
-    """The notes on whole modules that were written as they were."""
-    holds_objects = any(isinstance(node, Object) for node in visit(part.tree))
-    modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
-    if not modules:
-        return ()
-    message = f"{modules[0]} stays an object of its class; by the address of a module its weights alone are written"
-    fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
-    return (Note("whole-module", message, fix),)

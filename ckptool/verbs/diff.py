@@ -36,4 +36,5 @@ def diff(
     Raises `UsageError` where a file has several sets of weights and none was named, `NoMatch` for a pattern that
     matches nothing.
     """
-    return diff_files(left, right, atol=atol, rtol=rtol, ignore=ignore, stat=stat, only=only, strict=strict)
+    options = {"atol": atol, "rtol": rtol, "statistics": stat}
+    return diff_files(left, right, ignore=ignore, only=only, strict=strict, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Annotated
 
 from ckptool.analysis.findings import Diagnosis
@@ -33,12 +34,17 @@ def doctor(
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
     from ckptool.analysis.error_texts import of_error_text  # what only the work needs, and not the help
+    from ckptool.analysis.inspect import listing
     from ckptool.verbs._diagnosis import of_opened, of_unopened
     from ckptool.verbs._target import find_target
 
     path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
-        return of_error_text(error, path, _devices(file) if file else None)
+        devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
+        with suppress(CkptoolError):
+            tags = [row.tensor.location for row in listing(open_file(file).taken).tensors] if file else None
+            devices = None if tags is None else [tag for tag in dict.fromkeys(tags) if tag != "cpu"]
+        return of_error_text(error, path, devices)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     target = find_target(against).as_it_loads if against is not None else None
@@ -46,14 +52,3 @@ def doctor(
         return of_opened(open_file(file), target)
     except CkptoolError as problem:
         return of_unopened(problem, path)
-
-
-def _devices(file: CheckpointLike) -> list[str] | None:
-    """The devices that a file's tensors are tagged with, but for the CPU; None where it cannot be opened."""
-    from ckptool.analysis.inspect import listing
-
-    try:
-        tags = dict.fromkeys(row.tensor.location for row in listing(open_file(file).taken).tensors)
-    except CkptoolError:
-        return None
-    return [tag for tag in tags if tag != "cpu"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
 from ckptool.checkpoint import Composite
@@ -11,9 +11,6 @@ from ckptool.commands import option, repeated, several, verb
 from ckptool.formats.opening import open_file
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
-
-if TYPE_CHECKING:
-    from ckptool.analysis.statistics import Statistics
 
 _ONLY = "Only tensors and entries whose address or key matches; * also matches dots and slashes."
 
@@ -48,25 +45,13 @@ def inspect(
     """
     opened = open_file(file, at)
     found = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
-    numbers: dict[str, Statistics] = {}
-    if stats:
-        with unchanged(opened.checkpoint.source):
-            numbers = _numbers(found)
-    return with_statistics(found, numbers, opened.path)
+    if not stats:
+        return with_statistics(found, {}, opened.path)
+    from ckptool.analysis.statistics import statistics  # with numpy, which no other listing needs
 
-
-def _numbers(found: Listing) -> dict[str, Statistics]:
-    """The statistics of every plain tensor by its address; tensors that are one view of the data are read once."""
-    from ckptool.analysis.statistics import statistics
-
-    numbers: dict[str, Statistics] = {}
-    known: dict[tuple[object, ...], Statistics] = {}
-    for row in found.tensors:
-        entry = row.tensor
-        if isinstance(entry, Composite) or entry.dtype.kind == "bits" or not entry.numel:
-            continue
-        view = (*entry.view, entry.flags)
-        if view not in known:
-            known[view] = statistics(entry)
-        numbers[row.address] = known[view]
-    return numbers
+    plain = {row.address: row.tensor for row in found.tensors if not isinstance(row.tensor, Composite)}
+    entries = {place: entry for place, entry in plain.items() if entry.dtype.kind != "bits" and entry.numel}
+    views = {place: (*entry.view, entry.flags) for place, entry in entries.items()}
+    with unchanged(opened.checkpoint.source):  # what is one view of the data is read once
+        known = {view: statistics(entries[place]) for view, place in {views[place]: place for place in views}.items()}
+    return with_statistics(found, {place: known[view] for place, view in views.items()}, opened.path)

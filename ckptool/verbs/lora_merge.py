@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.checkpoint import Checkpoint
 from ckptool.commands import OUT, arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
@@ -15,8 +14,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.lora.adapters import Adapter
-from ckptool.transforms.lora.merge import MergedWeights, merge
+from ckptool.transforms.lora.merge import merge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
@@ -60,7 +58,20 @@ def lora_merge(
         again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
         fix = f"If this is the changed base: {again}"
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
-    merged = _merged(root.node, found, checkpoint, opened.name, scale)
+    # By the names that the tensors have in memory, else by the file's own.
+    memory = in_memory(root.node, configuration(checkpoint), opened.name)
+    ordered = not memory.groups and not checkpoint.tensors_only
+    how: Any = {"base_name": opened.name, "multiplier": scale, "ties": memory.ties, "ordered": ordered}
+    try:
+        merged = merge(memory.tree, found, **how)
+    except NoMatch as unmatched:
+        memory.refuse_unknown(opened.name)
+        try:
+            merged = merge(root.node, found, **how)
+        except NoMatch:
+            raise unmatched from None
+    else:
+        merged = replace(merged, tree=memory.on_disk(merged.tree, root.node))
     changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
     left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
     inputs = [added.source] if added.source else []
@@ -80,19 +91,3 @@ def lora_merge(
         changed=merged.changed,
         **left.facts,
     )
-
-
-def _merged(node: Any, adapter: Adapter, base: Checkpoint, name: str, scale: float) -> MergedWeights:
-    """The base's tensors with the changes, by the names that they have in memory, else by the file's own."""
-    memory = in_memory(node, configuration(base), name)
-    ordered = not memory.groups and not base.tensors_only
-    try:
-        made = merge(memory.tree, adapter, base_name=name, multiplier=scale, ties=memory.ties, ordered=ordered)
-    except NoMatch:
-        memory.refuse_unknown(name)
-        try:
-            return merge(node, adapter, base_name=name, multiplier=scale, ties=memory.ties, ordered=ordered)
-        except NoMatch:
-            pass
-        raise
-    return replace(made, tree=memory.on_disk(made.tree, node))

@@ -57,7 +57,7 @@ def prove(
         from ckptool.analysis.scan import scan
         from ckptool.training.prove.command import prove_command
 
-        compare = partial(diff_files, ignore=("order",), stat=False)
+        compare = partial(diff_files, ignore=("order",), statistics=False)
         return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=told)
     if config is None:
         raise UsageError("prove was given neither a configuration nor a command")

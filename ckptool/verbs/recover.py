@@ -8,18 +8,18 @@ from typing import Annotated, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import FileRange, Note, StorageRef
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
+from ckptool.formats.damaged import LostRecord, salvage
 from ckptool.formats.opening import CheckpointLike, counting_whole, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.recover import Restored, restored
+from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
@@ -105,12 +105,9 @@ class Recovery(Report):
             gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
             back = f"{self.back:,} of {counted(self.tensors or 0, 'tensor')} recovered"
             yield bold(self.file), ": ", yellow("incomplete"), f", {back}, {gone} ({records})"
-        if self.damage:
-            yield f"  found: {self.damage}"
-        if self.how:
-            yield f"  {self.how}"
-        if not self.proven and not self.raw:
-            yield "  no checksums stored: changed bytes cannot be noticed"
+        yield f"  found: {self.damage}" if self.damage else None
+        yield f"  {self.how}" if self.how else None
+        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
         if self.raw:
             yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
         else:
@@ -172,7 +169,17 @@ def recover(
     if opened is not None and opened.at is not None:
         other = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
     found = restored(done, other)
-    container, plan = _plan(target, source, done, found, keep_unknown)
+    original = done.checkpoint.container
+    container = formats.for_output(target, original)
+    if container.tensors_only:
+        tree = found.checkpoint.tree
+        refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
+    formats.refuse_name(target, container, original, str(source))
+    if done.prefix is not None and original == container.name and isinstance(source, Source):
+        plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
+    else:
+        with no_collection():
+            plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
     there = other.source if other is not None else None
     notes: tuple[Note, ...] = ()
     if not dry_run:
@@ -201,22 +208,8 @@ def recover(
         raw=done.raw,
         file=source.path,
         output=target,
-        container=container,
+        container=container.name,
         file_bytes=plan.nbytes,
         dry_run=dry_run,
         notes=notes,
     )
-
-
-def _plan(target: str, source: Input, done: Salvaged, found: Restored, keep_unknown: bool) -> tuple[str, Plan]:
-    """The output's container and its plan; raises `UsageError` or `OnlyAPart` where it cannot hold what was found."""
-    original = done.checkpoint.container
-    container = formats.for_output(target, original)
-    if container.tensors_only:
-        tree = found.checkpoint.tree
-        refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
-    formats.refuse_name(target, container, original, str(source))
-    if done.prefix is not None and original == container.name and isinstance(source, Source):
-        return original, Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
-    with no_collection():
-        return container.name, container.write(found.checkpoint, keep_unknown=keep_unknown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Annotated
@@ -14,9 +15,8 @@ from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
-from ckptool.checkpoint import Composite, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import Bytes, Report, Told, green, size, yellow
@@ -143,7 +143,7 @@ def report(
     if out is None:
         return found
     content = found.html().encode("utf-8", "backslashreplace")
-    notes = replace_file(Plan({"": [InlineBytes(content)]}), os.fspath(out), overwrite=overwrite)
+    notes = replace_file(content, os.fspath(out), overwrite=overwrite)
     return replace(found, out=os.fspath(out), bytes=len(content), notes=notes)
 
 
@@ -155,20 +155,14 @@ def _check_output(out: str, inputs: Iterable[object], overwrite: bool) -> None:
             if place and os.path.exists(place) and os.path.exists(out) and os.path.samefile(place, out):
                 what = f"{out} is an input of the report"
                 raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
-    if overwrite and os.path.isfile(out) and not _is_page(out):  # a shard of an index, a rank beside another, …
-        what = f"{out} is not a page"
-        raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
+    if overwrite and os.path.isfile(out) and not os.path.realpath(out).lower().endswith((".html", ".htm")):
+        begun = b""
+        with suppress(OSError), open(out, "rb") as file:
+            begun = file.read(len(_DOCTYPE))
+        if begun != _DOCTYPE:  # a shard of an index, a rank beside another, …
+            what = f"{out} is not a page"
+            raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
     check_target(out, overwrite=overwrite)
-
-
-def _is_page(name: str) -> bool:
-    if os.path.realpath(name).lower().endswith((".html", ".htm")):
-        return True
-    try:
-        with open(name, "rb") as file:
-            return file.read(len(_DOCTYPE)) == _DOCTYPE
-    except OSError:
-        return False
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -80,10 +80,8 @@ class Shown(Report):
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
-        if self.values is not None or self.truncated:
-            yield self._array
-        if self.truncated:
-            yield f"… stands for values that were not read; {arg(all=True)} reads them"
+        yield self._array if self.values is not None or self.truncated else None
+        yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
     def _array(self, width: int | None) -> Told:
         import numpy

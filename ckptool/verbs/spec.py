@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC_SCHEMA, SPEC_VERSION, Expected, Target, tie_groups
-from ckptool.checkpoint import InlineBytes
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import argument, verb
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import LIVE, Report, Told, bold, dim, short
@@ -48,8 +46,7 @@ class Spec(Report):
         facts += [counted(len(self.ties), "tied tensor")] if self.ties else []
         yield bold(self.target.name), f": {', '.join(facts)}"
         yield from (("  ", dim(remark)) for remark in self.target.remarks)
-        if self.output:
-            yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
+        yield f"{'would write' if self.dry_run else 'wrote'} {self.output}" if self.output else None
 
 
 @verb(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
@@ -81,5 +78,5 @@ def spec(
     if out is not None and dry_run:
         check_target(out, overwrite=overwrite)
     elif out is not None:
-        replace_file(Plan({"": [InlineBytes(("\n".join(lines) + "\n").encode())]}), out, overwrite=overwrite)
+        replace_file(("\n".join(lines) + "\n").encode(), out, overwrite=overwrite)
     return found

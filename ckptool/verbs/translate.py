@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.analysis.find_rules import FoundRules
-from ckptool.checkpoint import Checkpoint, InlineBytes, Note, TensorEntry
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
@@ -95,7 +94,7 @@ def translate(
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
     translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
-    if not translation.rules and translation.join is None:
+    if not (translation.rules or translation.joins):
         raise UsageError(
             "translate was given no rule",
             "A rule is OLD => NEW : OPERATION.",
@@ -105,9 +104,9 @@ def translate(
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:
-        if translation.join is None or reverse or not isinstance(file, (str, os.PathLike)):
+        if not translation.joins or reverse or not isinstance(file, (str, os.PathLike)):
             return open_to_change(file, at)
-        return open_joined(file, translation.join, at, given=given, variables=translation.variables)
+        return open_joined(file, translation, at, given=given)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
@@ -153,8 +152,13 @@ def translate(
     if shards:
         made = divided(replace(made, origin=None), shard_size, beside.stem)
     written = change.write(whole, made, beside=beside) if weights_alone else change.save(made, beside=beside)
+    counts = [sum(len(getattr(s, each)) for _, root in done.roots for s in root.steps) for each in ("keys", "outputs")]
+    summary = f"{counted(counts[0], 'tensor')} became {counts[1]:,}"
+    if layout is not None and layout.old.name:
+        sides_of = (layout.new.name, layout.old.name) if reverse else (layout.old.name, layout.new.name)
+        summary += f", {' → '.join(sides_of)}"
     return written.about(
-        _summary(done, layout, reverse),
+        summary,
         *_rows(done, bool(asked["dry_run"])),
         *(layout.notes if layout is not None and not reverse else ()),
         *behind,
@@ -176,16 +180,6 @@ def _beside(
     library = "" if layout is None else (layout.old if reverse else layout.new).name
     left = f"{CONFIG} (of the layout before; --like DIR takes that of a folder of the new one)"
     return ModelFolder(library, found.place, left=(left,) if found.files else ())
-
-
-def _summary(done: TranslatedCheckpoint, layout: LayoutRules | None, reverse: bool) -> str:
-    before = sum(len(step.keys) for _, root in done.roots for step in root.steps)
-    after = sum(len(step.outputs) for _, root in done.roots for step in root.steps)
-    sides = ""
-    if layout is not None and layout.old.name:
-        names = (layout.new.name, layout.old.name) if reverse else (layout.old.name, layout.new.name)
-        sides = f", {names[0]} → {names[1]}"
-    return f"{counted(before, 'tensor')} became {after:,}{sides}"
 
 
 def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
@@ -283,5 +277,5 @@ def find_rules(
     report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
-        replace_file(Plan({"": [InlineBytes(report.rules_file().encode())]}), report.output, overwrite=overwrite)
+        replace_file(report.rules_file().encode(), report.output, overwrite=overwrite)
     return report

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from ckptool.analysis.digests import Digests, compared, digests_file, read_digests, root_digests
+from ckptool.analysis.digests import compared, digests_file, read_digests, root_digests
 from ckptool.analysis.verify import Verification, verified
-from ckptool.checkpoint import Checkpoint, InlineBytes
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Input
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
@@ -62,24 +61,19 @@ def verify(
     wanted = digest or write_digest is not None or kept is not None
     if checkpoint is None or report.problems or not wanted:  # digests of damaged values would only be believed
         return report
-    digests = _digests(checkpoint, at)
+    if at is None and checkpoint.tensors_only and isinstance(checkpoint.tree, dict):
+        digests = root_digests(checkpoint.tree)
+    else:
+        root, remark = one_state_dict(checkpoint, at)
+        if root.arrays is not None:
+            same = f"{root.detail}, whose digests are those of tensors with the same values"
+            remark = f"{remark}; {same}" if remark else same
+        digests = root_digests(root.node, root.address, remark)
     report = replace(report, digest=digests)
     if write_digest is not None:
-        plan = Plan({"": [InlineBytes(digests_file(digests))]})
         inputs = [checkpoint.source] if checkpoint.source else []
-        notes = replace_file(plan, write_digest, overwrite=overwrite, inputs=inputs)
+        notes = replace_file(digests_file(digests), write_digest, overwrite=overwrite, inputs=inputs)
         report = replace(report, notes=report.notes + notes, written=os.fspath(write_digest))
     if kept is not None and against is not None:
         report = replace(report, against=compared(os.fspath(against), kept, digests))
     return report
-
-
-def _digests(checkpoint: Checkpoint, at: str | None) -> Digests:
-    """The digests of one set of weights, and why it was taken."""
-    if at is None and checkpoint.tensors_only and isinstance(checkpoint.tree, dict):
-        return root_digests(checkpoint.tree)
-    root, remark = one_state_dict(checkpoint, at)
-    if root.arrays is not None:
-        same = f"{root.detail}, whose digests are those of tensors with the same values"
-        remark = f"{remark}; {same}" if remark else same
-    return root_digests(root.node, root.address, remark)

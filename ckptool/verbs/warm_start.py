@@ -12,9 +12,8 @@ from ckptool.analysis.fixes import Chain
 from ckptool.analysis.quantization import refuse_codes
 from ckptool.analysis.targets import PARAMETER, Target
 from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
-from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError
@@ -130,8 +129,7 @@ def warm_start(
         if not dry_run:
             from ckptool.transforms.suggest import rules_file as rules_text
 
-            content = rules_text(report.suggestions).encode()
-            replace_file(Plan({"": [InlineBytes(content)]}), suggest, overwrite=overwrite)
+            replace_file(rules_text(report.suggestions).encode(), suggest, overwrite=overwrite)
         report = replace(report, rules_file=os.fspath(suggest))
     return made[0] if made else report
 

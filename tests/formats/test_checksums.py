@@ -21,6 +21,7 @@ def test_joined(length: int) -> None:
     a, b = chosen.randbytes(77), chosen.randbytes(length)
     assert crc_combine(zlib.crc32(a), zlib.crc32(b), length) == zlib.crc32(a + b)
     assert crc_combine(0, zlib.crc32(b), length) == zlib.crc32(b)
+    assert crc_combine(zlib.crc32(a), zlib.crc32(a + b), length) == zlib.crc32(b)  # and parted
 
 
 @pytest.mark.parametrize("alone", [0, 1 << 30])

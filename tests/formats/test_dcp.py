@@ -36,7 +36,7 @@ from tests.support.dcp_folders import (
     training_state,
 )
 from tests.support.errors import three_parts
-from tests.support.files import CORPUS
+from tests.support.files import CORPUS, saved
 from tests.support.ranks import save_on_two_ranks
 from tests.support.same import assert_same_objects
 
@@ -355,3 +355,10 @@ def test_what_nothing_uses_is_noted(folder: Path) -> None:
     found = read(edit(folder, change))
     assert [note.code for note in found.notes] == ["unused-record", "stale-shards"]
     assert "half" in found.notes[0].message and "__3_0.distcp" in found.notes[1].message
+
+
+def test_ties_in_the_file_of_a_rank(tmp_path: Path) -> None:
+    one = torch.ones(3)
+    ckptool.convert(saved({"a": one, "b": one}, tmp_path / "a.pt"), tmp_path / "a.dcp")
+    found = read(tmp_path / "a.dcp" / "__0_0.distcp")
+    assert found["a"].storage is found["b"].storage

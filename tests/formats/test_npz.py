@@ -21,7 +21,6 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, UsageError
 from ckptool.formats import npz, read
-from ckptool.formats.checksums import crc_combine
 from ckptool.pickles.plain import plain
 from fixtures.make import make
 from fixtures.traps import TRAPS
@@ -53,13 +52,6 @@ def test_every_tensor_has_the_checksum_of_its_own_bytes(how: str, tmp_path: Path
         if storage.crc is None:  # turned: what it is made of has one
             (storage,) = storage.data.inputs
         assert storage.crc == zlib.crc32(storage.data.read(0, storage.nbytes))
-
-
-def test_sums_of_joined_and_parted_bytes() -> None:
-    for first, second in ((b"", b""), (b"a", b""), (b"", b"a"), (b"abc", bytes(1000)), (bytes(70_000), b"\xff" * 4099)):
-        whole = zlib.crc32(first + second)
-        assert crc_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == whole
-        assert crc_combine(zlib.crc32(first), whole, len(second)) == zlib.crc32(second)
 
 
 def test_unseekable_output_of_numpy(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The zip directory: whatever two readers could understand in two ways is refused, and nothing is believed unseen."""
+"""The zip directory: where it puts the data is confirmed before any is used. What it refuses: `test_hostile_zip`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from ckptool.checkpoint.files import Source
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt
 from ckptool.formats import read
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from ckptool.formats.zip.writer import moved_entry
 from tests.support.files import torch_bytes, written
-from tests.support.looped import looped
 from tests.support.zips import record_starts
 
 Edit = Callable[[bytes], bytes]
@@ -55,115 +54,7 @@ def patched(record: str, where: str, offset: int, new: bytes) -> Edit:
     return lambda data: put(data, (central if where == "central" else local)(record) + offset, new)
 
 
-def with_end(offset: int, new: bytes) -> Edit:
-    return lambda data: put(data, END_AT + offset, new)
-
-
-def with_end64(offset: int, new: bytes) -> Edit:
-    return lambda data: put(data, END64_AT + offset, new)
-
-
-PKL, W = "archive/data.pkl", "archive/data/0"
-BROKEN: dict[str, tuple[Edit, type[CkptoolError]]] = {
-    "18 no end record": (lambda d: d[:END_AT], Truncated),
-    "18 the end record's magic is damaged": (with_end(0, b"PX"), Truncated),
-    "19 fewer entries": (with_end(8, b"\5\0\5\0"), Corrupt),
-    "19 fewer entries in both": (
-        lambda d: with_end64(24, struct.pack("<QQ", 5, 5))(with_end(8, b"\5\0\5\0")(d)),
-        Corrupt,
-    ),
-    "19 more entries in both": (
-        lambda d: with_end64(24, struct.pack("<QQ", 50, 50))(with_end(8, b"\x32\0\x32\0")(d)),
-        Corrupt,
-    ),
-    "20 the directory begins earlier": (with_end(16, struct.pack("<I", DIRECTORY - 4)), Corrupt),
-    "20 the directory is longer": (
-        lambda d: with_end64(40, struct.pack("<Q", 10**6))(with_end(12, struct.pack("<I", 10**6))(d)),
-        Corrupt,
-    ),
-    "20 the directory begins after the end": (with_end64(48, struct.pack("<Q", 2**63)), Corrupt),
-    "21 the locator points beyond the end": (lambda d: put(d, END_AT - 12, struct.pack("<Q", 2**40)), Corrupt),
-    "21 the locator points elsewhere": (lambda d: put(d, END_AT - 12, struct.pack("<Q", 0)), Corrupt),
-    "21 the zip64 record is damaged": (with_end64(0, b"PX"), Corrupt),
-    "21 the end records disagree": (with_end64(48, struct.pack("<Q", 0)), Corrupt),
-    "22 two archives": (lambda d: d + d, Ambiguous),
-    "22 another archive behind": (lambda d: d + torch_bytes({"other": torch.zeros(9)}), Ambiguous),
-    "22 another archive of the same sizes behind": (
-        lambda d: d + torch_bytes({"w": torch.ones(3), "v": torch.zeros(2)}),
-        Ambiguous,
-    ),
-    "22 two archives without 64 bits": (lambda d: narrow(d) + narrow(d), Ambiguous),
-    "22 two archives, the second one's offsets corrected": (lambda d: FILE + rebased(FILE, len(FILE)), Ambiguous),
-    "23 a comment": (lambda d: with_end(20, b"\5\0")(d) + b"hello", Ambiguous),
-    "23 an archive in the comment": (lambda d: with_end(20, struct.pack("<H", len(FILE)))(d) + FILE, Ambiguous),
-    "23 a comment that is not there": (with_end(20, b"\5\0"), Ambiguous),
-    "24 bytes before": (lambda d: b"#!/bin/sh 123456" + d, Ambiguous),
-    "24 a header's shape before": (lambda d: b"PK\x03\x04" + bytes(26) + d, Ambiguous),
-    "24 bytes before, offsets corrected": (lambda d: b"PK\x03\x04" + bytes(60) + rebased(d, 64), Ambiguous),
-    "25 bytes behind": (lambda d: d + b"0123456789abcdef", Ambiguous),
-    "25 one byte behind": (lambda d: d + b"X", Ambiguous),
-    "27 a name twice": (renamed(b"archive/data/1", b"archive/data/0", "local central"), Ambiguous),
-    "26 the pickle twice": (renamed(b"archive/byteorder", b"archive/data.pkl\0", "central"), Ambiguous),
-    "28 the same but for case": (renamed(b"archive/data/1", b"ARCHIVE/DATA/0", "local central"), Ambiguous),
-    "29 a NUL in a name": (renamed(b"archive/version", b"archive/ver\0ion", "local central"), Ambiguous),
-    "30 another name in the pickle's own header": (
-        renamed(b"archive/data.pkl", b"archive/data.pkx", "local"),
-        Ambiguous,
-    ),
-    "31 another method in the pickle's own header": (patched(PKL, "local", 8, b"\x08\0"), Corrupt),
-    "33 the pickle's checksum": (patched(PKL, "central", 16, b"abcd"), Corrupt),
-    "36 no descriptor": (lambda d: put(d, d.index(b"PK\x07\x08"), b"PKxx"), Corrupt),
-    "37 a larger size": (patched(PKL, "central", 24, struct.pack("<I", 5000)), Corrupt),
-    "38 encrypted": (patched(PKL, "central", 8, b"\x09\x08"), Unsupported),
-    "38 patched": (patched(PKL, "central", 8, b"\x28\x08"), Unsupported),
-    "38 masked": (patched(PKL, "central", 8, b"\x08\x28"), Unsupported),
-    "39 method 99": (patched(PKL, "central", 10, b"\x63\0"), Unsupported),
-    "42 overlapping": (patched(W, "central", 42, struct.pack("<I", 0)), Corrupt),
-    "43 a header beyond the end": (patched(W, "central", 42, struct.pack("<I", 10**9)), Corrupt),
-    "43 a header inside the directory": (patched(W, "central", 42, struct.pack("<I", DIRECTORY + 4)), Corrupt),
-    "44 no header there": (lambda d: put(d, 0, b"PK\x05\x06"), Corrupt),
-    "48 another disk": (with_end(4, b"\1\0"), Unsupported),
-    "48 an entry on another disk": (patched(W, "central", 34, b"\1\0"), Unsupported),
-    "50 a name that is not UTF-8": (renamed(b"archive/version", b"archive/v\xff\xfesio", "local central"), Corrupt),
-    "49 too many entries": (
-        lambda d: with_end64(24, struct.pack("<QQ", 10**7, 10**7))(with_end(8, b"\xff\xff\xff\xff")(d)),
-        LimitExceeded,
-    ),
-    "20 a damaged entry": (patched(W, "central", 0, b"PX"), Corrupt),
-}
-
-
-def narrow(data: bytes) -> bytes:
-    """The archive without its zip64 end records."""
-    return data[:END64_AT] + data[END_AT:]
-
-
-def rebased(data: bytes, by: int) -> bytes:
-    """The archive as it must be to begin at byte `by` of a file."""
-    at = DIRECTORY
-    while data[at : at + 4] == b"PK\x01\x02":
-        n, m, k = struct.unpack_from("<3H", data, at + 28)
-        data = put(data, at + 42, struct.pack("<I", struct.unpack_from("<I", data, at + 42)[0] + by))
-        at += CENTRAL.size + n + m + k
-    data = put(data, END64_AT + 48, struct.pack("<Q", DIRECTORY + by))
-    data = put(data, END_AT - 12, struct.pack("<Q", END64_AT + by))
-    return put(data, END_AT + 16, struct.pack("<I", DIRECTORY + by))
-
-
-def test_the_file_itself_is_read(tmp_path: Path) -> None:
-    assert list(read(written(FILE, tmp_path / "a.pt")).tree) == ["w", "v"]
-
-
-@looped("name", BROKEN)
-def test_a_broken_archive_is_refused_and_left_as_it_was(name: str, tmp_path: Path) -> None:
-    edit, error = BROKEN[name]
-    data = edit(FILE)
-    assert data != FILE
-    path = written(data, tmp_path / "a.pt")
-    with pytest.raises(error) as caught:
-        read(path)
-    assert str(path) in caught.value.what
-    assert path.read_bytes() == data
+W = "archive/data/0"
 
 
 # Predicted, then confirmed --------------------------------------------------------------------------------------------

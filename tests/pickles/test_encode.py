@@ -225,3 +225,23 @@ def test_a_large_random_tree_agrees_with_python() -> None:
     buffer = io.BytesIO()
     pickle.Pickler(buffer, 2).dump(nodes)
     assert without_recalled_texts(to_bytes(as_tree(nodes))) == without_recalled_texts(buffer.getvalue())
+
+
+@looped("seed", range(8))
+def test_many_tensors_are_written_as_torch_writes_each(seed: int, tmp_path: Path) -> None:
+    """Of few shapes, as in models, among ties, views, parameters, gradients, and texts that are keys of storages."""
+    rng = random.Random(seed)
+    made = [torch.zeros(0), torch.zeros(3, 4)]
+    value: list[Any] = []
+    for number in range(600):
+        kind = rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.int64])
+        tensor = torch.zeros(rng.choice([(4,), (4,), (3, 4), (), (0,)]), dtype=kind)
+        other = rng.choice(made)
+        odd = [other, other[1:], tensor.t() if tensor.dim() == 2 else tensor, torch.nn.Parameter(torch.ones(4))]
+        odd += [torch.ones(4, requires_grad=True), str(number), {str(number + 1): number}, torch.zeros(7)[2:6]]
+        new = rng.choice(odd) if rng.random() < 0.3 else tensor
+        made += [new] if type(new) is torch.Tensor and new.dim() else []
+        value.append(new)
+    original = written(torch_bytes(value), tmp_path / f"{seed}.pt")
+    rewritten(original, tmp_path / f"{seed}b.pt")
+    assert without_recalled_texts(pickle_of(tmp_path / f"{seed}b.pt")) == without_recalled_texts(pickle_of(original))

@@ -16,8 +16,7 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import CkptoolError, UnsafeObject
-from ckptool.pickles.known import is_own
-from ckptool.pickles.names import SHARED_MODULES
+from ckptool.pickles.known import SHARED_MODULES, is_own
 from tests.support.cli import Run
 from tests.support.hidden_effects import hidden_effects
 from tests.support.hostile_inputs import name, pickle_zip, program, tensor, text

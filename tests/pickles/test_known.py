@@ -33,7 +33,7 @@ from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles import plain as values
-from ckptool.pickles.names import PYTHON_MODULES, TORCH_CLASSES
+from ckptool.pickles.known import PYTHON_MODULES, TORCH_CLASSES
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, state_pickle, tensor, text
 from tests.support.looped import looped
 
@@ -43,10 +43,9 @@ REMOVED = {"_LinearWithBias", "_UpsamplingBase"}
 
 @pytest.mark.filterwarnings("ignore")
 def test_listed_classes_of_torch_are_there() -> None:
-    for home, names in TORCH_CLASSES.items():
-        for module, each in known.named(names, home):
-            if not module.startswith(OLD) and each not in REMOVED:
-                assert isinstance(getattr(importlib.import_module(module), each, None), type), (module, each)
+    for module, each in known.named(TORCH_CLASSES):
+        if not module.startswith(OLD) and each not in REMOVED:
+            assert isinstance(getattr(importlib.import_module(module), each, None), type), (module, each)
 
 
 def test_every_module_of_torch_nn_is_listed() -> None:

@@ -28,6 +28,7 @@ from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
+from tests.support.decoding import decode_pickle
 from tests.support.looped import examples, looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
 from tests.support.pickled_graphs import as_tree, graphs
@@ -231,18 +232,37 @@ def test_cut_off_at_every_byte(protocol: int, small: bool, monkeypatch: pytest.M
         assert caught.value.what.startswith("cut: ")
 
 
-@pytest.mark.parametrize("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
-def test_whole_frames(data: bytes, tiny: None) -> None:
-    assert_same_tree(decoded(skeleton(InlineBytes(data), name="a")).root, pickle.loads(data))
+@looped("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
+def test_frames_are_as_python_reads_them(data: bytes, tiny: None) -> None:
+    expected, found = pickle.loads(data), decode_pickle(data)
+    assert data[found.end - 1 :].startswith(b".") and found.end == data.rindex(b".") + 1
+    for root in (found.root, decoded(skeleton(InlineBytes(data), name="a")).root):
+        assert_same_tree(root, expected)
 
 
 @pytest.mark.parametrize("small", [False, True])
 @looped("data", TORN_FRAMES.values(), ids=TORN_FRAMES)
-def test_torn_frames_are_corrupt(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_that_tear_an_opcode_are_corrupt(data: bytes, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
         use_tiny(monkeypatch)
     with pytest.raises(Corrupt):
         skeleton(InlineBytes(b"\x80\x04" + data), name="a")
+    with pytest.raises(Corrupt):
+        decode_pickle(b"\x80\x04" + data)
+
+
+def test_a_hundred_thousand_frames_are_read_within_a_second() -> None:
+    data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
+    with soon(1):
+        assert len(decode_pickle(data).root) == 100_000
+
+
+@looped("op", [0xFE, 0xFF])
+def test_the_opcodes_of_our_own_are_none_in_a_file(op: int) -> None:
+    own = b"%c\0\0\0\0." % op
+    for data in (own, b"\x80\x04" + frame(own), b"\x80\x04" + frame(b"N%c" % op) + b"."):
+        with pytest.raises(Corrupt, match=f"0x{op:02x} is not"):
+            decode_pickle(data)
 
 
 def test_a_long_value_that_reaches_over_its_frame_is_corrupt() -> None:

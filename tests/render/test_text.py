@@ -19,7 +19,7 @@ from ckptool.facts import Note, Table, bar, dim, facts_of, green, short, size
 from ckptool.pickles.plain import to_json
 from ckptool.render.lines import error_text, lines
 from ckptool.render.lines import text as report_text
-from ckptool.render.style import PLAIN, Style, columns
+from ckptool.render.style import PLAIN, Style
 from ckptool.verbs._save import Written
 
 F32 = by_name("f32")
@@ -71,8 +71,8 @@ def test_counts_and_bars() -> None:
 
 
 def test_columns_are_as_wide_as_they_need() -> None:
-    assert columns([("a", "1"), ("bbb", "22")], right=(1,), indent="") == ["a     1", "bbb  22"]
-    long = columns([("x" * 200, "1"), ("y", "2")])
+    assert list(lines([Table([("a", "1"), ("bbb", "22")], right=(1,), indent=0)])) == ["a     1", "bbb  22"]
+    long = list(lines([Table([("x" * 200, "1"), ("y", "2")])]))
     assert long[0] == f"  {'x' * 200}  1" and len(long[1]) < 90
 
 

@@ -250,7 +250,7 @@ MESSAGES = {
 @looped("code", MESSAGES)
 def test_a_message_is_recognised(code: str) -> None:
     found = recognised(MESSAGES[code])
-    assert found is not None and found.code == code
+    assert found is not None and found.finding.code == code
     (finding,) = ckptool.doctor(error=MESSAGES[code]).findings
     assert finding.code == code and finding.what and (finding.fixes or finding.advice)
 
@@ -321,7 +321,7 @@ def test_real_messages_of_this_torch(tmp_path: Path) -> None:
         with pytest.raises(Exception) as caught:
             attempt()
         found = recognised(f"{type(caught.value).__name__}: {caught.value}")
-        assert found is not None and found.code == code, str(caught.value)
+        assert found is not None and found.finding.code == code, str(caught.value)
 
 
 def test_an_error_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_every_command_of_the_table_exists() -> None:
     from ckptool.commands import VERBS as COMMANDS
 
     for known in known_errors():
-        for fix in known.fixes:
+        for fix in known.finding.commands:
             assert fix[0] == "ckptool" and fix[1] in COMMANDS, fix
 
 

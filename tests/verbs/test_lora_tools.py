@@ -264,7 +264,7 @@ def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
     other = saved({"b.weight": torch.ones(5, 6)}, tmp_path / "other.safetensors")
     with pytest.raises(NoMatch, match="No base has them"):
         ckptool.lora_convert(*arguments, to="peft", base=other)
-    with pytest.raises(Conflict, match=r"layers_0_q_a is layers\.0\.q\.a, layers\.0\.q_a"):
+    with pytest.raises(Conflict, match=r"layers_0_q_a\.weight is layers\.0\.q\.a\.weight, layers\.0\.q_a\.weight"):
         ckptool.lora_convert(*arguments, to="peft", base=[first, second])
     assert not (tmp_path / "p").exists()
     ckptool.lora_convert(*arguments, to="peft", base=[first, other])

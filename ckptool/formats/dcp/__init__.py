@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
@@ -33,7 +33,7 @@ from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
-from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Path, Place, Saved, Tables, table_names
+from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Place, Saved, Tables, table_names
 from ckptool.formats.folder import number_in, refuse_other_steps
 from ckptool.formats.pieces import Joiner, Piece
 
@@ -86,9 +86,11 @@ def read(source: Input) -> Checkpoint:
     untied = _check_steps(tables, values)
     tree, metadata, notes = tree_pickle.restored(values)
     if tree is None:
-        paths, flat = _paths(tables, values)
-        tree, restored = with_optimizers(_nested(tables, values, paths))
-        notes += [*flat, *restored]
+        tree, restored = with_optimizers(_nested(tables, values))
+        if not tables.paths and any("." in name for name in values):
+            what = "the nesting of the names is not recorded, so they stay as torch flattened them"
+            notes.append(Note("flat-names", what))
+        notes += restored
     notes += [*joined.notes(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded)
     part = _flattened(tables)
@@ -130,16 +132,17 @@ def _facts(tables: Tables, tree: dict[Any, Any]) -> dict[str, Any]:
 def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
     """The contents of one file: whole tensors, objects, and chunks, named by their tensor and their offsets in it."""
     tree: dict[Any, Any] = {}
-    for name, value in tables.values.items():
-        for box, place in value.chunks:
-            if place.file != file:
-                continue
-            label = name if len(value.chunks) == 1 else f"{name}@{','.join(map(str, box[0]))}"
+    own = {
+        name: replace(value, chunks=[each for each in value.chunks if each[1].file == file])
+        for name, value in tables.values.items()
+    }
+    chunks = payloads.opened(own)
+    for name, value in own.items():
+        for number, (box, place) in enumerate(value.chunks):
+            label = name if len(tables.values[name].chunks) == 1 else f"{name}@{','.join(map(str, box[0]))}"
             if label in tree:
                 raise tables.damaged(f"has two values called {label}")
-            tree[label] = (
-                payloads.object(name, place) if value.dtype is None else payloads.chunk(name, place, box, value.dtype)
-            )
+            tree[label] = payloads.object(name, place) if value.dtype is None else chunks[name][number]
     if not tree:
         what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
         why = "It may be left from another run; its tensors have no names."
@@ -227,16 +230,14 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
 # The tree ------------------------------------------------------------------------------------------------------------
 
 
-def _paths(tables: Tables, values: dict[str, Any]) -> tuple[dict[str, Path], list[Note]]:
-    """For every name its path in what was saved; and a note where it is not recorded."""
-    if not tables.paths:
-        note = Note("flat-names", "the nesting of the names is not recorded, so they stay as torch flattened them")
-        return {}, [note] if any("." in name for name in values) else []
-    paths: dict[str, Path] = {}
-    for name in values:
-        path = tables.paths.get(name)
-        if path is None:
-            continue
+def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
+    """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own
+    reader. Without a path, a name stays as it is."""
+    root: dict[Any, Any] = {}
+    holders: list[tuple[dict[Any, Any], str | int]] = []  # what each is in, and its key there; parents first
+    made = {id(root)}
+    for name, value in values.items():
+        path = tables.paths.get(name, (name,))
         if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
@@ -244,43 +245,28 @@ def _paths(tables: Tables, values: dict[str, Any]) -> tuple[dict[str, Path], lis
             raise LimitExceeded(what, "No checkpoint is.")
         if not all(type(part) in (str, int) for part in path):
             raise tables.damaged(f"has a path for {name} that is not of names and numbers")
-        paths[name] = tuple(path)
-    return paths, []
-
-
-class _List(dict[int, Any]):
-    """A list of which the elements come in any order."""
-
-
-def _nested(tables: Tables, values: dict[str, Any], paths: dict[str, Path]) -> dict[Any, Any]:
-    """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own
-    reader."""
-    root: dict[Any, Any] = {}
-    lists: list[tuple[dict[Any, Any], str | int]] = []
-    containers: set[int] = {id(root)}
-    for name, value in values.items():
-        path = paths.get(name, (name,))
         node = root
-        for key, after in pairwise(path):
+        for key in path[:-1]:
             if key not in node:
-                below: dict[Any, Any] = _List() if type(after) is int else {}
-                node[key] = below
-                containers.add(id(below))
-                if isinstance(below, _List):
-                    lists.append((node, key))
+                node[key] = {}
+                made.add(id(node[key]))
+                holders.append((node, key))
             node = node[key]
-            if id(node) not in containers or isinstance(node, _List) != (type(after) is int):
+            if id(node) not in made:
                 raise tables.damaged(f"has a path for {name} that goes through another value")
         if path[-1] in node:
             raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
-    for parent, key in reversed(lists):
-        # The elements in order; torch records no empty dictionaries, and reads None in their places.
+    for parent, key in reversed(holders):
         parts = parent[key]
-        last = max(parts)
-        if min(parts) < 0 or last > 4 * len(parts) + 1_000:
-            raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
-        parent[key] = [parts.get(i) for i in range(last + 1)]
+        numbers = sum(type(part) is int for part in parts)
+        if 0 < numbers < len(parts):
+            raise tables.damaged(f"has a path for {key} that goes through another value: names and numbers are in it")
+        if numbers:  # the elements in order; torch records no empty dictionaries, and reads None in their places
+            last = max(parts)
+            if min(parts) < 0 or last > 4 * len(parts) + 1_000:
+                raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
+            parent[key] = [parts.get(i) for i in range(last + 1)]
     return root
 
 

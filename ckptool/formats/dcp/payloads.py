@@ -31,7 +31,7 @@ class Payloads:
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
     _templates: Templates = field(default_factory=Templates)
-    _streams: compressed.Streams = field(default_factory=compressed.Streams)
+    _compressed: compressed.Chunks = field(default_factory=compressed.Chunks)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
 
     def object(self, name: str, place: Place) -> Any:
@@ -39,7 +39,7 @@ class Payloads:
         part = self._part(place)
         if place.transforms:
             compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
-            value, discarded = compressed.compressed_object(part, self._streams)
+            value, discarded = compressed.compressed_object(part)
             self.discarded += discarded
             return value
         return self._zip(name, part).tree
@@ -73,7 +73,7 @@ class Payloads:
         part = self._part(place)
         if place.transforms:
             compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
-            return compressed.compressed_tensor(part, self._streams, box[1], dtype, name)
+            return compressed.compressed_tensor(part, self._compressed, box[1], dtype, name)
         known = self._templates.entry_of(part)
         if known is not None:
             return known

@@ -33,8 +33,9 @@ from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
-from ckptool.formats.dcp.table_pickle import SavedChunk, SavedValue, table_pickle
-from ckptool.formats.dcp.tables import MAX_METADATA, METADATA
+from ckptool.formats.dcp.table_pickle import table_pickle
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Place, Saved
+from ckptool.formats.pieces import Box
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 
@@ -106,7 +107,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
         notes = (Note(KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
-    table = table_pickle({name: saving.described(name, value, flat) for name, value in flat.values.items()})
+    saved = {}
+    for name, value in flat.values.items():
+        chunks = [(box, Place(_file_name(item.rank), item.begin, item.size)) for box, item in saving.items[name]]
+        saved[name] = Saved(chunks=chunks, path=flat.paths[name])
+        if isinstance(value, TensorEntry):
+            saved[name] = Saved(value.shape, value.dtype, value.flags.requires_grad, chunks, flat.paths[name])
+    table = table_pickle(saved)
     if len(table) > MAX_METADATA:
         what = f"the table would have {len(table):,} bytes"
         raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
@@ -118,12 +125,11 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
 
 class _ZipShape(NamedTuple):
-    """All that the zip of a tensor depends on beside its bytes. offset: in the storage of `nbytes`."""
+    """All that the zip of a tensor depends on beside the bytes of its storage, of which it is the beginning."""
 
     dtype: DType
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
     location: str
     nbytes: int
 
@@ -160,7 +166,7 @@ class _Zip:
 
     def __init__(self, shape: _ZipShape) -> None:
         storage = Storage(Computed(shape.nbytes, lambda offset, length: b""), shape.location)
-        entry = TensorEntry(storage, shape.dtype, shape.shape, shape.stride, shape.offset)
+        entry = TensorEntry(storage, shape.dtype, shape.shape, shape.stride)
         (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
         parts = list(segments)
         at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
@@ -192,7 +198,7 @@ class _Saving:
 
     def __init__(self, division: RankDivision) -> None:
         self.division = division
-        self.items: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], _Item]]] = {}
+        self.items: dict[str, list[tuple[Box, _Item]]] = {}
         self.objects: list[_Item] = []
         self.divided: list[_Item] = []
         self.whole: list[_Item] = []
@@ -210,7 +216,7 @@ class _Saving:
         self.checks += plan.checks
         item = _Item(plan.nbytes, segments=segments)
         self.objects.append(item)
-        self.items[name] = [((), (), item)]
+        self.items[name] = [(((), ()), item)]
         for number, storage in enumerate(storages(value)):
             self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
@@ -224,9 +230,9 @@ class _Saving:
             return
         chunks = self.items[name] = []
         for rank, (begin, block) in enumerate(blocks):
-            item = self._row_major(name, block, rank)
+            item = _row_major(name, block, rank)
             self.divided.append(item)
-            chunks.append((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape, item))
+            chunks.append(((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape), item))
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -241,27 +247,21 @@ class _Saving:
             self._settle(entry.storage, tree_pickle.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
-        item = self._as_it_lies(name, entry)
-        self.whole.append(item)
-        self.items[name] = [((0,) * len(entry.shape), entry.shape, item)]
-
-    def _as_it_lies(self, name: str, entry: TensorEntry) -> _Item:
         """The part of its storage that it touches, with its strides."""
         start, stop = entry.span()
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
-            return self._row_major(name, resolved(entry))
-        self._settle(entry.storage, tree_pickle.Home(name, start, stop))
-        data = subrange(entry.storage.data, start, stop - start)
-        whole = data is entry.storage.data
-        if not whole and (entry.storage.crc is not None or isinstance(entry.storage.data, Computed)):
-            self.checks.append(entry.storage)
-        shape = _ZipShape(entry.dtype, entry.shape, entry.stride, 0, entry.location, stop - start)
-        return _Item(_zip_of(shape).size, shape, data, entry.storage.crc if whole else None, name)
-
-    def _row_major(self, name: str, entry: TensorEntry, rank: int = 0) -> _Item:
-        strides = row_major_strides(entry.shape)
-        shape = _ZipShape(entry.dtype, entry.shape, strides, 0, entry.location, entry.nbytes)
-        return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
+            item = _row_major(name, entry)
+        else:
+            storage = entry.storage
+            self._settle(storage, tree_pickle.Home(name, start, stop))
+            data = subrange(storage.data, start, stop - start)
+            crc = storage.crc if data is storage.data else None
+            if data is not storage.data and (storage.crc is not None or isinstance(storage.data, Computed)):
+                self.checks.append(storage)
+            shape = _ZipShape(entry.dtype, entry.shape, entry.stride, entry.location, stop - start)
+            item = _Item(_zip_of(shape).size, shape, data, crc, name)
+        self.whole.append(item)
+        self.items[name] = [(((0,) * len(entry.shape), entry.shape), item)]
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
@@ -287,14 +287,10 @@ class _Saving:
             files[item.rank].append(item)
         return {_file_name(rank): _RankFile(items) for rank, items in enumerate(files) if items}
 
-    def described(self, name: str, value: Any, flat: FlatNames) -> SavedValue:
-        chunks = [
-            SavedChunk(begin, sizes, _file_name(item.rank), item.begin, item.size)
-            for begin, sizes, item in self.items[name]
-        ]
-        if not isinstance(value, TensorEntry):
-            return SavedValue(flat.paths[name], None, chunks=chunks)
-        return SavedValue(flat.paths[name], value.dtype, value.shape, value.flags.requires_grad, chunks)
+
+def _row_major(name: str, entry: TensorEntry, rank: int = 0) -> _Item:
+    shape = _ZipShape(entry.dtype, entry.shape, row_major_strides(entry.shape), entry.location, entry.nbytes)
+    return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
 
 
 def _file_name(rank: int) -> str:

@@ -6,90 +6,76 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from struct import pack
-from typing import NamedTuple
+from typing import Any
 
 from ckptool.checkpoint.dtypes import DType
+from ckptool.formats.dcp.tables import Saved
 from ckptool.pickles.encode import integer
 
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
-_STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
-class SavedChunk(NamedTuple):
-    """A block of a tensor (or an object, without sizes), and the file and range of bytes that it is in."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
-
-
-@dataclass(slots=True, eq=False)
-class SavedValue:
-    """A value as the table describes it; an object has no dtype and one chunk. path: its keys and indices."""
-
-    path: tuple[str | int, ...]
-    dtype: DType | None
-    shape: tuple[int, ...] = ()
-    requires_grad: bool = False
-    chunks: list[SavedChunk] = field(default_factory=list)
-
-
-def table_pickle(values: Mapping[str, SavedValue]) -> bytes:
+def table_pickle(values: Mapping[str, Saved]) -> bytes:
     """The pickle of a `Metadata` of these values, by their flat names."""
     out = _Pickle()
-    out.new(_MODULE, "Metadata")
-    out.raw += b"}("
-    out.text("state_dict_metadata")
-    out.raw += b"}"
-    for name, value in values.items():
-        out.text(name)
-        _describe(out, value)
-        out.raw += b"s"
-    out.text("planner_data")
-    out.raw += b"}"
-    for name, value in values.items():
-        out.text(name)
+
+    def mapping(items: Iterable[tuple[Callable[[], None], Callable[[], None]]]) -> None:
+        out.raw += b"}"
+        for key, value in items:
+            key()
+            value()
+            out.raw += b"s"
+
+    def described(value: Saved) -> None:
+        if value.dtype is None:
+            out.new(_MODULE, "BytesStorageMetadata")
+            return
+        properties = partial(_properties, out, value.dtype, value.requires_grad)
+        chunks = partial(listed, value)
+        out.new(_MODULE, "TensorStorageMetadata", properties=properties, size=value.shape, chunks=chunks)
+
+    def listed(value: Saved) -> None:
+        out.raw += b"]("
+        for (offsets, sizes), _ in value.chunks:
+            out.new(_MODULE, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
+        out.raw += b"e"
+
+    def path(value: Saved) -> None:
         out.raw += b"("
         for key in value.path:
-            out.text(key) if isinstance(key, str) else out.number(key)
-        out.raw += b"ts"
-    out.text("storage_data")
-    out.raw += b"}"
-    for name, value in values.items():
-        for index, chunk in enumerate(value.chunks):
-            _place(out, name, index if value.dtype else None, chunk)
-            out.raw += b"s"
-    _rest(out)
-    return bytes(out.raw)
+            out.value(key)
+        out.raw += b"t"
 
+    def index(name: str, value: Saved, number: int) -> None:
+        where = {} if value.dtype is None else {"offset": value.chunks[number][0][0]}
+        out.new(_MODULE, "MetadataIndex", fqn=name, **where, index=None if value.dtype is None else number)
 
-def _describe(out: _Pickle, value: SavedValue) -> None:
-    if value.dtype is None:
-        out.new(_MODULE, "BytesStorageMetadata")
-        return
-    out.new(_MODULE, "TensorStorageMetadata")
-    out.raw += b"}("
-    out.text("properties")
-    _properties(out, value.dtype, value.requires_grad)
-    out.text("size")
-    out.size(value.shape)
-    out.text("chunks")
-    out.raw += b"]("
-    for chunk in value.chunks:
-        out.new(_MODULE, "ChunkStorageMetadata")
-        out.raw += b"}("
-        out.text("offsets")
-        out.size(chunk.offsets)
-        out.text("sizes")
-        out.size(chunk.sizes)
-        out.raw += b"ub"
-    out.raw += b"eub"
+    def place(value: Saved, number: int) -> None:
+        file, begin, length, _ = value.chunks[number][1]
+        module = "torch.distributed.checkpoint.filesystem"
+        out.new(module, "_StorageInfo", relative_path=file, offset=begin, length=length)
+
+    def modules() -> None:
+        out.raw += b"]"
+
+    chunks = ((name, value, number) for name, value in values.items() for number in range(len(value.chunks)))
+    out.new(
+        _MODULE,
+        "Metadata",
+        state_dict_metadata=lambda: mapping((partial(out.text, k), partial(described, v)) for k, v in values.items()),
+        planner_data=lambda: mapping((partial(out.text, name), partial(path, value)) for name, value in values.items()),
+        storage_data=lambda: mapping((partial(index, *each), partial(place, *each[1:])) for each in chunks),
+        # What says nothing of the values: torch's own has a random number of the writer, and the path of the folder.
+        storage_meta=lambda: out.new(
+            _MODULE, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=modules
+        ),
+        version=VERSION,
+    )
+    return bytes(out.raw) + b"."
 
 
 def _properties(out: _Pickle, dtype: DType, requires_grad: bool) -> None:
@@ -105,43 +91,6 @@ def _properties(out: _Pickle, dtype: DType, requires_grad: bool) -> None:
     out.name(_MODULE, "_MEM_FORMAT_ENCODING")
     out.raw += b"K\x00\x85R\x89tb"
     out.keep(key)
-
-
-def _place(out: _Pickle, name: str, index: int | None, chunk: SavedChunk) -> None:
-    out.new(_MODULE, "MetadataIndex")
-    out.raw += b"}("
-    out.text("fqn")
-    out.text(name)
-    if index is not None:
-        out.text("offset")
-        out.size(chunk.offsets)
-    out.text("index")
-    out.raw += b"N" if index is None else integer(index)
-    out.raw += b"ub"
-    out.new(*_STORAGE_INFO)
-    out.raw += b"}("
-    out.text("relative_path")
-    out.text(chunk.file)
-    out.text("offset")
-    out.number(chunk.begin)
-    out.text("length")
-    out.number(chunk.length)
-    out.raw += b"ub"
-
-
-def _rest(out: _Pickle) -> None:
-    """What says nothing of the values: torch's own has a random number of the writer, and the path of the folder."""
-    out.text("storage_meta")
-    out.new(_MODULE, "StorageMeta")
-    out.raw += b"}("
-    for key in ("checkpoint_id", "save_id", "load_id"):
-        out.text(key)
-        out.raw += b"N"
-    out.text("modules")
-    out.raw += b"]ub"
-    out.text("version")
-    out.text(VERSION)
-    out.raw += b"ub."
 
 
 class _Pickle:
@@ -169,18 +118,36 @@ class _Pickle:
             self.raw += b"X" + pack("<I", len(encoded)) + encoded
             self.keep(text)
 
-    def number(self, number: int) -> None:
-        self.raw += integer(number)
-
     def name(self, module: str, name: str) -> None:
         if not self.recall((module, name)):
             self.raw += f"c{module}\n{name}\n".encode()
             self.keep((module, name))
 
-    def new(self, module: str, name: str) -> None:
-        """An object made without arguments."""
+    def new(self, module: str, name: str, **fields: Any) -> None:
+        """An object made without arguments, with these fields: texts, numbers, sizes, None, or what writes the value.
+
+        Without any, it gets no state.
+        """
         self.name(module, name)
         self.raw += b")\x81"
+        if fields:
+            self.raw += b"}("
+            for key, value in fields.items():
+                self.text(key)
+                self.value(value)
+            self.raw += b"ub"
+
+    def value(self, value: Any) -> None:
+        if value is None:
+            self.raw += b"N"
+        elif isinstance(value, str):
+            self.text(value)
+        elif isinstance(value, int):
+            self.raw += integer(value)
+        elif isinstance(value, tuple):
+            self.size(value)
+        else:
+            value()
 
     def size(self, sizes: Iterable[int]) -> None:
         """A `torch.Size`."""

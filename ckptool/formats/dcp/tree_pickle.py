@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint import tree as trees
-from ckptool.checkpoint.graph import SCALARS, structural_parts, visit
+from ckptool.checkpoint.graph import SCALARS, alike, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
 from ckptool.checkpoint.strided import resolved, row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt
@@ -193,30 +193,18 @@ def _is_same(found: Any, value: Any, left: list[int]) -> bool:
     these, types and shapes.
     """
     if isinstance(found, TensorEntry) and isinstance(value, TensorEntry):
-        alike = (found.dtype, found.shape) == (value.dtype, value.shape)
-        if not alike or found.view == value.view:
-            return alike and found.flags.lazy == value.flags.lazy
+        is_like = (found.dtype, found.shape) == (value.dtype, value.shape)
+        if not is_like or found.view == value.view:
+            return is_like and found.flags.lazy == value.flags.lazy
         pair = row_major(resolved(found)), row_major(value)  # the table's are no conjugate or negative views
         length = min(left[0], BEGINNING, pair[0].length)
         left[0] -= length
         return pair[0].read(0, length) == pair[1].read(0, length)
-    pairs, seen = [(found, value)], set()
-    while pairs:
-        one, other = pairs.pop()
-        if one is other or (id(one), id(other)) in seen:
-            continue
-        seen.add((id(one), id(other)))
-        if type(one) is not type(other):
-            return False
-        if isinstance(one, TensorEntry):
-            if (one.dtype, one.shape) != (other.dtype, other.shape):
-                return False
-        elif type(one) in SCALARS or type(one) is bytes:
-            if one != other and repr(one) != repr(other):  # NaN is the same as NaN
-                return False
-        else:
-            parts = list(structural_parts(one)), list(structural_parts(other))
-            if len(parts[0]) != len(parts[1]):
-                return False
-            pairs += zip(*parts, strict=True)
-    return True
+    return alike(found, value, equal=_is_same_leaf)
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, TensorEntry):
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
+    is_plain = type(one) in SCALARS or type(one) is bytes
+    return not is_plain or one == other or repr(one) == repr(other)  # NaN is the same as NaN

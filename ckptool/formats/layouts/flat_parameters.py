@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, counted, listed
 from ckptool.formats.layouts.rank_files import NAME, RankSets, is_flat_parameter
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import distributed
 
 MODEL = "model"
@@ -46,8 +46,12 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         what = f"the files have tensors that the description has not: {listed(more, 3)}"
         raise _conflict(folder, what, "The description is of another model.")
     joiner = ranks.files.joiner
-    buffers = {name: _buffer(joiner, name, shapes[name], trees) for name in shapes}
-    found = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+    found: dict[str, TensorEntry] = {}
+    for name, shape in shapes.items():  # a buffer is whole on every rank; of a parameter each has a piece or nothing
+        whole = [entry for tree in trees if isinstance(entry := tree.get(name), TensorEntry) and entry.shape == shape]
+        if len(whole) == len(trees) and (len(trees) > 1 or len(shape) != 1):
+            copies = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
+            found[name] = joiner.replicated(name, copies)
     for key in flat:
         begin = key[: key.rindex(key.rpartition(".")[2])]
         below = [other[: other.rindex(other.rpartition(".")[2])] for other in flat if other != key]
@@ -91,16 +95,6 @@ def _is_sorted(names: list[str]) -> bool:
     place = {name: index for index, name in enumerate(names)}
     biases = {name: place.get(f"{name.removesuffix('weight')}bias") for name in names if name.endswith("weight")}
     return names == sorted(names) and any(at is not None and at < place[name] for name, at in biases.items())
-
-
-def _buffer(joiner: Joiner, name: str, shape: tuple[int, ...], trees: Sequence[dict[Any, Any]]) -> TensorEntry | None:
-    """The tensor that every rank has whole; None for a parameter, of which each has a piece or nothing."""
-    entries = [tree.get(name) for tree in trees]
-    whole = [entry for entry in entries if isinstance(entry, TensorEntry) and entry.shape == shape]
-    if len(whole) < len(trees) or (len(trees) == 1 and len(shape) == 1):
-        return None
-    chunks = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
-    return joiner.replicated(name, chunks)
 
 
 def _places(

@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
 from ckptool.formats import safetensors
@@ -58,20 +58,17 @@ def read(source: Folder) -> Checkpoint:
             if begin is None or len(begin) != len(entry.shape):
                 raise damaged(source, f"{name} does not say where its piece of {tensor} belongs")
             pieces.setdefault(tensor, []).append(Piece(entry, begin, f"rank {int(found['rank']) - 1}"))
-    join = joined.joiner.tensor
-    tree = {name: join(name, _extent(chunks), chunks[0].entry.dtype, chunks) for name, chunks in pieces.items()}
+    tree: dict[str, TensorEntry] = {}
+    for name, chunks in pieces.items():  # each reaches as far as its pieces do
+        ends = [[lo + n for lo, n in zip(*chunk.box, strict=True)] for chunk in chunks]
+        shape = tuple(map(max, zip(*ends, strict=False)))
+        tree[name] = joined.joiner.tensor(name, shape, chunks[0].entry.dtype, chunks)
     # Of one rank alone nothing tells that others had parts of the same tensors.
     divided = [name for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
         joined.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
     return replace(joined.checkpoint(NAME, tree, "torch, HuggingFaceStorageWriter", ranks[-1]), tensors_only=True)
-
-
-def _extent(chunks: list[Piece]) -> tuple[int, ...]:
-    """The shape that reaches as far as the pieces do."""
-    ends = [[lo + n for lo, n in zip(chunk.offsets, chunk.entry.shape, strict=False)] for chunk in chunks]
-    return tuple(map(max, zip(*ends, strict=False)))
 
 
 def saved_offsets(shard: Checkpoint) -> dict[str, Any]:

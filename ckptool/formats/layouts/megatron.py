@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
+from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
@@ -52,14 +53,45 @@ def read(source: Input) -> Checkpoint:
     `Truncated` without `common.pt`, `Unsupported` for another backend, `Conflict` for files of two iterations.
     """
     assert isinstance(source, Folder)
-    if not is_run(source):
-        return _iteration(source)
     from ckptool import formats
 
-    last = latest(source)
-    found = formats.read_alone(last)
-    source.adopt(os.path.basename(last.path), last)
-    return replace(found, source=source)
+    if is_run(source):
+        last = latest(source)
+        found = formats.read_alone(last)
+        source.adopt(os.path.basename(last.path), last)
+        return replace(found, source=source)
+    backend = _backend(source)
+    if backend != "torch_dist":
+        what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
+        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
+        raise Unsupported(
+            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
+        )
+    if COMMON not in source:
+        what = f"{source} has no {COMMON}"
+        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
+    found = dcp.read(source)
+    beside = formats.read_alone(source.open(COMMON))
+    if not isinstance(beside.tree, dict):
+        raise Corrupt(f"{source}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
+    tree = _sorted_by_kind(found.tree, beside.tree)
+    collisions = _fill(tree, beside.tree)
+    _name_parameters(tree.get("optimizer"))
+    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
+    if collisions:
+        what = counted(len(collisions), "entry is", "entries are")
+        shown = listed(collisions, 3)
+        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
+    ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
+    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, beside.tree.get("iteration"))
+    return replace(
+        found,
+        tree=tree,
+        container=NAME,
+        metadata=found.metadata | facts,
+        notes=tuple(notes),
+        discarded=(*found.discarded, *beside.discarded),
+    )
 
 
 def latest(run: Folder) -> Folder:
@@ -88,43 +120,6 @@ def _backend(folder: Folder) -> str:
     return backend if isinstance(backend, str) else ""
 
 
-def _iteration(folder: Folder) -> Checkpoint:
-    from ckptool import formats
-
-    backend = _backend(folder)
-    if backend != "torch_dist":
-        what = f"{folder} was saved by Megatron-Core with its backend {backend[:40]}"
-        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
-        raise Unsupported(
-            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
-        )
-    if COMMON not in folder:
-        what = f"{folder} has no {COMMON}"
-        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
-    found = dcp.read(folder)
-    beside = formats.read_alone(folder.open(COMMON))
-    if not isinstance(beside.tree, dict):
-        raise Corrupt(f"{folder}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
-    tree = _sorted_by_kind(found.tree, beside.tree)
-    collisions = _fill(tree, beside.tree)
-    _name_parameters(tree.get("optimizer"))
-    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
-    if collisions:
-        what = counted(len(collisions), "entry is", "entries are")
-        shown = listed(collisions, 3)
-        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
-    ranks = {match[1] for name in folder.names if (match := _RANK_FILE.fullmatch(name))}
-    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(folder, beside.tree.get("iteration"))
-    return replace(
-        found,
-        tree=tree,
-        container=NAME,
-        metadata=found.metadata | facts,
-        notes=tuple(notes),
-        discarded=(*found.discarded, *beside.discarded),
-    )
-
-
 def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
     """The iteration of an `iter_*` folder, by its files or its name. Raises `Conflict` where they are two."""
     named = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
@@ -147,7 +142,11 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
             tree.setdefault("sharded_objects", {}).setdefault(found[1], {})[found[2]] = value
         elif found := _OF_OPTIMIZER.fullmatch(name):
             chained, slot, parameter, buffer = found.groups()
-            own = _settings(tree.setdefault("optimizer", {}), common.get("optimizer"), chained)
+            own, beside = tree.setdefault("optimizer", {}), fields(common.get("optimizer"))
+            for key in (int(chained) if chained else None, "optimizer"):  # to where its groups are in `common.pt`
+                inside = beside.get(key)
+                if isinstance(inside, dict) and "param_groups" not in beside:
+                    own, beside = own.setdefault(key, {}), inside
             if slot:
                 own.setdefault("state", {}).setdefault(parameter, {})[slot] = value
             else:
@@ -157,15 +156,6 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
         else:
             tree[name] = value
     return {key: value for key, value in tree.items() if key != "model" or value}
-
-
-def _settings(optimizer: dict[Any, Any], common: Any, chained: str | None) -> dict[Any, Any]:
-    """The dictionary in the optimizer that stands where the parameter groups do in `common.pt`."""
-    for key in (int(chained) if chained else None, "optimizer"):
-        inside = common.get(key) if isinstance(common, dict) else None
-        if isinstance(inside, dict) and "param_groups" not in common:
-            optimizer, common = optimizer.setdefault(key, {}), inside
-    return optimizer
 
 
 def _fill(tree: dict[Any, Any], common: dict[Any, Any], above: str = "") -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import fields, items
-from ckptool.errors import Corrupt
+from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats.folder import complete, damaged, lacks, refuse_other
-from ckptool.formats.layouts.zero import Tag, checkpoint_of, joined_groups, parallel, shapes_of
+from ckptool.formats.layouts.zero import Tag, checkpoint_of, joined_groups, shapes_of
 from ckptool.formats.pieces import Piece
 
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
@@ -30,7 +30,11 @@ def read_stages(tag: Tag) -> Checkpoint:
     degrees = states[0].get("checkpoint_parallel_dimensions")
     wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
     if odd := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (wide and [tag.models[0]]):
-        raise parallel(tag.folder, odd[0])
+        raise Unsupported(
+            f"{tag.folder} was saved with tensor parallelism, which {odd[0]} is of",
+            "Each rank has parts of the weights, and how those are joined depends on the model.",
+            "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
+        )
     count = fields(degrees).get("pp_degree")
     facts: dict[int, dict[str, Any]] = {}
     complete(tag.folder, tags, count if type(count) is int else len(tags), tag.models[0])

@@ -13,8 +13,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
-from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, RankFolder, lacks, missing_names
+from ckptool.errors import Unsupported, counted, listed
+from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, RankFolder, lacks, missing_names, mixed
 from ckptool.formats.placements import RankFile
 from ckptool.formats.rank_trees import TreeJoiner, not_joinable
 
@@ -34,42 +34,35 @@ def read(source: Folder) -> Checkpoint:
     by itself. Raises `Conflict` for files of several runs or steps, `Corrupt` for missing files and parts, and
     `Unsupported` for a model that cannot be put together.
     """
-    ranks = RankSets(source)
-    tree = {name: _joined(ranks, name) for name in ranks.sets}
+    ranks, tree = RankSets(source), dict[str, Any]()
+    for name in ranks.sets:
+        files, trees = ranks.open(name)
+        if any(is_flat_parameter(key) for key in (trees[0] if isinstance(trees[0], dict) else ())):
+            raise Unsupported(
+                f"{source} holds FSDP's flat parameters (LOCAL_STATE_DICT), one vector for each wrapped module",
+                "The names and shapes of the parameters in it are not in the files: they alone do not give the model.",
+                "Take these from a spec or another checkpoint of the model: "
+                f"{command('convert', source.path, against=Slot('SPEC'), out=OUT)}",
+            )
+        walk, before = TreeJoiner(ranks.files.joiner), dict(ranks.files.joiner.different)
+        tree[name] = walk.join((name,), files, trees)
+        if unjoinable := walk.unjoinable():
+            ranks.files.joiner.different = before
+            if not name.startswith(("optim", "extra")):
+                raise not_joinable(source, name, unjoinable)
+            what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
+            ranks.files.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
+            tree[name] = {f"rank {file.rank}": each for file, each in zip(files, trees, strict=True)}
+            continue
+        walk.check()
+        ranks.files.notes += walk.notes()
     engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, one file per rank"
     return ranks.files.checkpoint(NAME, tree, engine, ranks.world)
-
-
-def _joined(ranks: RankSets, name: str) -> Any:
-    files, trees = ranks.open(name)
-    if any(is_flat_parameter(key) for key in (trees[0] if isinstance(trees[0], dict) else ())):
-        raise _flat(ranks.folder)
-    walk, before = TreeJoiner(ranks.files.joiner), dict(ranks.files.joiner.different)
-    whole = walk.join((name,), files, trees)
-    if unjoinable := walk.unjoinable():
-        ranks.files.joiner.different = before
-        if not name.startswith(("optim", "extra")):
-            raise not_joinable(ranks.folder, name, unjoinable)
-        what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
-        ranks.files.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
-        return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
-    walk.check()
-    ranks.files.notes += walk.notes()
-    return whole
 
 
 def is_flat_parameter(key: Any) -> bool:
     """True for the name of the vector that FSDP keeps the parameters of a module in."""
     return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
-
-
-def _flat(folder: Folder) -> Unsupported:
-    return Unsupported(
-        f"{folder} holds FSDP's flat parameters (LOCAL_STATE_DICT), one vector for each wrapped module",
-        "The names and shapes of the parameters in it are not in the files, so they alone do not give the model.",
-        "Take these from a spec or another checkpoint of the model: "
-        f"{command('convert', folder.path, against=Slot('SPEC'), out=OUT)}",
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -99,22 +92,16 @@ class RankSets:
             else:
                 continue
             if self.sets.setdefault(kind, {}).setdefault(int(found["rank"]), name) != name:
-                raise self._mixed([name, self.sets[kind][int(found["rank"])]])
+                raise mixed(self.folder, name, self.sets[kind][int(found["rank"])], "both are of one rank")
         if len(worlds) > 1:
-            raise self._mixed(list(worlds.values()))
+            one, other, *_ = worlds.values()
+            raise mixed(self.folder, one, other, "their world sizes differ")
         self.sets = dict(sorted(self.sets.items(), key=lambda item: not item[0].startswith("model")))
         self.world = max(*worlds, *(max(files) + 1 for files in self.sets.values()), 0)
         names = [name for files in self.sets.values() for name in files.values()]
         missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
         if missing:
             raise lacks(self.folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
-
-    def _mixed(self, names: list[str]) -> Conflict:
-        return Conflict(
-            f"{self.folder} holds the files of two runs: {listed(names, 3)}",
-            "Their world sizes differ.",
-            "Move the files of one of them to another folder.",
-        )
 
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""

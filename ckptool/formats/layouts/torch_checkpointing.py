@@ -11,18 +11,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
-from ckptool.checkpoint.files import Folder, Input, Source, read_json, read_small
+from ckptool.checkpoint.files import Folder, Input, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.formats.folder import RankFolder, lacks, missing_ranks
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.formats.folder import RankFolder, lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Piece
 from ckptool.formats.placements import (
     MAX_MESH,
@@ -49,27 +50,23 @@ _SUFFIXES = dict.fromkeys(("pt", "pth", "bin"), "TorchSerialization") | {
 
 
 def detect(head: bytes, source: Input) -> bool:
+    from ckptool.formats import read_alone
+
     if not isinstance(source, Folder):
         return False
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
     first = [name for name, found in _files(source).items() if found["suffix"][0] in "pb" and not int(found["rank"])]
-    return any(_holds_shares(source.open(name)) for name in first[:MAX_LOOKS])
+    for file in map(source.open, first[:MAX_LOOKS]):  # one with tensors of torch.distributed of which it has a part
+        with suppress(CkptoolError):
+            found = (distributed(node) for node in visit(read_alone(file).tree))
+            if any(each is not None and each.is_dtensor for each in found):
+                return True
+    return False
 
 
 def _files(folder: Folder) -> dict[str, re.Match[str]]:
     return {name: found for name in folder.names if (found := _FILE.fullmatch(name))}
-
-
-def _holds_shares(source: Source) -> bool:
-    """True for a file with tensors of torch.distributed of which it has a part."""
-    from ckptool.formats import read_alone
-
-    try:
-        found = (distributed(node) for node in visit(read_alone(source).tree))
-        return any(each is not None and each.is_dtensor for each in found)
-    except CkptoolError:
-        return False
 
 
 def belonging(folder: Folder) -> set[str]:
@@ -161,8 +158,7 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         if name not in placed and parts["item"] not in told:
             files, rank = found.setdefault(parts["item"] or "model", {}), int(parts["rank"])
             if rank in files:
-                what = f"{folder} has two files of one rank: {files[rank][0]} and {name}"
-                raise Conflict(what, "Which of them is the checkpoint's is not known.", "Move one of them away.")
+                raise mixed(folder, files[rank][0], name, "both are of one rank")
             files[rank] = name, _SUFFIXES[parts["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
@@ -234,25 +230,23 @@ def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> Ran
     """The blocks of a local tensor by its mesh and placements; None for a replica."""
     shape, mesh = sizes_of(data["global_shape"]), data["mesh_spec"]
     sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
-    axes = tuple(_axis(placement) for placement in data["placements"])
-    if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks) or len(axes) != len(sizes):
+    if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
         raise ValueError
-    if not any(axes):
-        return None
-    if any(axis is not None and not 0 <= axis[0] < len(shape) for axis in axes):
+    axes: list[Axis] = []
+    for placement in data["placements"]:
+        kind, dim, split = placement["type"], placement.get("dim"), placement.get("split_factor", 1)
+        if kind == "Replicate":
+            axes.append(None)
+        elif kind in ("Shard", "StridedShard") and all(type(n) is int for n in (dim, split)):
+            if not 0 <= dim < len(shape) or split < 1:
+                raise ValueError
+            axes.append((dim, split))
+        else:
+            raise ValueError
+    if len(axes) != len(sizes):
         raise ValueError
-    return file.divided(entry, shape, _dtype(data), file.mesh(ranks, row_major_axes(sizes)), axes, {}, entry.flags)
-
-
-def _axis(placement: dict[str, Any]) -> Axis:
-    if placement["type"] == "Replicate":
-        return None
-    if placement["type"] not in ("Shard", "StridedShard"):
-        raise ValueError
-    dim, split = placement["dim"], placement.get("split_factor", 1)
-    if type(dim) is not int or type(split) is not int or split < 1:
-        raise ValueError
-    return dim, split
+    mesh_of = file.mesh(ranks, row_major_axes(sizes))
+    return file.divided(entry, shape, _dtype(data), mesh_of, tuple(axes), {}, entry.flags) if any(axes) else None
 
 
 def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare:

@@ -55,8 +55,20 @@ def read_tag(folder: Folder) -> Checkpoint:
     if first["module"] is None:
         message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
         tag.files.notes.append(Note(NO_BUFFERS, message))
-    for name in (name for stage in tag.stages.values() for name in stage.models.values()):
-        _add_parallel(tag, name, groups, own)
+    # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
+    for file in (file for stage in tag.stages.values() for file in stage.models.values()):
+        states = fields(tag.files.open(file))
+        for number, shapes in enumerate(shapes_of(tag, states, file)):
+            groups.extend({} for _ in range(number + 1 - len(groups)))
+            groups[number].update(shapes)
+        trained = {name for shapes in groups for name in shapes}
+        for name, value in fields(states.get("module")).items():
+            other: Any = own.setdefault(name, value)
+            both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
+            if name not in trained and both and agree(other, value, read=True) is False:
+                what = f"{folder}: {name!s} is another tensor in {file}, and is not trained"
+                why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
+                raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
         raise lacks(inside, counted(len(missing), "parameter"), missing)
@@ -82,22 +94,6 @@ def read_tag(folder: Folder) -> Checkpoint:
     stage = 3 if "zero_pp_rank" in tag.first else 2
     found = checkpoint_of(tag, first, own, weights, optimizer, rest, stage, size, ", universal")
     return replace(found, container=NAME)
-
-
-def _add_parallel(tag: Tag, file: str, groups: list[dict[str, tuple[int, ...]]], own: dict[Any, Any]) -> None:
-    """Adds what another rank of tensor or pipeline parallelism has: names of parameters, buffers, frozen parameters."""
-    states = fields(tag.files.open(file))
-    for number, shapes in enumerate(shapes_of(tag, states, file)):
-        groups.extend({} for _ in range(number + 1 - len(groups)))
-        groups[number].update(shapes)
-    trained = {name for shapes in groups for name in shapes}
-    for name, value in fields(states.get("module")).items():
-        other: Any = own.setdefault(name, value)
-        both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
-        if name not in trained and both and agree(other, value, read=True) is False:
-            what = f"{tag.folder}: {name!s} is another tensor in {file}, and is not trained"
-            why = "It may be divided between ranks of tensor parallelism; ds_to_universal joins only what is trained."
-            raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
 
 
 # Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.

@@ -128,7 +128,17 @@ def read_tag(folder: Folder) -> Checkpoint:
         why = "Its values are laid out in another way than those of ZeRO, which is not read."
         raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
     shares = tag.shares()
-    own = same_kind(first["module"], first["module"] | _experts(tag, first))
+    for layer, count in enumerate(items(first.get("num_experts"))):
+        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
+        if type(count) is int and len(there) < count:
+            raise lacks(folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
+    experts: dict[Any, Any] = {}  # each in a file of its own
+    for name in tag.experts:
+        expert = tag.files.open(name)
+        if not isinstance(expert, dict) or experts.keys() & expert.keys():
+            raise damaged(folder, f"{name} has no weights of an expert, or those of another one")
+        experts |= expert
+    own = same_kind(first["module"], first["module"] | experts)
     if not shares:
         if first.get("param_shapes") is not None:
             message = (
@@ -144,30 +154,6 @@ def read_tag(folder: Folder) -> Checkpoint:
     )
     if share.stage > 2 and not any("step" in share.undivided(group) for group in range(len(share.weights))):
         return replace(found, untied=tuple(share.file for share in shares))  # stages 1 and 2 have the weights twice
-    return found
-
-
-def parallel(folder: Folder, name: str) -> Unsupported:
-    """The error for a model that is divided by tensor parallelism."""
-    return Unsupported(
-        f"{folder} was saved with tensor parallelism, which {name} is of",
-        "Each rank has parts of the weights, and how those are joined depends on the model.",
-        "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder here.",
-    )
-
-
-def _experts(tag: Tag, first: dict[str, Any]) -> dict[Any, Any]:
-    """The weights of all experts, each in a file of its own. Raises `Corrupt` for one that is not there."""
-    for layer, count in enumerate(items(first.get("num_experts"))):
-        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
-        if type(count) is int and len(there) < count:
-            raise lacks(tag.folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
-    found: dict[Any, Any] = {}
-    for name in tag.experts:
-        expert = tag.files.open(name)
-        if not isinstance(expert, dict) or found.keys() & expert.keys():
-            raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
-        found |= expert
     return found
 
 
@@ -314,9 +300,17 @@ def joined_groups(
 ) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     """Every parameter that the optimizer has, by name, and the optimizer's state. own: the model's copies of them.
 
-    Raises `Corrupt` where the parameters take more or less than the vectors have.
+    Raises `Corrupt` where the parameters take more or less than the vectors have, `Conflict` where the optimizer has
+    taken more steps than the model; fewer are noted (a restart).
     """
-    _check_steps(tag, first, shares[0])
+    share, total, skipped = shares[0], first.get("global_steps"), first.get("skipped_steps", 0)
+    steps = [n for group in range(len(share.weights)) if (n := number_in(share.undivided(group).get("step")))]
+    if type(total) is int and type(skipped) is int and steps and max(steps) != total - skipped:
+        what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
+        if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
+            raise mixed(tag.folder, tag.first, share.file, what)
+        why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
+        tag.files.notes.append(Note(STEPS, f"{what}: {why}"))
     runs = _divided_each if shares[0].stage > 2 else _whole_vectors
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -348,19 +342,6 @@ def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | Non
     if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
         return None
     return Piece(copy, (0,) * len(shape), "the model's own copy")
-
-
-def _check_steps(tag: Tag, first: dict[str, Any], share: Share) -> None:
-    """Raises `Conflict` where the optimizer has taken more steps than the model; fewer are noted (a restart)."""
-    total, skipped = first.get("global_steps"), first.get("skipped_steps", 0)
-    steps = [steps for group in range(len(share.weights)) if (steps := number_in(share.undivided(group).get("step")))]
-    if type(total) is not int or type(skipped) is not int or not steps or max(steps) == total - skipped:
-        return
-    what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
-    if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
-        raise mixed(tag.folder, tag.first, share.file, what)
-    why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
-    tag.files.notes.append(Note(STEPS, f"{what}: {why}"))
 
 
 def shapes_of(tag: Tag, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:

@@ -124,8 +124,10 @@ def _summed(data: Deferred, total: Crc) -> bytes:
 
 def zip64_extra(size: int, stored: int, at: int, short: Sequence[int] = (0, 0, 0)) -> bytes:
     """The extra field with the values that do not fit into 32 bits, or stand nowhere else, as `short` has them full."""
+    if max(size, stored, at, *short) < FULL:
+        return b""
     wide = [value for value, each in zip((size, stored, at), short, strict=True) if value >= FULL or each == FULL]
-    return struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    return struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide)
 
 
 def local_header(name: str, at: int, size: int, alignment: int) -> bytes:

@@ -141,7 +141,7 @@ def read_adapter(
     """
     fields = config or {}
     notes = [*_checked(fields, name)]
-    groups: dict[tuple[str, str, int, str], dict[str, str]] = {}  # a whole tensor is one of its own
+    groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is one of its own
     schemes: dict[str, None] = {}
     copies = []
     for key, value in node.items():
@@ -152,7 +152,8 @@ def read_adapter(
             copies.append(key)
             continue
         found = adapter_key(key, PEFT if "peft_type" in fields else None)
-        parts = groups.setdefault((found.component, found.module, found.depth, "" if found.role else key), {})
+        place = found.component, found.module, found.depth, "" if found.role else key
+        _, parts = groups.setdefault(place, (found, {}))
         if found.role in parts:
             what = f"{name} has {found.module} twice: {parts[found.role]} and {key}"
             raise Conflict(what, "Several adapters in one file cannot be distinguished.")
@@ -161,16 +162,17 @@ def read_adapter(
     if copies:
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
-    if not any(role not in ("", "alpha") for parts in groups.values() for role in parts):
+    if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
         raise Conflict(
             f"{name} mixes the names of {listed(list(schemes))}", "Each scheme scales its factors in its own way."
         )
-    reader = _Reader(node, name, next(iter(schemes)), config, _of_components(metadata or {}))
-    deltas = tuple(delta for parts in groups.values() for delta in reader.deltas(parts))
-    return Adapter(reader.scheme, deltas, fields, name, node, metadata or {}, tuple(notes))
+    configs = _of_components(metadata or {})
+    adapter = Adapter(next(iter(schemes)), (), fields, name, node, metadata or {}, tuple(notes))
+    own = (_deltas(adapter, configs.get(of.component, config), of, parts) for of, parts in groups.values())
+    return replace(adapter, deltas=tuple(delta for some in own for delta in some))
 
 
 def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:
@@ -201,77 +203,68 @@ def _of_components(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@dataclass
-class _Reader:
-    """Makes the changes of one file."""
+def _deltas(
+    adapter: Adapter, config: Mapping[str, Any] | None, of: AdapterKey, keys: Mapping[str, str]
+) -> Iterator[Delta]:
+    """The changes of the module that these keys are of, by role: that of its weight, and that of its bias."""
+    where = f"{adapter.name}: {of.module}"
+    found = {role: adapter.tree[key] for role, key in keys.items()}
+    if "" in found:
+        yield Delta(of.component, of.module, found, keys)
+        return
+    bias = next((role for role in found if method_of(role) == BIAS), "")
+    factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
+    if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
+        raise NoMatch(
+            f"{where} has {listed(list(keys.values()))} alone",
+            "That is not all of a change, or more than one. Nothing was written.",
+            "A key may be misspelt, or missing.",
+        )
+    method = method_of(next(iter(factors), "diff"))
+    for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
+        if config is not None and (role in found) != bool(config.get(switch)):
+            what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
+            raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
+    rank = _rank(method, factors, where)
+    alpha, scale = _scale(adapter, config, of, keys, method, rank)
+    own = {role: key for role, key in keys.items() if role != bias}
+    delta = Delta(of.component, of.module, factors, own, rank, alpha, scale, of.embedding, of.depth)
+    if factors:
+        yield replace(delta, magnitude=found.get("magnitude"))
+    if bias:
+        scale = scale if bias == "B.bias" else 1.0
+        own = {bias: keys[bias]} if factors else {**keys}
+        yield replace(delta, factors={bias: found[bias]}, keys=own, rank=0, scale=scale)
 
-    node: Mapping[Any, Any]
-    name: str
-    scheme: str
-    config: Mapping[str, Any] | None
-    configs: Mapping[str, Mapping[str, Any]]
 
-    def deltas(self, keys: Mapping[str, str]) -> Iterator[Delta]:
-        """The changes of the module that these keys are of, by role: that of its weight, and that of its bias."""
-        of = adapter_key(next(iter(keys.values())), PEFT if self.config and "peft_type" in self.config else None)
-        where = f"{self.name}: {of.module}"
-        found = {role: self.node[key] for role, key in keys.items()}
-        if "" in found:
-            yield Delta(of.component, of.module, found, keys)
-            return
-        bias = next((role for role in found if method_of(role) == BIAS), "")
-        factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
-        if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
-            raise NoMatch(
-                f"{where} has {listed(list(keys.values()))} alone",
-                "That is not all of a change, or more than one. Nothing was written.",
-                "A key may be misspelt, or missing.",
-            )
-        method = method_of(next(iter(factors), "diff"))
-        config = self.configs.get(of.component, self.config)
-        for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
-            if config is not None and (role in found) != bool(config.get(switch)):
-                what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
-                raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
-        rank = _rank(method, factors, where)
-        alpha, scale = self._scale(keys, of, method, rank, where)
-        own = {role: key for role, key in keys.items() if role != bias}
-        delta = Delta(of.component, of.module, factors, own, rank, alpha, scale, of.embedding, of.depth)
-        if factors:
-            yield replace(delta, magnitude=found.get("magnitude"))
-        if bias:
-            scale = scale if bias == "B.bias" else 1.0
-            own = {bias: keys[bias]} if factors else {**keys}
-            yield replace(delta, factors={bias: found[bias]}, keys=own, rank=0, scale=scale)
-
-    def _scale(
-        self, keys: Mapping[str, str], of: AdapterKey, method: str, rank: int, where: str
-    ) -> tuple[float | None, float]:
-        """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
-        config = self.configs.get(of.component, self.config)
-        if method in (DIFF, TOKENS) or (
-            not rank and ("alpha" in keys or self.scheme != PEFT)
-        ):  # a LoKr of two whole matrices
-            return None, 1.0
-        if "alpha" in keys:
-            entry, what = self.node[keys["alpha"]], f"{self.name}: {keys['alpha']}"
-            if entry.numel != 1:
-                raise Conflict(f"{what} is of shape {list(entry.shape)}", "An alpha is one number.")
-            alpha = _finite(float(TensorValues(entry).read(0, 1)[0]), what)
-            return alpha, _finite(alpha / rank, where)
-        if self.scheme != PEFT and (config is None or "lora_alpha" not in config):
-            return None, 1.0
-        if config is None:
-            what = f"{self.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
-            raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
-        given = config.get("lora_alpha" if method == LORA else "alpha", 8)
-        alpha = _number(_by_pattern(config, "alpha_pattern", of.module, given), f"{where}: alpha")
-        own = _number(_by_pattern(config, "rank_pattern", of.module, config.get("r", rank)), f"{where}: r")
-        stacked = bool(config.get("target_parameters")) and own > 0 and rank % own == 0
-        if own <= 0 or (method == LORA and own != rank and not stacked):
-            what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
-            raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
-        return alpha, _finite(alpha / (math.sqrt(own) if config.get("use_rslora") else own), where)
+def _scale(
+    adapter: Adapter, config: Mapping[str, Any] | None, of: AdapterKey, keys: Mapping[str, str], method: str, rank: int
+) -> tuple[float | None, float]:
+    """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
+    where = f"{adapter.name}: {of.module}"
+    if method in (DIFF, TOKENS) or (
+        not rank and ("alpha" in keys or adapter.scheme != PEFT)
+    ):  # a LoKr of two whole matrices
+        return None, 1.0
+    if "alpha" in keys:
+        entry, what = adapter.tree[keys["alpha"]], f"{adapter.name}: {keys['alpha']}"
+        if entry.numel != 1:
+            raise Conflict(f"{what} is of shape {list(entry.shape)}", "An alpha is one number.")
+        alpha = _finite(float(TensorValues(entry).read(0, 1)[0]), what)
+        return alpha, _finite(alpha / rank, where)
+    if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
+        return None, 1.0
+    if config is None:
+        what = f"{adapter.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
+        raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
+    given = config.get("lora_alpha" if method == LORA else "alpha", 8)
+    alpha = _number(_by_pattern(config, "alpha_pattern", of.module, given), f"{where}: alpha")
+    own = _number(_by_pattern(config, "rank_pattern", of.module, config.get("r", rank)), f"{where}: r")
+    stacked = bool(config.get("target_parameters")) and own > 0 and rank % own == 0
+    if own <= 0 or (method == LORA and own != rank and not stacked):
+        what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
+        raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
+    return alpha, _finite(alpha / (math.sqrt(own) if config.get("use_rslora") else own), where)
 
 
 def _rank(method: str, factors: Mapping[str, TensorEntry], where: str) -> int:

@@ -65,7 +65,7 @@ class Places:
             found = self.names.get(prefix.of(name), [])
             if len(found) > 1:
                 what = f"{name} is {listed(found)}"
-                raise Conflict(what, "Without their dots these names are the same.", "")
+                raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
             if found:
                 return found[0]
         return None

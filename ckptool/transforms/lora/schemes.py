@@ -25,6 +25,7 @@ from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT,
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
+from ckptool.transforms.lora.places import Places, Prefix
 
 MODEL = "base_model.model."
 SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
@@ -226,18 +227,12 @@ def _component(old: str, components: set[str], scheme: str, adapter: Adapter) ->
 
 def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:
     """kohya's modules with their dots: as the bases have them, else by the words of diffusers' and CLIP's modules."""
-    known: dict[str, set[str]] = {}
-    for module in _modules_of(bases):
-        known.setdefault(module.replace(".", "_"), set()).add(module)
-    found, lost = {}, []
+    places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
+    found = {}
     for module in dict.fromkeys(delta.module for delta in adapter.deltas):
-        names = sorted(known.get(module, ())) if bases else [split_words(module)]
-        if len(names) > 1:
-            what = f"{adapter.name}: {module} is {listed(names)}"
-            raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
-        found[module] = "".join(names)
-        lost += [] if found[module] else [module]
-    if lost:
+        name = places.key([f"{module}.weight"], Prefix()) if bases else split_words(module)
+        found[module] = (name or "").removesuffix(".weight")
+    if lost := [module for module, name in found.items() if not name]:
         raise NoMatch(
             f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
             "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",

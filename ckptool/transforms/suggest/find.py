@@ -1,8 +1,8 @@
 """Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
 
-In this order: equal tensors of one name; those that one or several of the other side add up to, whatever the order of
-their values; the same with more rows; what lies beside those in its module; the rest by names, first among equal
-values, then among equal shapes.
+In this order: tensors that one or several of the other side add up to, whatever the order of their values; the same
+with more rows; what lies beside those in its module; the rest by names, first among equal values, then among equal
+shapes.
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from ckptool.names.rule_files import dropping
 from ckptool.names.rules import Translation, parse_rules
 from ckptool.names.scope import Scope
 from ckptool.names.steps import Step
-from ckptool.transforms.suggest import Drafting, escaped, search_pairs
+from ckptool.transforms.suggest import Writing
+from ckptool.transforms.suggest.families import VARIABLES, Numbers, Trait, escaped, families, fitted
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
-from ckptool.transforms.suggest.groups import Holes, NameGroup, alone, groups, has_holes
-from ckptool.transforms.suggest.keys import without_numbers
-from ckptool.transforms.suggest.relations import Relation, Ways, is_same, is_tuned
-from ckptool.transforms.suggest.structure import fused
+from ckptool.transforms.suggest.groups import NameGroup, fused, groups
+from ckptool.transforms.suggest.links import Link, Search
+from ckptool.transforms.suggest.relations import Ways, applied, is_same, is_tuned
 from ckptool.transforms.translate.apply import DROP, carry_out, plan_steps
 
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
-FEW = 12  # keys of a kind that rules are found on: those that differ in their numbers
+FEW = 12  # rules, of which nobody asks why they are so many
 
 Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(slots=True)
-class Relations:
-    """The relations between two sides. free: keys of each side that have none yet.  alike: old keys whose values others
+class ValueSearch:
+    """The links between two sides. free: keys of each side that have none yet.  alike: old keys whose values others
     have as well, so that only their names tell which is which.  by_name: old keys whose values differ."""
 
     sides: tuple[Entries, Entries]
-    holes: Holes = field(default_factory=Holes)
-    found: list[Relation] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
     alike: set[str] = field(default_factory=set)
     by_name: set[str] = field(default_factory=set)
     ways: Ways = field(default_factory=Ways)
+    joined: list[tuple[NameGroup, dict[Numbers, str], str, bool]] = field(default_factory=list)
     free: tuple[dict[str, None], dict[str, None]] = field(init=False)
     prints: tuple[dict[str, Fingerprint], dict[str, Fingerprint]] = field(init=False)
-    modules: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     known: dict[object, Fingerprint] = field(default_factory=dict)  # by view: tied and renamed tensors are read once
 
     def __post_init__(self) -> None:
         ours, theirs = self.sides
         self.prints = {k: self.print(v) for k, v in ours.items()}, {k: self.print(v) for k, v in theirs.items()}
-        self.free = _sayable(ours), _sayable(theirs)
+        self.free = dict.fromkeys(filter(None, ours)), dict.fromkeys(filter(None, theirs))
 
     def print(self, entry: TensorEntry) -> Fingerprint:
         """The fingerprint of a tensor of a side, or of one that rules make."""
@@ -64,42 +63,39 @@ class Relations:
             self.known[entry.view] = fingerprint(entry)
         return self.known[entry.view]
 
-    def search(self) -> None:
+    def run(self) -> None:
         """Finds all of them."""
-        for key in [*self.free[0]]:
-            if key in self.free[1] and self._values(0, key) == self._values(1, key):
-                self._accept(Relation(alone(key), key))
         for splits in (False, True):
             self._join(splits)
         ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
-        for old, new in [(ours[head], theirs[head]) for head in ours if head in theirs]:
-            self._relate(alone(old), new, False)
-        for key in self.free[0]:
-            for dots in (".", "._"):
-                self.modules.setdefault((dots, _stem(key, dots)), []).append(key)
-        for relation in self.found:
-            self._beside(relation)
+        for head in ours.keys() & theirs.keys():
+            self._relate(NameGroup(ours[head], (), {(): ((ours[head],),)}), {(): theirs[head]}, False)
+        for group, wholes, chain, splits in self.joined:
+            self._beside(group, wholes, chain, splits)
         for of, kept in ((self._values, self.alike), (lambda side, key: self.sides[side][key].shape, self.by_name)):
-            for old, new in self._by_names(of, kept is self.alike):
-                self._accept(Relation(alone(old), new))
-                kept.add(old)
-            left = defaultdict[tuple[int, ...], list[str]](list)
-            for key in reversed(self.free[1]) if kept is self.alike else ():
-                left[self._values(1, key)].append(key)
-            for key in [*self.free[0]]:  # any way is right by value
-                if names := left.get(self._values(0, key)):
-                    self._accept(Relation(alone(key), names.pop()))
-                    kept.add(key)
+            traits: list[dict[str, Trait]] = [{key: of(side, key) for key in self.free[side]} for side in (0, 1)]
+            search = Search((traits[0], traits[1]))
+            search.run()
+            others = list(fused(*search.free)) if kept is self.by_name else []
+            taken = (set[str](), set[str]())
+            for link in (*sorted(search.links, key=lambda each: not each.certain), *others):
+                olds, news = link.goals.keys(), {name for goal in link.goals.values() for name in goal[1:]}
+                if (link.certain or kept is self.alike) and taken[0].isdisjoint(olds) and taken[1].isdisjoint(news):
+                    taken[0].update(olds)
+                    taken[1].update(news)
+                    kept.update(olds)
+                    self._accept(link)
 
     def _values(self, side: int, key: str) -> tuple[int, ...]:
         """The shape and, as one more size, the values: what the search by names takes for a shape."""
         return *self.sides[side][key].shape, self.prints[side][key].digest
 
-    def _accept(self, relation: Relation) -> None:
-        self.found.append(relation)
-        for side, keys in zip(self.free, relation.sides, strict=True):
-            for key in keys:
-                del side[key]
+    def _accept(self, link: Link) -> None:
+        self.links.append(link)
+        for key, goal in link.goals.items():
+            self.free[0].pop(key, None)
+            for name in goal[1:]:
+                self.free[1].pop(name, None)
 
     def _head(self, side: int, key: str) -> Hashable:
         """What a tensor has in common with the same one with more rows."""
@@ -111,58 +107,64 @@ class Relations:
         counts = Counter(of(side, key) for key in self.free[side])
         return {mark: key for key in self.free[side] if counts[mark := of(side, key)] == 1}
 
-    def _relate(self, group: NameGroup, one: str, splits: bool, first: str = "") -> None:
-        """Accepts that some tensors are one, where operations are found that say so."""
+    def _relate(self, group: NameGroup, wholes: Mapping[Numbers, str], splits: bool, first: str = "") -> None:
+        """Accepts that groups of tensors are one tensor each, where operations are found that say so.
+
+        wholes: those, for some of the members.  first: operations that are tried before others.
+        """
         parts, whole = self.sides[splits], self.sides[not splits]
-        if way := self.ways.find([[parts[key] for key in each] for each in group.columns], whole[one], first):
-            self._accept(Relation(group.ordered(way[1]), one, way[0], splits))
+
+        def tensors(at: Numbers) -> list[list[TensorEntry]]:
+            return [[parts[key] for key in column] for column in group.members[at]]
+
+        ways = (self.ways.find(tensors(at), whole[name], first) for at, name in wholes.items())
+        chain, order = next(filter(None, ways), ("", ()))
+        group = group.ordered(order) if order else group
+        made = {at: applied(chain, tensors(at)) for at in wholes} if order else {}
+        found = {at: wholes[at] for at, one in made.items() if one is not None and is_same(one, whole[wholes[at]])}
+        names = families(dict.fromkeys(found.values()), len(VARIABLES))
+        if len(names) != 1:
+            return
+        numbers = {key: each for each, key in names[0].keys.items()}
+        fitting = fitted([*found], [numbers[name] for name in found.values()])
+        if fitting is not None:
+            self._accept(group.link(found, names[0].template(fitting), chain, splits, ""))
+            self.joined.append((group, found, chain, splits))
+            for key in [key for at in found for key in group.at(at)]:
+                self.free[splits].pop(key, None)
 
     def _join(self, splits: bool) -> None:
-        """Finds tensors that one or several of the other side add up to, where no others do."""
+        """Finds tensors that one or several of the other side add up to."""
         totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
-        found: dict[str, list[NameGroup]] = {}
+        claims: dict[str, set[frozenset[str]]] = defaultdict(set)
+        hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
         for group in islice(groups(self.free[splits]), TRIES):
-            if (one := totals.get(sum(self.prints[splits][key].total for key in group.keys) % 2**64)) is not None:
-                found.setdefault(one, []).append(group)
-        for one, several in found.items():
-            if len({frozenset(group.keys) for group in several}) == 1:
-                for group in several:
-                    if one in self.free[not splits] and self.free[splits].keys() >= {*group.keys}:
-                        self._relate(group, one, splits)
+            sums = {at: sum(self.prints[splits][key].total for key in group.at(at)) for at in group.members}
+            hits = {at: totals[total % 2**64] for at, total in sums.items() if total % 2**64 in totals}
+            for at, one in hits.items():
+                claims[one].add(frozenset(group.at(at)))
+            if 2 * len(hits) > len(group.members) and len({*hits.values()}) == len(hits):
+                hopeful.append((group, hits))
+        for group, hits in hopeful:
+            sure = {at: one for at, one in hits.items() if len(claims[one]) == 1}
+            self._relate(group, self._open(group, sure, splits), splits)
 
-    def _beside(self, relation: Relation) -> None:
+    def _open(self, group: NameGroup, wholes: Mapping[Numbers, str], splits: bool) -> dict[Numbers, str]:
+        """Those of the members and wholes that are free."""
+        parts, whole = self.free[splits].keys(), self.free[not splits].keys()
+        return {at: one for at, one in wholes.items() if one in whole and parts >= {*group.at(at)}}
+
+    def _beside(self, group: NameGroup, wholes: Mapping[Numbers, str], chain: str, splits: bool) -> None:
         """Finds the same for the other tensors of the same modules: the biases of weights."""
-        first = relation.sides[0][0]
+        first = group.keys[0]
         for dots in (".", "._"):
             start = _stem(first, dots)
-            for key in self.modules.get((dots, start), ()):
+            for key in [key for key in self.free[splits] if _stem(key, dots) == start]:
                 change = partial(_with_end, dots, key[len(start) :])
-                group, one = relation.group.beside(change), change(relation.one)
-                olds, news = Relation(group, one, "", relation.splits).sides
-                free = self.free[0].keys() >= {*olds} and self.free[1].keys() >= {*news}
-                if free and len({*group.keys}) == len(group.keys):
-                    self._relate(group, one, relation.splits, relation.chain)
-
-    def _by_names(self, of: Callable[[int, str], tuple[int, ...]], doubtful: bool) -> list[tuple[str, str]]:
-        """Pairs of free keys that names tell, among those that have something in common. doubtful: order may, too."""
-        ours, theirs = ({key: of(side, key) for key in self.free[side]} for side in (0, 1))
-        found = search_pairs(ours, theirs, Counter(ours.values()) == Counter(theirs.values()))
-        for relation in () if doubtful else list(fused(found)):
-            if all(free.keys() >= {*keys} for free, keys in zip(self.free, relation.sides, strict=True)):
-                self._accept(relation)
-                self.by_name.update(relation.sides[0])
-        pairs = {pair.source: pair.target for pair in found.certain if pair.source in self.free[0]}
-        goals = {*pairs.values()}
-        for pair in (pair for ways in found.ways * doubtful for pair in ways):
-            if pair.source not in pairs and pair.target not in goals:
-                pairs[pair.source] = pair.target
-                goals.add(pair.target)
-        return list(pairs.items())
-
-
-def _sayable(keys: Iterable[str]) -> dict[str, None]:
-    """The keys that a rule can be written for."""
-    return dict.fromkeys(key for key in keys if key and not has_holes(key))
+                other = group.beside(change)
+                goals = self._open(other, {at: change(name) for at, name in wholes.items()}, splits)
+                if len({*other.keys}) == len(other.keys) and len({*goals.values()}) == len(goals):
+                    self._relate(other, goals, splits, chain)
 
 
 def _stem(key: str, dots: str) -> str:
@@ -171,30 +173,6 @@ def _stem(key: str, dots: str) -> str:
 
 def _with_end(dots: str, end: str, key: str) -> str:
     return _stem(key, dots) + end
-
-
-# Rules ---------------------------------------------------------------------------------------------------------------
-
-
-def rules_of(pairs: Mapping[str, str], holes: Holes, more: Iterable[str] = ()) -> list[str]:
-    """Few rules for pairs of old and new names, in the order in which they are to be tried.
-
-    They are found on a few keys of each kind, and `more`, and may say too much of others: whoever calls it looks.
-    """
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for key, name in pairs.items():
-        kinds.setdefault((without_numbers(key), without_numbers(name)), []).append(key)
-    sample = (key for keys in kinds.values() for key in [*keys[:FEW], *keys[:: len(keys) // FEW + 1], keys[-1]])
-    some = list(dict.fromkeys([*sample, *more]))
-    drafts = Drafting({key: pairs[key] for key in some}, sorted(some)).rules()
-    covered = {key for draft in drafts for key in draft.right}
-    plain = [literal_rule(key, pairs[key], holes) for key in some if key not in covered]
-    return [*plain, *(holes.filled(draft.text) for draft in drafts)]
-
-
-def literal_rule(key: str, name: str, holes: Holes) -> str:
-    start = "\\" if key.startswith("re:") else ""  # it would begin like a regular expression
-    return holes.filled(f"{start}{escaped(key)} => {escaped(name)}")
 
 
 # Proof ---------------------------------------------------------------------------------------------------------------
@@ -206,42 +184,34 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     Reads each tensor a few times. The report says neither the names of the files nor where the rules are written.
     """
     ours, theirs = ({k: v for k, v in side.items() if type(k) is str} for side in (old, new))
-    relations = Relations((_tensors(ours), _tensors(theirs)))
-    relations.search()
-    found = list(relations.found)
-    found += [Relation(alone(k), k) for k in ours if k in theirs and not any(k in side for side in relations.sides)]
-    claims = {
-        each.pair(relations.holes)[0]: each.sides[1]
-        for each in relations.found
-        if each.sides[0][0] not in relations.by_name
-    }
-    pairs, most = dict(relation.pair(relations.holes) for relation in found), TRIES // max(1, len(ours))
-    taken, wrong = {key for relation in found for key in relation.sides[0]}, dict[str, None]()
-    drop = _patterns([key for key in ours if key not in taken], taken)
-    for spelled in (False, False, False, True):  # rules that say too much, or not all, are made again
-        texts = rules_of(pairs, relations.holes, wrong)
-        if spelled or len(texts) > most:
-            texts = [literal_rule(key, name, relations.holes) for key, name in list(pairs.items())[:most]]
-        report = _proof(texts, drop if len(drop) <= most else [], old, theirs, relations)
-        other = {*report.missing, *report.by_name}
-        again = [key for key, names in claims.items() if not other.isdisjoint(names)]
-        if not again:
-            break
-        wrong |= dict.fromkeys(again)
-    return replace(report, notes=tuple(_notes(relations, report, len(texts), len(pairs), most)))
+    search = ValueSearch((_tensors(ours), _tensors(theirs)))
+    search.run()
+    links, most = search.links, TRIES // max(1, len(ours))
+    goals = {key: goal for link in links for key, goal in link.goals.items()}
+    written = Writing(dict.fromkeys(ours), {}, {}).rules(links, ours.keys() - goals.keys())
+    covered = {key for rule in written for key in rule.takes}
+    others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
+    texts = [*(_literal(key, name) for key, name in others.items()), *(rule.text for rule in written)]
+    covered |= others.keys()
+    drop = _patterns([key for key in ours if key not in covered], covered)
+    report = _proof(texts[:most], drop if len(drop) <= most else [], old, theirs, search)
+    return replace(report, notes=tuple(_notes(search, report, len(texts), len(goals), most)))
 
 
-def _notes(relations: Relations, report: FoundRules, rules: int, pairs: int, most: int) -> Iterator[Note]:
-    if pairs > rules == most:
-        yield Note(
-            "spelled-out",
-            f"only {rules:,} of {counted(pairs, 'rule')} are here: each is for one key, and applied to all",
-        )
-    elif 2 * rules > pairs > 2 * FEW:
+def _literal(key: str, name: str) -> str:
+    start = "\\" if key.startswith("re:") else ""  # it would begin like a regular expression
+    return f"{start}{escaped(key)} => {escaped(name)}"
+
+
+def _notes(search: ValueSearch, report: FoundRules, rules: int, keys: int, most: int) -> Iterator[Note]:
+    if rules > most:
+        what = f"only {most:,} of {counted(rules, 'rule')} are here: each is for one key, and applied to all"
+        yield Note("spelled-out", what)
+    elif 2 * rules > keys > 2 * FEW:
         yield Note("spelled-out", "most keys have a rule of their own: no rule for several of them was found in time")
-    prints, other = relations.prints[1], {*report.missing, *report.by_name}
+    prints, other = search.prints[1], {*report.missing, *report.by_name}
     made = {prints[name].digest: name for name in prints if name not in other}
-    for name in relations.free[1]:
+    for name in search.free[1]:
         if (same := made.get(prints[name].digest)) is not None:
             text = f"{name} is {same} under a second name, which no rule makes"
             yield Note("second-name", text)
@@ -252,7 +222,7 @@ def _tensors(side: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 
 def _proof(
-    texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], new: Mapping[str, Any], relations: Relations
+    texts: Sequence[str], drop: Sequence[str], old: Mapping[Any, Any], new: Mapping[str, Any], search: ValueSearch
 ) -> FoundRules:
     """Applies rules as `translate` does, and compares all that they make."""
     steps, items = dict[str, list[Step]](), dict[Any, Any]()
@@ -272,13 +242,13 @@ def _proof(
     equal = {name for name in shaped if is_same(items[name], wanted[name])}
     used = {key for found in steps.values() for step in found for key in step.keys}
     other = [name for name in new if name in shaped - equal]
-    moved = [name for name in other if relations.print(items[name]).total == relations.prints[1][name].total]
+    moved = [name for name in other if search.print(items[name]).total == search.prints[1][name].total]
     told = {name: is_tuned(items[name], wanted[name]) for name in other if name not in moved}
     proved = True in told.values() or any(is_tuned(wanted[name], wanted[name]) for name in equal)
     return FoundRules(
         old="",
         new="",
-        rules=tuple(_found_rule(text, steps[text], equal, relations.alike) for text in texts if text in steps),
+        rules=tuple(_found_rule(text, steps[text], equal, search.alike) for text in texts if text in steps),
         total=len(wanted),
         by_value=len(equal),
         by_name=tuple(other),

@@ -3,120 +3,173 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
-from sys import intern
+from typing import Any
+
+from ckptool.names.chain import parse_operation
+from ckptool.transforms.suggest.families import HOLE, VARIABLES, Numbers, Trait, escaped, families, words
+from ckptool.transforms.suggest.links import Link
 
 STACKED = "e"  # the variable of tensors that are stacked
-_HOLES = 0xF0000  # from here: characters that stand for {e}, a choice or operations while rules are written
-_STACK = chr(_HOLES)
-DEEP = 64  # parts of a name beyond which it is in no group
+_STACK, _WORDS = "\1", "\2"  # stand where that, and one of some words, was
 MOST_WORDS = 16  # of a choice; of more than `FEW`, only two, three or all are tried
 FEW = 6
-_TOKENS = re.compile(r"[0-9]+|[._]|[^0-9._]+")
-_WORD = re.compile(r"[\w.-]*")
+_TOKENS = re.compile(r"[0-9]+|[._]|[\0\1]|[^0-9._\0\1]+")
+_WORD = re.compile(r"[\w.-]+")
 
-
-@dataclass(slots=True)
-class Holes:
-    """Characters that stand for texts while rules are written of names: a name has `{q,k,v}` as one character."""
-
-    texts: dict[str, str] = field(default_factory=lambda: {_STACK: f"{{{STACKED}}}"})
-    characters: dict[str, str] = field(default_factory=dict)
-
-    def hole(self, text: str) -> str:
-        character = self.characters.setdefault(text, chr(_HOLES + len(self.characters) + 1))
-        self.texts[character] = text
-        return character
-
-    def filled(self, rule: str) -> str:
-        """The text of a rule, with its operations at its end."""
-        parts = [self.texts.get(letter, letter) for letter in rule]
-        operations = "".join(part for part in parts if part.startswith(" : "))
-        return "".join(part for part in parts if not part.startswith(" : ")) + operations
-
-
-def has_holes(name: str) -> bool:
-    return any(ord(letter) >= _HOLES for letter in name)
+Columns = tuple[tuple[str, ...], ...]
+"""Keys that are put together: for each word, or once, those of each number that is stacked."""
 
 
 @dataclass(frozen=True, slots=True)
 class NameGroup:
-    """Keys that differ in one of some words, between two ends, or in a number from zero, or both; or a key alone.
+    """Keys that differ in one of some words, or in a number from zero, or both, for each choice of other numbers."""
 
-    columns: for each word, or the only name, the keys by their number.  stacked: the numbers are one.
-    """
-
-    ends: tuple[str, str]
+    text: str
     words: tuple[str, ...]
-    columns: tuple[tuple[str, ...], ...]
-    stacked: bool = False
+    members: Mapping[Numbers, Columns]
 
     @property
     def keys(self) -> list[str]:
-        return [key for column in self.columns for key in column]
+        return [key for at in self.members for key in self.at(at)]
 
-    def name(self, holes: Holes) -> str:
-        return (holes.hole(f"{{{','.join(self.words)}}}") if self.words else "").join(self.ends)
+    def at(self, numbers: Numbers) -> list[str]:
+        """The keys of a member."""
+        return [key for column in self.members[numbers] for key in column]
 
     def ordered(self, order: Sequence[int]) -> NameGroup:
-        words = tuple(self.words[at] for at in order) if self.words else ()
-        return NameGroup(self.ends, words, tuple(self.columns[at] for at in order), self.stacked)
+        """The group with its words in another order."""
+        members = {at: tuple(columns[n] for n in order) for at, columns in self.members.items()}
+        return NameGroup(self.text, tuple(self.words[n] for n in order) if self.words else (), members)
 
     def beside(self, change: Callable[[str], str]) -> NameGroup:
         """The group of other keys of the same modules. change: of the end of a key."""
-        before, after = self.ends
-        ends = (before, change(after)) if after else (change(before), "")
-        return NameGroup(ends, self.words, tuple(tuple(map(change, each)) for each in self.columns), self.stacked)
+        members = {at: tuple(tuple(map(change, each)) for each in columns) for at, columns in self.members.items()}
+        return replace(self, text=change(self.text), members=members)
+
+    def names(self, numbers: Sequence[str], words: Sequence[str]) -> list[str]:
+        """The names for these numbers, as they are in a rule, for each of the words."""
+        parts, places = re.split(f"([{HOLE}{_STACK}{_WORDS}])", self.text), iter(numbers)
+        texts = {_STACK: lambda: f"{{{STACKED}}}", HOLE: lambda: next(places), _WORDS: lambda: _WORDS}
+        name = "".join(texts[part]() if part in texts else part for part in parts)
+        return [name.replace(_WORDS, word) for word in words or ("",)]
+
+    def link(self, wholes: Mapping[Numbers, str], whole: str, chain: str, splits: bool, why: str) -> Link:
+        """That the keys are tensors that, after operations, are one each; or the other way round.
+
+        whole: the names of those in rules.
+        """
+        operations = [parse_operation(op) for op in chain.split(" | ") if op]
+        literal = replace(self, text=re.sub(f"[^{HOLE}{_STACK}{_WORDS}]+", lambda text: escaped(text[0]), self.text))
+        (name,) = literal.names([f"{{{each}}}" for each in VARIABLES], [f"{{{','.join(self.words)}}}"])
+        goals: dict[str, tuple[str, ...]] = {}
+        if splits:
+            turned = [op.inverse() for op in reversed(operations)]
+            chain = " | ".join(map(str, turned))
+            goals = {key: (chain, *self.names(at, self.words)) for at, key in wholes.items()}
+            return Link(whole, name, goals, why, chain=chain, origin=("joined", whole, name))
+        chain = " | ".join(map(str, operations))
+        for at, key in wholes.items():
+            goals.update(dict.fromkeys((each for column in self.members[at] for each in column), (chain, key)))
+        return Link(name, whole, goals, why, chain=chain, origin=("joined", name, whole))
 
 
-def alone(key: str) -> NameGroup:
-    return NameGroup((key, ""), (), ((key,),))
+def groups(keys: Mapping[str, Trait], most: int = MOST_WORDS) -> Iterator[NameGroup]:
+    """All groups, of keys alone, those that are numbered, and then those with words, whose order says nothing.
+
+    most: of the words of a group.
+    """
+    seen = set[tuple[str, tuple[str, ...]]]()
+    for level in range(len(VARIABLES), -1, -1):
+        columns: dict[str, NameGroup] = {}
+        for family in families(keys, level):
+            alone = {numbers: ((key,),) for numbers, key in family.keys.items()}
+            columns[family.text] = NameGroup(family.text, (), alone)
+            for place in range(len(family.pieces) - 1):
+                rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
+                for numbers, key in family.keys.items():
+                    rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+                if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
+                    text = _STACK.join(
+                        HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :])
+                    )
+                    columns[text] = NameGroup(text, (), {at: (tuple(row.values()),) for at, row in rows.items()})
+        for group in (*columns.values(), *_with_words(columns, most)):
+            if (group.text, group.words) not in seen:
+                seen.add((group.text, group.words))
+                yield group
 
 
-def groups(keys: Iterable[str]) -> Iterator[NameGroup]:
-    """All groups: keys alone, those that are numbered, and then those with words, whose order says nothing."""
-    split = {key: tokens for key in keys if len(tokens := tuple(map(intern, _TOKENS.findall(key)))) <= DEEP}
-    columns: dict[str, tuple[str, ...]] = {key: (key,) for key in split}
-    yield from map(alone, split)
-    for ends, found in _alike(split, (1,)):
-        numbers = tuple(found[each] for number in range(len(found)) if (each := str(number)) in found)
-        if len(numbers) == len(found):
-            name = _STACK.join(ends)
-            columns[name] = numbers
-            yield NameGroup((name, ""), (), (numbers,), True)
-    for name in [name for name in columns if name not in split]:
-        split[name] = tuple(map(intern, _TOKENS.findall(name)))
-    for ends, found in _alike(split, (1, 2, 3)):
-        by_count: dict[int, list[str]] = {}
-        for word, name in found.items():
-            if _WORD.fullmatch(word) and not has_holes(word):
-                by_count.setdefault(len(columns[name]), []).append(word)
-        for words in by_count.values():
-            for some in _choices(words):
-                chosen = tuple(columns[found[word]] for word in some)
-                yield NameGroup(ends, some, chosen, found[some[0]] not in chosen[0])
+def _with_words(columns: Mapping[str, NameGroup], most: int) -> Iterator[NameGroup]:
+    """Groups whose texts differ in a few tokens at one place, and that have the same numbers."""
+    tokens = {text: _TOKENS.findall(text) for text in columns}
+    alike: dict[tuple[str, str], dict[str, NameGroup]] = defaultdict(dict)
+    for text, parts in tokens.items():
+        for place in range(len(parts)):
+            for length in (1, 2, 3):
+                word = "".join(parts[place : place + length])
+                if place + length <= len(parts) and _WORD.fullmatch(word):
+                    alike["".join(parts[:place]) + _WORDS, "".join(parts[place + length :])][word] = columns[text]
+    for (before, after), found in alike.items():
+        by_shape: dict[object, list[str]] = defaultdict(list)
+        for word, group in found.items():
+            by_shape[frozenset((at, len(each[0])) for at, each in group.members.items())].append(word)
+        for some in (some for alternatives in by_shape.values() for some in _choices(alternatives, most)):
+            first = found[some[0]].members
+            members = {at: tuple(found[word].members[at][0] for word in some) for at in first}
+            yield NameGroup(before + after, some, members)
 
 
-def _alike(
-    split: Mapping[str, Sequence[str]], lengths: Sequence[int]
-) -> Iterator[tuple[tuple[str, str], dict[str, str]]]:
-    """Names that differ in so many tokens at one place: the ends that they share, and the names by what differs."""
-    for place in range(max(map(len, split.values()), default=0)):
-        alike: dict[tuple[str, str], dict[str, str]] = {}
-        for name, tokens in split.items():
-            for length in lengths:
-                if place + length <= len(tokens):
-                    ends = "".join(tokens[:place]), "".join(tokens[place + length :])
-                    alike.setdefault(ends, {})["".join(tokens[place : place + length])] = name
-        yield from ((ends, found) for ends, found in alike.items() if len(found) > 1)
-
-
-def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _choices(words: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
     """Some of the words, where they differ at both of their ends."""
     count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
     for size in (*range(2, count + 1),) if count <= FEW else (2, 3, count) if count <= MOST_WORDS else ():
-        for some in combinations(words, size):
+        for some in combinations(words, size) if size <= most else ():
             if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
                 yield some
+
+
+# Fused ---------------------------------------------------------------------------------------------------------------
+
+_FUSED = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
+
+
+def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
+    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes."""
+    taken = set[str]()
+    for parts, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
+        ones = {key: shape for key, shape in wholes.items() if shape and words(key).strong & {"qkv", "attn"}}
+        for group in groups({key: shape for key, shape in parts.items() if shape and len(_roles(key)) == 1}, 3):
+            columns = next(iter(group.members.values()))
+            roles = ["".join(_roles(column[0])) for column in columns]
+            same = {words(column[0]).strong - _roles(column[0]) for column in columns}
+            if sorted(roles) != ["k", "q", "v"] or len(columns[0]) > 1 or len(same) > 1:
+                continue
+            group = group.ordered([roles.index(role) for role in "qkv"])
+            shapes: list[Any] = [[parts[column[0]] for column in columns] for columns in group.members.values()]
+            for axis in (0, -1) if len(shapes[0][0]) > 1 else (0,):
+                sizes = [shape[axis] for shape in shapes[0]]
+                total = (sum(sizes), *shapes[0][0][1:]) if axis == 0 else (*shapes[0][0][:-1], sum(sizes))
+                fits = {
+                    key: shape
+                    for key, shape in ones.items()
+                    if shape == total and _is_bias(key) == _is_bias(group.text)
+                }
+                found = [each for each in families(fits, len(VARIABLES)) if each.keys.keys() == group.members.keys()]
+                free = taken.isdisjoint(group.keys) and shapes.count(shapes[0]) == len(shapes)
+                if len(found) == 1 and free:
+                    taken.update(group.keys)
+                    chain = f"cat {axis} {sizes}" if len(set(sizes)) > 1 else f"cat {axis}"
+                    yield group.link(found[0].keys, found[0].template(found[0].variables), chain, splits, _FUSED)
+                    break
+
+
+def _roles(key: str) -> frozenset[str]:
+    return words(key).strong & {"q", "k", "v"}
+
+
+def _is_bias(key: str) -> bool:
+    return "bias" in words(key).strong

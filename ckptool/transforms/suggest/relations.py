@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations, permutations
+from itertools import chain as chained
+from itertools import combinations, islice, permutations
 from math import gcd, prod
 
 from ckptool.analysis.compare import same_bytes
@@ -20,7 +21,7 @@ from ckptool.errors import CkptoolError
 from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import parse_operation
 from ckptool.names.steps import Overs
-from ckptool.transforms.suggest.groups import STACKED, Holes, NameGroup
+from ckptool.transforms.suggest.groups import STACKED
 from ckptool.transforms.translate.apply import after_chain
 
 MOST_TRIES = 600  # of operations for tensors of some shapes
@@ -32,28 +33,6 @@ LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chanc
 NEAR = 0.9  # the cosine from where on a common mean may be all that is said
 
 
-@dataclass(frozen=True, slots=True)
-class Relation:
-    """Tensors that are one tensor after a chain of operations. splits: the one is of the old side."""
-
-    group: NameGroup
-    one: str
-    chain: str = ""
-    splits: bool = False
-
-    @property
-    def sides(self) -> tuple[list[str], list[str]]:
-        return ([self.one], self.group.keys) if self.splits else (self.group.keys, [self.one])
-
-    def pair(self, holes: Holes) -> tuple[str, str]:
-        """Both sides as one name each, the new one with the operations before it."""
-        name, chain = self.group.name(holes), self.chain
-        if self.splits and chain:
-            chain = " | ".join(str(parse_operation(op).inverse()) for op in reversed(chain.split(" | ")))
-        old, new = (self.one, name) if self.splits else (name, self.one)
-        return old, holes.hole(f" : {chain}") + new if chain else new
-
-
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +40,7 @@ def _number(expression: Arithmetic) -> int:
     return expression.value(lambda name: None)
 
 
-def _applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
+def applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
     """One tensor of those of each word and number; None where they do not fit."""
     rows = [list(row) for row in zip(*columns, strict=True)]
     values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
@@ -81,31 +60,30 @@ Way = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Ways:
-    """The search for operations. known: the last that did for tensors of some shapes, tried first.  tries: left."""
+    """The search for operations. known: the last that did for tensors of some shapes, tried first.
+
+    hopeless: shapes for which none was found, and that are not searched again.
+    """
 
     known: dict[object, Way] = field(default_factory=dict)
-    tries: dict[object, int] = field(default_factory=dict)
+    hopeless: set[object] = field(default_factory=set)
 
     def find(self, columns: Columns, whole: TensorEntry, first: str = "") -> Way | None:
         """The operations that make one tensor of others, by bytes, and the order of their words; None where none is
         found. first: tried first."""
         shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
-        natural = tuple(range(len(columns)))
-        for chain, order in (
-            *([(first, natural)] if first else []),
-            *([self.known[shapes]] if shapes in self.known else []),
-            *_ways(shapes[0], len(columns[0])),
-        ):
-            if self.tries.setdefault(shapes, MOST_TRIES) <= 0:
-                return None
-            self.tries[shapes] -= 1
+        told = [(first, tuple(range(len(columns))))] if first else []
+        told += [self.known[shapes]] if shapes in self.known else []
+        others = () if shapes in self.hopeless else islice(_ways(shapes[0], len(columns[0])), MOST_TRIES)
+        for chain, order in chained(told, others):
             parts = [columns[at] for at in order]
-            made = _applied(chain, parts)
+            made = applied(chain, parts)
             for after in _reshapings(made.shape, whole.shape) if made is not None else ():
                 both = " | ".join(filter(None, [chain, after]))
-                if (done := _applied(both, parts)) is not None and is_same(done, whole):
-                    self.known[shapes], self.tries[shapes] = (both, order), MOST_TRIES
+                if (done := applied(both, parts)) is not None and is_same(done, whole):
+                    self.known[shapes] = both, order
                     return both, order
+        self.hopeless.add(shapes)
         return None
 
 

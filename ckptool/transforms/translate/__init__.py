@@ -18,7 +18,6 @@ from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError
 from ckptool.names.rules import Translation
 from ckptool.names.scope import Scope
-from ckptool.names.steps import Matches
 from ckptool.transforms.rename import module_names
 from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, carry_out, plan_steps, refuse_unused
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
@@ -59,7 +58,7 @@ def translate_roots(
     """
     scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
     plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
-    refuse_unused(translation, {name for plan in plans for name in plan.used})
+    refuse_unused(translation, (step for plan in plans for step in plan.steps))
     for root, plan in zip(roots, plans, strict=True):
         _refuse_changed_codes(checkpoint, root.node, plan)
     for plan in plans if translation.complete else ():
@@ -96,12 +95,12 @@ def translated_items(checkpoint: Checkpoint, translation: Translation, node: Map
     `translate_roots`."""
     scope = Scope({}, translation.variables, {}, node)
     plan = plan_steps(translation, node, scope)
-    refuse_unused(translation, plan.used)
+    refuse_unused(translation, plan.steps)
     _refuse_changed_codes(checkpoint, node, plan)
     return carry_out(translation, plan, node, scope, KEEP).items
 
 
-def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: Matches) -> None:
+def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: TranslatedRoot) -> None:
     keys = {key for step in plan.steps if step.rule.chain for key in step.keys}
     refuse_quantized(checkpoint, [node], "Changed", keys)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.analysis.compare import same_bytes
@@ -15,7 +15,7 @@ from ckptool.names.chain import Operation
 from ckptool.names.pattern import Groups
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Translation, refuse_idle
 from ckptool.names.scope import Number, Scope
-from ckptool.names.steps import Matches, Overs, Step, steps_of
+from ckptool.names.steps import Overs, Step, steps_of
 from ckptool.transforms.translate.operations import Tensors, applied, losses, refuse_growth
 from ckptool.transforms.views import zeros
 
@@ -25,36 +25,36 @@ REST = (REFUSE, KEEP, DROP)
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRoot:
-    """A set of weights after the rules. dropped, kept: keys that no rule took.
+    """A set of weights by the rules. kept: keys that no rule takes.  dropped: those that are left out.
 
-    tied: those of the dropped that are second names of tensors.  filled, unfilled: tensors of zeros that were made, or
-    left out.
+    tied: those of the dropped that are second names of tensors.  unfilled: tensors of zeros that are left out.
+    items, filled: the new tensors, and the names of those of zeros, once the steps are carried out.
     """
 
-    items: dict[str, Any]
-    steps: tuple[Step, ...]
-    dropped: tuple[str, ...]
-    tied: tuple[str, ...]
-    kept: tuple[str, ...]
-    filled: tuple[str, ...]
-    unfilled: tuple[str, ...]
+    steps: list[Step]
+    kept: list[str]
+    dropped: list[str]
+    tied: list[str]
+    unfilled: list[str]
+    items: dict[Any, Any] = field(default_factory=dict)
+    filled: list[str] = field(default_factory=list)
 
 
-def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> Matches:
+def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> TranslatedRoot:
     """Which keys of a set of weights go into which steps. Reads nothing but the zeros that are to be left out.
 
     Raises `Conflict` for a step of which a key is missing.
     """
     tied, unfilled = _tied(translation, node), _unfilled(translation, node)
-    keys = [key for key in node if type(key) is str and key not in {*tied, *unfilled}]
-    gone = steps_of(translation.drop, keys)
-    found = steps_of(translation.rules, gone.rest, scope, ranges=scope.ranges(translation.ranges), there=node)
-    dropped = [*tied, *(key for step in gone.steps for key in step.keys)]
-    return replace(found, dropped=dropped, tied=tied, unfilled=unfilled)
+    left_out = {*tied, *unfilled}
+    gone, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
+    steps, rest = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), there=node)
+    return TranslatedRoot(steps, rest, [*tied, *(key for step in gone for key in step.keys)], tied, unfilled)
 
 
-def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -> None:
+def refuse_unused(translation: Translation, steps: Iterable[Step]) -> None:
     """Raises `NoMatch` for a rule that matches no key of any set of weights, unless it is optional."""
+    used = {step.rule.origin for step in steps}
     idle = (rule for rule in translation.rules if not rule.group and rule.origin not in used)
     refuse_idle(idle, TAKEN_BEFORE, WHOLE_KEY)
 
@@ -63,15 +63,15 @@ def refuse_unused(translation: Translation, used: Collection[tuple[str, str]]) -
 
 
 def carry_out(
-    translation: Translation, plan: Matches, node: Mapping[Any, Any], scope: Scope, rest: str
+    translation: Translation, plan: TranslatedRoot, node: Mapping[Any, Any], scope: Scope, rest: str
 ) -> TranslatedRoot:
     """The new items of a set of weights. Reads nothing yet.
 
     Raises `Conflict` for two keys that become one and, unless they are kept or dropped, for keys that no rule takes;
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
-    if plan.rest and rest == REFUSE:
-        what = f"no rule takes {counted(len(plan.rest), 'key')}: {listed(plan.rest, 6)}"
+    if plan.kept and rest == REFUSE:
+        what = f"no rule takes {counted(len(plan.kept), 'key')}: {listed(plan.kept, 6)}"
         raise NoMatch(
             what,
             "Nothing was written.",
@@ -92,7 +92,7 @@ def carry_out(
         step.outputs = [name for name, _ in results]
         produced[step.keys[0]] = results
     items: dict[Any, Any] = {}
-    remaining = {*plan.rest} if rest == KEEP else set[str]()
+    remaining = {*plan.kept} if rest == KEEP else set[str]()
     for key, value in node.items():
         if key in produced:
             items |= produced[key]
@@ -100,12 +100,10 @@ def carry_out(
             if type(key) is str:
                 _refuse_second(owners, key, "a key that no rule takes", key)
             items[key] = value
-    filled = _filled(translation, node, items, scope)
     items |= {name: items[other] for name, other in translation.ties if other in items and name not in items}
-    dropped = [*plan.dropped, *(plan.rest if rest == DROP else [])]
-    kept = plan.rest if rest == KEEP else []
-    left = (tuple(dropped), tuple(plan.tied), tuple(kept), tuple(filled), tuple(plan.unfilled))
-    return TranslatedRoot(items, tuple(plan.steps), *left)
+    filled = [*_filled(translation, node, items, scope)]
+    dropped = [*plan.dropped, *(plan.kept if rest == DROP else [])]
+    return replace(plan, items=items, kept=plan.kept if rest == KEEP else [], dropped=dropped, filled=filled)
 
 
 def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> None:
@@ -220,18 +218,17 @@ def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
 
 def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, Any], scope: Scope) -> Iterator[str]:
     """Adds the tensors of zeros that the new side has in addition; their names."""
+    tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
     for fill in translation.fill:
-        for key, value in node.items():
-            groups = fill.like.match(key, scope.lookup) if type(key) is str else None
-            if groups is None or not isinstance(value, TensorEntry):
-                continue
+        for step in steps_of([fill], tensors, scope)[0]:
+            value, (op,) = tensors[step.keys[0]], fill.chain
             try:
-                name = fill.name.fill(groups, scope.lookup)
+                (name,) = _new_names(step, step.groups, scope)
                 sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
-                shape = tuple(map(scope.number({**groups, **sizes}), fill.shape))
+                shape = tuple(map(scope.number({**step.groups, **sizes}), op.numbers))
                 refuse_growth(value, shape)
             except UsageError as error:
-                raise error.within(fill.place) from None
+                raise fill.within(error) from None
             if name not in items:
                 items[name] = finished(zeros(value, shape), [value])
                 yield name
@@ -243,6 +240,6 @@ def _unfilled(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
         key
         for fill in translation.unfill
         for key, value in node.items()
-        if type(key) is str and isinstance(value, TensorEntry) and fill.name.pattern.fullmatch(key)
+        if type(key) is str and isinstance(value, TensorEntry) and fill.new[0].pattern.fullmatch(key)
     ]
     return names if all(not any(node[key].bytes()) for key in names) else []
