@@ -108,7 +108,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             checks.append(value.storage)  # of which only a part is written, or another order
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
-    return layout.finish(checks)
+    return Plan({"": layout}, checks)
 
 
 def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:

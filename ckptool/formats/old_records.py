@@ -48,14 +48,12 @@ STAND_INS = {
 
 def unpack(source: Readable, stored: dict[str, TensorEntry], text: str) -> Any:
     """The tree of a record. Raises `Corrupt` for a damaged record, `Conflict` where the file disagrees with it."""
-
     try:
         record = json.loads(text)
         if record["schema"] != SCHEMA:
             what = f"{source} holds a tree of the version {record['schema']!s}"
             raise Unsupported(what, f"This version reads {SCHEMA}.")
-        unpacker = Unpacker(source, stored, record)
-        tree = unpacker.tree()
+        tree = _Record(source, stored, record).tree()
         check_depth(tree)
     except CkptoolError as error:
         raise error.within(str(source)) from None
@@ -65,94 +63,88 @@ def unpack(source: Readable, stored: dict[str, TensorEntry], text: str) -> Any:
     return tree
 
 
-class Unpacker:
-    """Makes the tree (`tree`) of a record and the tensors that are stored with it."""
+class _Record:
+    """Makes the tree of a record, and the tensors that are stored with it; a damaged one is a Python error."""
 
-    def __init__(self, source: Readable | str, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
+    def __init__(self, source: Readable, stored: dict[str, TensorEntry], record: dict[str, Any]) -> None:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
             odd = listed(sorted(names ^ set(stored)))
             what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
             raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
+        self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []
+        self.kinds: dict[str, Callable[[Any], Any]] = {
+            "n": lambda index: _at(self.nodes, index),
+            "t": lambda index: _at(self.tensors, index),
+            "s": lambda fields: StorageRef(_at(self.storages, fields[0]), by_name(fields[1]) if fields[1] else None),
+            "f": _float,
+            "b": base64.b64decode,
+            "p": lambda text: ByteString(base64.b64decode(text)),
+            "c": lambda parts: complex(_float(parts[0]), _float(parts[1])),
+            "g": lambda parts: Global(str(parts[0]), str(parts[1])),
+            "x": lambda _: MISSING,
+        }
 
     def tree(self) -> Any:
         encoded = self.record["nodes"]
         for fields in encoded:
-            self.nodes.append(
-                self._made(fields) if fields and fields[0] in ("tuple", "composite", "object") else self._empty(fields)
-            )
+            self.nodes.append(self._begun(*fields) if fields else None)
         for node, fields in zip(self.nodes, encoded, strict=True):
             if fields:
-                self._fill(node, fields)
+                self._fill(node, *fields)
         return self.value(self.record["root"])
 
     def value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            raise TypeError("a bare list")
         if not isinstance(value, dict):
-            if isinstance(value, list):
-                raise TypeError("a bare list")
             return value
-        ((kind, payload),) = value.items()
-        if kind == "n":
-            return self._at(self.nodes, payload)
-        if kind == "t":
-            return self._at(self.tensors, payload)
-        return _SCALARS[kind](payload) if kind != "s" else self._reference(*payload)
+        ((kind, content),) = value.items()
+        return self.kinds[kind](content)
 
-    @staticmethod
-    def _at(things: list[Any], index: Any) -> Any:
-        if type(index) is not int or index < 0:
-            raise TypeError("an index")
-        return things[index]
+    def values(self, values: Any) -> tuple[Any, ...]:
+        return tuple(map(self.value, values))
 
-    def _reference(self, index: Any, dtype: str | None) -> StorageRef:
-        return StorageRef(self._at(self.storages, index), by_name(dtype) if dtype else None)
-
-    def _made(self, fields: list[Any]) -> Any:
-        if fields[0] == "tuple":
-            return tuple(self.value(part) for part in fields[1])
-        if fields[0] == "composite":
-            made = Object(self.value(fields[1]), tuple(self.value(part) for part in fields[2]))
-            if len(fields) > 3 and made.args[0] is REBUILD_JAGGED:
-                return jagged(made.fn, by_name(fields[3]), made.args)
+    def _begun(self, kind: str, *fields: Any) -> Any:
+        """A node: whole where it cannot be changed once made, else empty."""
+        if kind == "tuple":
+            return self.values(fields[0])
+        if kind == "composite":
+            made = Object(self.value(fields[0]), self.values(fields[1]))
+            if len(fields) > 2 and made.args[0] is REBUILD_JAGGED:
+                return jagged(made.fn, by_name(fields[2]), made.args)
             return rebuilt(made)
-        fn, args, kwargs = (self.value(part) for part in fields[2:5])
-        if fields[1] not in ("call", "new") or type(args) is not tuple or not isinstance(kwargs, (dict, type(None))):
-            raise TypeError("an object")
-        return Object(fn, args, fields[1], kwargs)
+        if kind == "object":
+            fn, args, kwargs = self.values(fields[1:4])
+            if (
+                fields[0] not in ("call", "new")
+                or type(args) is not tuple
+                or not isinstance(kwargs, (dict, type(None)))
+            ):
+                raise TypeError("an object")
+            return Object(fn, args, fields[0], kwargs)
+        if kind == "set":
+            return Set([], bool(fields[1]))
+        makers: dict[str, Callable[[], Any]]
+        makers = {"odict": OrderedDict, "dict": dict, "list": list, "bytearray": bytearray}
+        return makers[kind]()
 
-    @staticmethod
-    def _empty(fields: list[Any]) -> Any:
-        if not fields:
-            return None
-        makers: dict[str, Callable[[], Any]] = {
-            "odict": OrderedDict,
-            "dict": dict,
-            "list": list,
-            "bytearray": bytearray,
-        }
-        if fields[0] == "set":
-            return Set([], bool(fields[2]))
-        return makers[fields[0]]()
-
-    def _fill(self, node: Any, fields: list[Any]) -> None:
-        kind, value = fields[0], self.value
+    def _fill(self, node: Any, kind: str, *fields: Any) -> None:
         if kind in ("dict", "odict"):
-            node.update((value(k), value(v)) for k, v in fields[1])
+            node.update((self.value(k), self.value(v)) for k, v in fields[0])
             if kind == "odict":
-                node.attributes = value(fields[2])
-        elif kind == "list":
-            node.extend(value(part) for part in fields[1])
-        elif kind == "set":
-            node.items.extend(value(part) for part in fields[1])
+                node.attributes = self.value(fields[1])
+        elif kind in ("list", "set"):
+            (node if kind == "list" else node.items).extend(self.values(fields[0]))
         elif kind == "bytearray":
-            node.extend(base64.b64decode(fields[1]))
+            node.extend(base64.b64decode(fields[0]))
         elif kind == "object":
-            node.items, node.elements, node.state = (value(part) for part in fields[5:8])
-            node.adds = bool(fields[8])
+            node.items, node.elements, node.state = self.values(fields[4:7])
+            node.adds = bool(fields[7])
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
@@ -172,7 +164,7 @@ class Unpacker:
         return Storage(data, location)
 
     def _tensor(self, storage_index: int, bits: int, *view: Any) -> TensorEntry:
-        storage = self._at(self.storages, storage_index)
+        storage = _at(self.storages, storage_index)
         flags = Flags(*(bool(bits >> i & 1) for i in range(4)))
         if view:
             dtype, shape, stride, offset = by_name(view[0]), tuple(view[1]), tuple(view[2]), view[3]
@@ -184,16 +176,12 @@ class Unpacker:
         return TensorEntry(storage, dtype, shape, stride, offset, flags)
 
 
-def _hex_float(text: str) -> float:
+def _at(things: list[Any], index: Any) -> Any:
+    if type(index) is not int or index < 0:
+        raise TypeError("an index")
+    return things[index]
+
+
+def _float(text: str) -> float:
     found: float = struct.unpack(">d", bytes.fromhex(text))[0]
     return found
-
-
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "f": _hex_float,
-    "b": base64.b64decode,
-    "p": lambda text: ByteString(base64.b64decode(text)),
-    "c": lambda parts: complex(_hex_float(parts[0]), _hex_float(parts[1])),
-    "g": lambda parts: Global(str(parts[0]), str(parts[1])),
-    "x": lambda _: MISSING,
-}

@@ -305,7 +305,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add(f"{root}.data/serialization_id", Deferred(40, identity))
     if mark and (origin is None or mark != origin.recovered):
         layout.add(root + marks.RECOVERED_RECORD, InlineBytes(mark.encode()))
-    return layout.finish()
+    return Plan({"": layout})
 
 
 # torch looks for the end records in the last 69,562 bytes, Python's zipfile in the last 65,557.
@@ -341,8 +341,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     for record in archive.by_offset():
         if record.name != root + "data.pkl":
             layout.add_old(record)
-    plan = layout.finish()
-    return Plan(plan.files, keep=archive.end, guard=guard(archive.end_records), guard_every=GUARD_EVERY)
+    return Plan({"": layout}, keep=archive.end, guard=guard(archive.end_records), guard_every=GUARD_EVERY)
 
 
 class _Keys:

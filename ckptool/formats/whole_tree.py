@@ -92,7 +92,7 @@ class PickledStorages:
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
     """What a pickle says. Raises `Corrupt` and whatever the machine refuses."""
-    found = decode(content, storages.load, BUILDERS, name=name)
+    found = decode(content, storages.load, BUILDERS, name=name, file_bytes=len(content))
     if found.end != len(content):
         raise Corrupt(f"{name} has {len(content) - found.end:,} bytes after its end", "Another may be hidden there.")
     return found

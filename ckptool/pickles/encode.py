@@ -213,7 +213,7 @@ class _Encoder:
         alike, is_new = self.alike.get(kind), key not in self.memo and id(storage) not in self.types
         if alike is not None and is_new:
             raw = key.encode("utf-8", "surrogatepass")
-            self.types[id(storage)] = entry.dtype
+            self.types[id(storage)] = entry.dtype if entry.dtype.storage is not None else None
             self.count += len(alike.parts)
             self.memo[key], self.memo[id(entry)] = b"j" + _pack_uint(first), b"j" + _pack_uint(self.count - 1)
             out += alike.begin + _pack_uint(len(raw)) + raw + b"r"

@@ -56,6 +56,7 @@ class Kind(NamedTuple):
 
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
+_LAYER = _OBJECT._replace(filled=given.few_layers)
 _CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
 _MAPPING = Kind(up_to("pairs"), empty=True, state=True, items=True)
 _CONTAINER = Kind(given.none, empty=True, state=True, items=True, elements=True)
@@ -521,14 +522,6 @@ PYTHON_MODULES = frozenset(f"{PYTHON3} {PYTHON2} {INSTALLERS}".split())
 SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())
 
 
-def _kinds() -> dict[tuple[str, str], Kind]:
-    layer = _OBJECT._replace(filled=given.few_layers)
-    kinds = {each: kind for kind, text in ((layer, TORCH_CLASSES), *_TABLE) for each in named(text)}
-    for module, constants in _CONSTANTS.items():
-        kinds.update(((module, name), _STORAGE if "Storage" in name else _NAME) for name in constants)
-    return kinds
-
-
 def _constants(module: str) -> Iterator[str]:
     """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
     yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
@@ -543,7 +536,14 @@ def _constants(module: str) -> Iterator[str]:
 _CONSTANTS = {
     module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
 }
-_KINDS = _kinds()
+_KINDS: dict[tuple[str, str], Kind] = {
+    **{each: kind for kind, text in ((_LAYER, TORCH_CLASSES), *_TABLE) for each in named(text)},
+    **{
+        (module, name): _STORAGE if "Storage" in name else _NAME
+        for module, constants in _CONSTANTS.items()
+        for name in constants
+    },
+}
 
 
 def value_word(name: Any) -> str:

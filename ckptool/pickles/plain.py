@@ -194,15 +194,6 @@ _PYTHON: dict[str, Make] = {
 # Containers, configuration, torch and numpy ---------------------------------------------------------------------------
 
 
-def _attributes(node: Object) -> Any:
-    return NotImplemented if node.items or node.elements else dict(node.attributes)
-
-
-def _counter(node: Object) -> Any:
-    first = node.args[0] if node.args else {}
-    return {**first, **(node.items or {})} if isinstance(first, dict) else NotImplemented
-
-
 def _list(node: Object) -> Any:
     """The items that a list, a tuple or a deque was made of, and those appended to it."""
     first = node.args[0] if node.args else []
@@ -234,11 +225,14 @@ _VALUES: dict[str, Make] = {
     "array": array,
     "array scalar": _scalar,
     "array type": lambda node: str(array_type(node)),
-    **dict.fromkeys(("namespace", "attributes"), _attributes),
+    **dict.fromkeys(
+        ("namespace", "attributes"),
+        lambda node: NotImplemented if node.items or node.elements else dict(node.attributes),
+    ),
     **dict.fromkeys(("defaultdict", "items"), lambda node: dict(node.items or {})),
     "elements": lambda node: list(node.elements or ()),
     "items or attributes": lambda node: dict(node.items if node.items is not None else node.attributes),
-    "counter": _counter,
+    "counter": lambda node: {**(node.args[0] if node.args else {}), **(node.items or {})},
     "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
     **dict.fromkeys(("deque", "list"), _list),
     "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),

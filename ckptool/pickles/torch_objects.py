@@ -113,10 +113,6 @@ def _no_hooks(hooks: Any) -> bool:
     return hooks is None or (isinstance(hooks, dict) and not hooks)
 
 
-def _rebuild_tensor(args: tuple[Any, ...]) -> Any:
-    return _strided(*args, NO_FLAGS) if len(args) == 4 else NotImplemented
-
-
 def _rebuild_tensor_v2(args: tuple[Any, ...], dtype: DType | None = None) -> Any:
     if len(args) == 6 and args[4] is False and type(args[5]) is OrderedDict and not args[5]:  # nearly all of them
         return _strided(args[0], args[1], args[2], args[3], NO_FLAGS, dtype)
@@ -392,7 +388,9 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
 
 
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
-    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    Global("torch._utils", "_rebuild_tensor"): lambda args: (
+        _strided(*args, NO_FLAGS) if len(args) == 4 else NotImplemented
+    ),
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,

@@ -36,7 +36,6 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import row_major
@@ -400,17 +399,13 @@ def _change_dtypes(draft: _Draft) -> None:
             continue
         sure = conversion(tensor.dtype, new)
         budget -= tensor.nbytes if sure == LOSSY else 0
-        draft.changes.append(_dtype_change(fact, tensor, new, sure == EXACT, read=budget >= 0))
-
-
-def _dtype_change(fact: Loaded, tensor: TensorEntry, new: DType, exact: bool, read: bool) -> DtypeChange:
-    names = (fact.source, fact.target, tensor.dtype, new)
-    if exact:
-        return DtypeChange(*names, True, 0, 0)
-    if not read:
-        return DtypeChange(*names, None)
-    tally = losses(tensor, new)
-    return DtypeChange(*names, not tally.changed, tally.changed, tally.overflowed)
+        lost: tuple[bool | None, int | None, int | None] = (None, None, None)
+        if sure == EXACT:
+            lost = (True, 0, 0)
+        elif budget >= 0:
+            tally = losses(tensor, new)
+            lost = (not tally.changed, tally.changed, tally.overflowed)
+        draft.changes.append(DtypeChange(fact.source, fact.target, tensor.dtype, new, *lost))
 
 
 # The report ----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
@@ -44,6 +44,7 @@ from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
     from typing_extensions import Unpack as Unpack
 
     from ckptool.formats.model_folder import ModelFolder
@@ -57,7 +58,6 @@ else:
 
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
-_Change = TypeVar("_Change", bound="Change")
 
 
 class Row(NamedTuple):
@@ -174,7 +174,7 @@ class Change:
         as_folder = path.endswith("/") and formats.named(default).tensors_only
         return formats.for_output(path, formats.SHARDED if as_folder else default)
 
-    def into(self: _Change, container: str) -> _Change:
+    def into(self, container: str) -> Self:
         """The same, into this container."""
         return replace(self, asked={**self.asked, "container": container})
 
@@ -383,11 +383,6 @@ class FileChange(Change):
     outside: Any
     extract: bool
 
-    @property
-    def kept(self) -> tuple[Storage, ...]:
-        """The storages outside, which stay as they are."""
-        return tuple(storages(self.outside))
-
     def save(self, changed: Checkpoint, *, changes: bool = True, beside: ModelFolder | None = None) -> Written:
         """Writes the file with the changed part in its place, or that part alone.
 
@@ -403,7 +398,7 @@ class FileChange(Change):
         return self.write(self.original, changed, changes=changes, beside=beside)
 
     def _refuse_untied(self, changed: Any) -> None:
-        kept = set(map(id, self.kept))
+        kept = set(map(id, storages(self.outside)))
         if not any(id(storage) in kept for storage in storages(self.part.tree)):
             return
         after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walk(changed)}

@@ -14,7 +14,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.lora.merge import merge
+from ckptool.transforms.lora.merge import AdapterMerge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
@@ -60,14 +60,13 @@ def lora_merge(
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
-    ordered = not memory.groups and not checkpoint.tensors_only
-    how: Any = {"base_name": opened.name, "multiplier": scale, "ties": memory.ties, "ordered": ordered}
+    how = found, opened.name, scale, not memory.groups and not checkpoint.tensors_only
     try:
-        merged = merge(memory.tree, found, **how)
+        merged = AdapterMerge(memory.tree, *how).merged(memory.ties)
     except NoMatch as unmatched:
         memory.refuse_unknown(opened.name)
         try:
-            merged = merge(root.node, found, **how)
+            merged = AdapterMerge(root.node, *how).merged(memory.ties)
         except NoMatch:
             raise unmatched from None
     else:

@@ -14,6 +14,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.tree import tensors
 from ckptool.formats import read, torch_zip
+from fixtures.sparse import crc_of_zeros
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects
 from tests.support.small_zips import tied_state
@@ -31,24 +32,10 @@ def sparse(path: Path, sizes: list[int]) -> Checkpoint:
 
     zeros = Source(source)
     tree = {
-        name: TensorEntry(Storage(FileRange(zeros, 0, size), "cpu", _crc_of_zeros(size)), by_name("u8"), (size,), (1,))
+        name: TensorEntry(Storage(FileRange(zeros, 0, size), "cpu", crc_of_zeros(size)), by_name("u8"), (size,), (1,))
         for name, size in shapes.items()
     }
     return Checkpoint(tree, torch_zip.NAME)
-
-
-_sums: dict[int, int] = {}
-
-
-def _crc_of_zeros(size: int) -> int:
-    import zlib
-
-    if size not in _sums:
-        value, block = 0, bytes(1 << 24)
-        for at in range(0, size, len(block)):
-            value = zlib.crc32(block[: size - at], value)
-        _sums[size] = value
-    return _sums[size]
 
 
 def write_with_holes(checkpoint: Checkpoint, path: Path) -> Path:

@@ -132,22 +132,9 @@ def test_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
                 )
 
 
-def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
-    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
-    at = original.read_bytes().index(b"a.weight")
-    data = bytearray(original.read_bytes())
-    data[at] ^= 1
-    with pytest.raises(Corrupt, match="checksum"):
-        read(written(bytes(data), tmp_path / "b.pt"))
-
-
 @looped(
     ("record", "contents", "error"),
     [
-        ("archive/byteorder", b"middle", Corrupt),
-        ("archive/.storage_alignment", b"-1", Corrupt),
-        ("archive/.storage_alignment", b"0", Corrupt),
-        ("archive/.storage_alignment", b"99999999999", Corrupt),
         ("archive/data/0", b"short", Corrupt),
         ("archive/data/0", bytes(100), Corrupt),
         ("archive/data/0", None, Corrupt),
@@ -156,9 +143,6 @@ def test_a_damaged_pickle_is_noticed_on_opening(tmp_path: Path) -> None:
         ("archive/constants.pkl", b"\x80\x02N.", Ambiguous),
         ("archive/code/a.py", b"", Ambiguous),
         ("archive/.data/extern_modules", b"", Unsupported),
-        ("other/data/0", b"", CkptoolError),
-        ("other/data.pkl", b"\x80\x02N.", CkptoolError),
-        ("top", b"", CkptoolError),
     ],
 )
 def test_odd_records_are_refused(
@@ -176,14 +160,6 @@ def test_a_record_that_no_tensor_uses_is_noted(tmp_path: Path) -> None:
     assert [note.message for note in checkpoint.notes if note.code == "unused-record"] == [
         "1 record with 8 bytes is used by no tensor"
     ]
-
-
-def test_a_pickle_that_inflates_without_bounds_is_refused(tmp_path: Path) -> None:
-    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
-    bomb = b"\x80\x02" + b"(" * (64 << 20)
-    with pytest.raises(CkptoolError) as caught:
-        read(rezipped(original, tmp_path / "b.pt", zipfile.ZIP_DEFLATED, {"archive/data.pkl": bomb}))
-    assert caught.value.code == "limit-exceeded"
 
 
 def persistent(pid: bytes, records: dict[str, bytes], path: Path) -> Path:
@@ -260,13 +236,6 @@ def test_a_tensor_beyond_its_storage_is_a_bad_tensor(tmp_path: Path) -> None:
 
 
 # Damage ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_cut_at_every_length_is_refused(tmp_path: Path) -> None:
-    data = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
-    for size in range(len(data)):
-        with pytest.raises(CkptoolError):
-            read(written(data[:size], tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("of", [4, pytest.param(1, marks=pytest.mark.soak)])

@@ -234,7 +234,7 @@ def test_many_tensors_are_written_as_torch_writes_each(seed: int, tmp_path: Path
     made = [torch.zeros(0), torch.zeros(3, 4)]
     value: list[Any] = []
     for number in range(600):
-        kind = rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.int64])
+        kind = rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.int64, torch.uint16])
         tensor = torch.zeros(rng.choice([(4,), (4,), (3, 4), (), (0,)]), dtype=kind)
         other = rng.choice(made)
         odd = [other, other[1:], tensor.t() if tensor.dim() == 2 else tensor, torch.nn.Parameter(torch.ones(4))]

@@ -17,7 +17,6 @@ from ckptool.names import steps
 from ckptool.names.rule_files import read_rules, renaming
 from ckptool.names.rules import Rule
 from ckptool.transforms.suggest import rules_file, suggest
-from ckptool.transforms.suggest.families import words
 from tests.support.looped import looped
 from tests.support.naming_schemes import (
     CHUNKS,
@@ -313,17 +312,6 @@ def test_keys_that_have_their_place_keep_it() -> None:
     names = {key: renamed(key, rules) for key in source}
     assert all(names[key] in (key, placed[key]) for key in placed)
     assert {placed.get(key, name) for key, name in names.items()} == set(target)
-
-
-def test_words() -> None:
-    assert words("encoder.layer.0.attention.self.query.weight").strong & words("h.3.attn.q_proj.weight").strong == {
-        "attn",
-        "q",
-        "weight",
-    }
-    assert words("a.q_proj.weight").contradict(words("b.k_proj.weight"))
-    assert not words("self_attention.in_proj_weight").contradict(words("attn.qkv.weight"))
-    assert words("LayerNorm.weight").strong == words("ln_1.weight").strong == words("layer_norm.weight").strong
 
 
 # Any names -----------------------------------------------------------------------------------------------------------

@@ -243,3 +243,10 @@ def test_rules_of_layouts_that_ship_are_found_again(name: str, tmp_path: Path) -
         tied = [note for note in found.notes if note.code == "second-name"]
         cut = case.get("kept", {}) if one == new else ()  # rows that the other layout does not have
         assert found.by_value == found.total - len(found.missing) and len(found.missing) == len(tied) + len(cut), found
+
+
+def test_names_with_odd_characters_have_rules_or_are_said_not_to() -> None:
+    names = ["\0x.0", "a\x01.b*c", "{d}", chr(0xF0000), ""]
+    old = {name: random(4, 4) for name in names}
+    found = ckptool.find_rules(old, {f"y.{name}": value.T.copy() for name, value in old.items()})
+    assert {*found.missing} <= {f"y.{name}" for name in names[3:]} and found.by_value == 5 - len(found.missing)

@@ -26,16 +26,7 @@ from typing import NoReturn
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Readable
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    Truncated,
-    Unsupported,
-    counted,
-    listed,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, listed
 from ckptool.formats.zip.record import (
     CENTRAL,
     DESCRIPTOR,
@@ -292,20 +283,11 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
             if name in records:
                 what = f"{archive.source} has two records named {name}"
                 raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
+            # As torch writes it.
             descriptor = 0 if not flags & _HAS_DESCRIPTOR else DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
-            records[name] = record = Record(
-                archive,
-                name,
-                directory[at:name_at],
-                flags,
-                method,
-                crc,
-                stored,
-                size,
-                header,
-                zip64,
-                descriptor,  # as torch writes it
-            )
+            central = directory[at:name_at]
+            record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
+            records[name] = record
             if attributes >> 28 == LINK:
                 archive.links.append(record)
             if attributes & _FOLDER:

@@ -100,35 +100,31 @@ class Record:
             fits = 0 <= self.data_at - self.header - LOCAL.size - len(self.name.encode()) <= FULL16
         if not fits:
             if self.header + LOCAL.size <= self.archive.directory:
-                self._own_header()  # with a longer or shorter name, it cannot fit
+                self.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
             what = f"the record {self} does not fit where the directory puts it (byte {self.header:,})"
             why = "Records overlap, or there are bytes between them that belong to none."
             raise Corrupt(f"{self.archive.source}: {what}", why)
 
-    def _own_header(self) -> tuple[int, ...]:
-        """Flags, method, time, date, checksum, stored size, size, and the lengths of name and extra field in the
-        record's own header; raises `Ambiguous` for one of another name."""
+    def confirm(self, *, name_alone: bool = False) -> None:
+        """Compares the record's own header and descriptor with the directory; raises `Ambiguous` or `Corrupt`."""
+        if self.is_confirmed:
+            return
         source, name = self.archive.source, self.name.encode()
         head = source.read(self.header, min(LOCAL.size + len(name), source.size - self.header))
         if len(head) < LOCAL.size or head[:4] != b"PK\x03\x04":
             self.wrong(f"has no header at byte {self.header:,}")
-        fields: tuple[int, ...] = LOCAL.unpack_from(head)[2:]
-        if head[LOCAL.size :] != name or fields[-2] != len(name):
+        _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
+        if head[LOCAL.size :] != name or name_size != len(name):
             what = f"{source}: the record {self} has another name in its own header"
             raise Ambiguous(what, "Some readers would take one name, some the other, and see two different files.")
-        return fields
-
-    def confirm(self) -> None:
-        """Compares the record's own header and descriptor with the directory; raises `Ambiguous` or `Corrupt`."""
-        if self.is_confirmed:
+        if name_alone:
             return
-        flags, method, _, _, crc, stored, size, name_size, extra_size = self._own_header()
         if method != self.method or flags & ~_MAY_DIFFER != self.flags & ~_MAY_DIFFER:
             self.wrong("says in its header that it is stored in another way")
         data_at = self.header + LOCAL.size + name_size + extra_size
         if data_at != self.data_at:
             self.wrong(f"begins at byte {data_at:,}, not {self.data_at:,} as the directory has it")
-        source, expected = self.archive.source, (self.crc, self.stored, self.size)
+        expected = (self.crc, self.stored, self.size)
         if layout := DESCRIPTORS.get(self.descriptor_size):
             agrees = crc in (0, self.crc) and stored in (0, FULL, self.stored) and size in (0, FULL, self.size)
         else:

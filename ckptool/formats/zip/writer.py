@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptool.checkpoint import Data, InlineBytes, Storage
+from ckptool.checkpoint import Data, InlineBytes
 from ckptool.checkpoint.blocks import Crc
-from ckptool.checkpoint.plan import Deferred, Plan, Segment
+from ckptool.checkpoint.plan import Deferred, Segment
 from ckptool.formats.checksums import checksummed, crc_combine
 from ckptool.formats.zip.directory import LINK
 from ckptool.formats.zip.record import (
@@ -62,7 +62,7 @@ class ZipLayout:
             head, data = head + data.content, InlineBytes(b"")
         total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
         if crc is not None and data.length:
-            total.expected = crc_combine(total.value, crc, data.length)
+            total.expected = crc_combine(total.value, crc, data.length) if head else crc
         record = _NewRecord(name, self.at, size, head, data, total)
         self.sums.append(total)
         self._parts.append(record)
@@ -78,10 +78,6 @@ class ZipLayout:
         if data is not None:
             self._parts.append(data)
             self.at += data.length
-
-    def finish(self, checks: Sequence[Storage] = ()) -> Plan:
-        """The plan of everything that was added, the directory and the end records. checks: see `Plan`."""
-        return Plan({"": self}, list(checks))
 
     def __iter__(self) -> Iterator[Segment]:
         for part in self._parts:

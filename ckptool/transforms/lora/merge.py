@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
@@ -42,26 +41,10 @@ class MergedWeights:
     keys: int
 
 
-def merge(
-    base: Mapping[Any, Any],
-    adapter: Adapter,
-    *,
-    base_name: str,
-    multiplier: float = 1.0,
-    ties: Mapping[str, str] | None = MappingProxyType({}),
-    ordered: bool = True,
-) -> MergedWeights:
-    """The state dict with the adapter's changes, times `multiplier`. Reads nothing yet.
+class AdapterMerge:
+    """An adapter for a base of this name, whose changes are multiplied. is_ordered: the base has its tensors in the
+    order of the model, even where that is the one of their names."""
 
-    ties: see `MemoryTree.ties`.  ordered: the base has its tensors in the order of the model, even where that is the
-    one of their names.
-    Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter; `Conflict`
-    for shapes that do not fit and ties that would be lost; `Unsupported` for weights of no floating type.
-    """
-    return _Merge(base, adapter, base_name, multiplier, ordered).merged(ties)
-
-
-class _Merge:
     def __init__(
         self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float, is_ordered: bool
     ) -> None:
@@ -70,6 +53,7 @@ class _Merge:
         self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
         self.parameters = dict(_parameters_of(adapter))
         self.places = Places((key for key in base if type(key) is str), underscored=adapter.scheme == KOHYA)
+        self.count = sum(len(delta.keys) for delta in adapter.deltas)
         self.tree: dict[str, TensorEntry] = {}
         self.changed: dict[str, tuple[int, ...]] = {}  # and by which tensors of the adapter
         self.replaced: list[str] = []
@@ -79,6 +63,11 @@ class _Merge:
         self.ties: Mapping[str, str] = {}
 
     def merged(self, ties: Mapping[str, str] | None) -> MergedWeights:
+        """The state dict with the adapter's changes. Reads nothing yet. ties: see `MemoryTree.ties`.
+
+        Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter,
+        `Conflict` for shapes that do not fit and ties that would be lost, `Unsupported` for weights that are no floats.
+        """
         self.ties = ties or {}
         deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
@@ -94,10 +83,7 @@ class _Merge:
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
         moved = list(dict.fromkeys(str(prefix) for prefix in self.prefixes.values() if prefix != Prefix()))
         computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
-        return MergedWeights(tree, computed, self.replaced, self.added, moved, self._count())
-
-    def _count(self) -> int:
-        return sum(len(delta.keys) for delta in self.adapter.deltas)
+        return MergedWeights(tree, computed, self.replaced, self.added, moved, self.count)
 
     # Changes
 
@@ -220,7 +206,7 @@ class _Merge:
     def _refuse_lost(self, lost: list[str]) -> None:
         drop = command("edit", self.name, drop=PATTERN, out=OUT)
         raise NoMatch(
-            f"{len(lost):,} of {counted(self._count(), 'key')} of {self.name} have no place in {self.base_name}: "
+            f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {self.base_name}: "
             f"{listed(lost)}",
             "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
             f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}",

@@ -17,7 +17,7 @@ Trait = tuple[int, ...] | None
 """What two keys must have in common to be the same tensor: the shape, or the shape and the values."""
 Numbers = tuple[str, ...]
 
-HOLE = "\0"  # stands where a number was
+HOLE = chr(0xF0000)  # stands where a number was
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
 

@@ -26,7 +26,7 @@ from ckptool.names.steps import Step
 from ckptool.transforms.suggest import Writing
 from ckptool.transforms.suggest.families import VARIABLES, Numbers, Trait, escaped, families, fitted
 from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
-from ckptool.transforms.suggest.groups import NameGroup, fused, groups
+from ckptool.transforms.suggest.groups import NameGroup, fused, groups, is_sayable
 from ckptool.transforms.suggest.links import Link, Search
 from ckptool.transforms.suggest.relations import Ways, applied, is_same, is_tuned
 from ckptool.transforms.translate.apply import DROP, carry_out, plan_steps
@@ -55,7 +55,7 @@ class ValueSearch:
     def __post_init__(self) -> None:
         ours, theirs = self.sides
         self.prints = {k: self.print(v) for k, v in ours.items()}, {k: self.print(v) for k, v in theirs.items()}
-        self.free = dict.fromkeys(filter(None, ours)), dict.fromkeys(filter(None, theirs))
+        self.free = dict.fromkeys(filter(is_sayable, ours)), dict.fromkeys(filter(is_sayable, theirs))
 
     def print(self, entry: TensorEntry) -> Fingerprint:
         """The fingerprint of a tensor of a side, or of one that rules make."""
@@ -65,10 +65,11 @@ class ValueSearch:
 
     def run(self) -> None:
         """Finds all of them."""
-        for splits in (False, True):
-            self._join(splits)
+        for vary in range(len(VARIABLES), -1, -1):
+            self._join(False, vary)
+            self._join(True, vary)
         ours, theirs = self._unique(0, self._head), self._unique(1, self._head)
-        for head in ours.keys() & theirs.keys():
+        for head in [head for head in ours if head in theirs]:
             self._relate(NameGroup(ours[head], (), {(): ((ours[head],),)}), {(): theirs[head]}, False)
         for group, wholes, chain, splits in self.joined:
             self._beside(group, wholes, chain, splits)
@@ -133,12 +134,12 @@ class ValueSearch:
             for key in [key for at in found for key in group.at(at)]:
                 self.free[splits].pop(key, None)
 
-    def _join(self, splits: bool) -> None:
+    def _join(self, splits: bool, vary: int) -> None:
         """Finds tensors that one or several of the other side add up to."""
         totals = self._unique(not splits, lambda side, key: self.prints[side][key].total)
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
         hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
-        for group in islice(groups(self.free[splits]), TRIES):
+        for group in islice(groups(self.free[splits], vary), TRIES):
             sums = {at: sum(self.prints[splits][key].total for key in group.at(at)) for at in group.members}
             hits = {at: totals[total % 2**64] for at, total in sums.items() if total % 2**64 in totals}
             for at, one in hits.items():
@@ -156,23 +157,14 @@ class ValueSearch:
 
     def _beside(self, group: NameGroup, wholes: Mapping[Numbers, str], chain: str, splits: bool) -> None:
         """Finds the same for the other tensors of the same modules: the biases of weights."""
-        first = group.keys[0]
-        for dots in (".", "._"):
-            start = _stem(first, dots)
-            for key in [key for key in self.free[splits] if _stem(key, dots) == start]:
-                change = partial(_with_end, dots, key[len(start) :])
+        for leaf in (re.compile(r"[^.]*\Z"), re.compile(r"[^._]*\Z")):
+            start = leaf.sub("", group.keys[0])
+            for key in [key for key in self.free[splits] if leaf.sub("", key, 1) == start]:
+                change = partial(leaf.sub, key[len(start) :].replace("\\", r"\\"), count=1)
                 other = group.beside(change)
                 goals = self._open(other, {at: change(name) for at, name in wholes.items()}, splits)
                 if len({*other.keys}) == len(other.keys) and len({*goals.values()}) == len(goals):
                     self._relate(other, goals, splits, chain)
-
-
-def _stem(key: str, dots: str) -> str:
-    return key[: 1 + max(key.rfind(dot) for dot in dots)]
-
-
-def _with_end(dots: str, end: str, key: str) -> str:
-    return _stem(key, dots) + end
 
 
 # Proof ---------------------------------------------------------------------------------------------------------------
@@ -191,16 +183,12 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     written = Writing(dict.fromkeys(ours), {}, {}).rules(links, ours.keys() - goals.keys())
     covered = {key for rule in written for key in rule.takes}
     others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
-    texts = [*(_literal(key, name) for key, name in others.items()), *(rule.text for rule in written)]
+    texts = [f"{escaped(key)} => {escaped(name)}" for key, name in others.items()]
+    texts = [*(f"\\{text}" if text.startswith("re:") else text for text in texts), *(rule.text for rule in written)]
     covered |= others.keys()
     drop = _patterns([key for key in ours if key not in covered], covered)
     report = _proof(texts[:most], drop if len(drop) <= most else [], old, theirs, search)
     return replace(report, notes=tuple(_notes(search, report, len(texts), len(goals), most)))
-
-
-def _literal(key: str, name: str) -> str:
-    start = "\\" if key.startswith("re:") else ""  # it would begin like a regular expression
-    return f"{start}{escaped(key)} => {escaped(name)}"
 
 
 def _notes(search: ValueSearch, report: FoundRules, rules: int, keys: int, most: int) -> Iterator[Note]:
@@ -238,7 +226,8 @@ def _proof(
         for step in done.steps:
             steps.setdefault(step.rule.text, []).append(step)
     wanted = _tensors(new)
-    shaped = {name for name, want in wanted.items() if _is_like(items.get(name), want)}
+    made = _tensors(items)
+    shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
     equal = {name for name in shaped if is_same(items[name], wanted[name])}
     used = {key for found in steps.values() for step in found for key in step.keys}
     other = [name for name in new if name in shaped - equal]
@@ -258,10 +247,6 @@ def _proof(
         dropped=tuple(key for key in old if type(key) is str and key not in used),
         drop=tuple(drop),
     )
-
-
-def _is_like(made: Any, want: TensorEntry) -> bool:
-    return isinstance(made, TensorEntry) and (made.dtype, made.shape) == (want.dtype, want.shape)
 
 
 def _found_rule(text: str, steps: Sequence[Step], equal: Collection[str], alike: Collection[str]) -> FoundRule:

@@ -14,10 +14,11 @@ from ckptool.transforms.suggest.families import HOLE, VARIABLES, Numbers, Trait,
 from ckptool.transforms.suggest.links import Link
 
 STACKED = "e"  # the variable of tensors that are stacked
-_STACK, _WORDS = "\1", "\2"  # stand where that, and one of some words, was
+_STACK, _WORDS = chr(0xF0001), chr(0xF0002)  # stand where that, and one of some words, was
 MOST_WORDS = 16  # of a choice; of more than `FEW`, only two, three or all are tried
 FEW = 6
-_TOKENS = re.compile(r"[0-9]+|[._]|[\0\1]|[^0-9._\0\1]+")
+_TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{_STACK}]|[^0-9._{HOLE}{_STACK}]+")
+_HELD = re.compile(f"[{HOLE}{_STACK}{_WORDS}]")
 _WORD = re.compile(r"[\w.-]+")
 
 Columns = tuple[tuple[str, ...], ...]
@@ -77,33 +78,32 @@ class NameGroup:
         return Link(name, whole, goals, why, chain=chain, origin=("joined", name, whole))
 
 
-def groups(keys: Mapping[str, Trait], most: int = MOST_WORDS) -> Iterator[NameGroup]:
-    """All groups, of keys alone, those that are numbered, and then those with words, whose order says nothing.
+def is_sayable(key: str) -> bool:
+    """True for a key that can be one name of several: not empty, and without the characters that stand for others."""
+    return key != "" and not _HELD.search(key)
 
-    most: of the words of a group.
+
+def groups(keys: Mapping[str, Trait], vary: int) -> Iterator[NameGroup]:
+    """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
+
+    vary: how many of their numbers vary at most.
     """
-    seen = set[tuple[str, tuple[str, ...]]]()
-    for level in range(len(VARIABLES), -1, -1):
-        columns: dict[str, NameGroup] = {}
-        for family in families(keys, level):
-            alone = {numbers: ((key,),) for numbers, key in family.keys.items()}
-            columns[family.text] = NameGroup(family.text, (), alone)
-            for place in range(len(family.pieces) - 1):
-                rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
-                for numbers, key in family.keys.items():
-                    rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
-                if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
-                    text = _STACK.join(
-                        HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :])
-                    )
-                    columns[text] = NameGroup(text, (), {at: (tuple(row.values()),) for at, row in rows.items()})
-        for group in (*columns.values(), *_with_words(columns, most)):
-            if (group.text, group.words) not in seen:
-                seen.add((group.text, group.words))
-                yield group
+    columns: dict[str, NameGroup] = {}
+    for family in families({key: trait for key, trait in keys.items() if is_sayable(key)}, vary):
+        text, alone = HOLE.join(family.pieces), {numbers: ((key,),) for numbers, key in family.keys.items()}
+        columns[text] = NameGroup(text, (), alone)
+        for place in range(len(family.pieces) - 1):
+            rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
+            for numbers, key in family.keys.items():
+                rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+            if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
+                text = _STACK.join(HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :]))
+                columns[text] = NameGroup(text, (), {at: (tuple(row.values()),) for at, row in rows.items()})
+    yield from columns.values()
+    yield from _with_words(columns)
 
 
-def _with_words(columns: Mapping[str, NameGroup], most: int) -> Iterator[NameGroup]:
+def _with_words(columns: Mapping[str, NameGroup]) -> Iterator[NameGroup]:
     """Groups whose texts differ in a few tokens at one place, and that have the same numbers."""
     tokens = {text: _TOKENS.findall(text) for text in columns}
     alike: dict[tuple[str, str], dict[str, NameGroup]] = defaultdict(dict)
@@ -117,17 +117,17 @@ def _with_words(columns: Mapping[str, NameGroup], most: int) -> Iterator[NameGro
         by_shape: dict[object, list[str]] = defaultdict(list)
         for word, group in found.items():
             by_shape[frozenset((at, len(each[0])) for at, each in group.members.items())].append(word)
-        for some in (some for alternatives in by_shape.values() for some in _choices(alternatives, most)):
+        for some in (some for alternatives in by_shape.values() for some in _choices(alternatives)):
             first = found[some[0]].members
             members = {at: tuple(found[word].members[at][0] for word in some) for at in first}
             yield NameGroup(before + after, some, members)
 
 
-def _choices(words: Sequence[str], most: int) -> Iterator[tuple[str, ...]]:
+def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Some of the words, where they differ at both of their ends."""
     count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
     for size in (*range(2, count + 1),) if count <= FEW else (2, 3, count) if count <= MOST_WORDS else ():
-        for some in combinations(words, size) if size <= most else ():
+        for some in combinations(words, size):
             if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
                 yield some
 
@@ -142,7 +142,8 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
     taken = set[str]()
     for parts, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
         ones = {key: shape for key, shape in wholes.items() if shape and words(key).strong & {"qkv", "attn"}}
-        for group in groups({key: shape for key, shape in parts.items() if shape and len(_roles(key)) == 1}, 3):
+        threes = {key: shape for key, shape in parts.items() if shape and len(_roles(key)) == 1}
+        for group in (each for vary in range(len(VARIABLES), -1, -1) for each in groups(threes, vary)):
             columns = next(iter(group.members.values()))
             roles = ["".join(_roles(column[0])) for column in columns]
             same = {words(column[0]).strong - _roles(column[0]) for column in columns}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptool.errors import listed, printable
-from ckptool.transforms.suggest.families import Alignment, Family, Trait, aligned, families, without_numbers
+from ckptool.transforms.suggest.families import HOLE, Alignment, Family, Trait, aligned, families, without_numbers
 
 DEEP = 32  # parts of a name that is tried from all its dots
 MOST_MOVES = 64
@@ -60,7 +60,7 @@ class _Move(NamedTuple):
 
     @property
     def why(self) -> str:
-        old, new = (repr(printable(text.replace("\0", "{}"))) for text in (self.old, self.new))
+        old, new = (repr(printable(text.replace(HOLE, "{}"))) for text in (self.old, self.new))
         if self.old == self.new:
             return "leaves have older names: gamma and beta, weight_g and weight_v, weight_orig"
         if not self.new:
@@ -144,12 +144,12 @@ class Search:
             if any(s not in self.free[0] or t not in self.free[1] for s, t in move.pairs.items()):
                 continue  # a larger move has some of it; words will tell about the rest
             either = [move, *(each for each in moves if each is not move and move.is_rival(each))]
-            shown = listed([printable(f"{each.old}* as {each.new}*".replace("\0", "{}")) for each in either])
+            shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "{}")) for each in either])
             sure, why = (
                 len(either) == 1 and move.numbers_are_known,
                 f"the names and shapes fit in more than one way: {shown}",
             )
-            heads = (without_numbers(each).partition("\0")[0] for each in (move.old, move.new))
+            heads = (without_numbers(each).partition(HOLE)[0] for each in (move.old, move.new))
             why = move.why if sure else RECOUNTED if len(either) == 1 else why
             for each in either[:FEW]:
                 origin = ("moved", *heads) if sure else ("either", each.old, each.new)
