@@ -188,7 +188,8 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     for name, value in vars(kind).items():
         made = value.fget if isinstance(value, property) else getattr(value, "func", None)  # of a cached property
         if isinstance(value, (property, cached_property)) and not name.startswith("_"):
-            facts[name] = _hints(made, kind.__module__)["return"]
+            live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
+            facts |= {} if live else {name: _hints(made, kind.__module__)["return"]}
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 
@@ -199,7 +200,9 @@ def _hints(of: Any, module: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(of, include_extras=True)
     except NameError:
-        known = {**_classes(), **vars(sys.modules[module])}
+        ours = [vars(each) for name, each in list(sys.modules.items()) if name.startswith("ckptool.")]
+        known = {name: each for names in ours for name, each in names.items() if name[0].isupper()}
+        known |= vars(sys.modules[module])
         return typing.get_type_hints(of, localns=known, include_extras=True)
 
 
@@ -210,17 +213,6 @@ def _unit(hint: Any) -> Unit:
         return next((each for each in arguments[1:] if isinstance(each, Unit)), TEXT)
     inner = arguments if typing.get_origin(hint) in (Union, UnionType) else ()
     return next((unit for unit in map(_unit, inner) if unit is not TEXT), TEXT)
-
-
-def _classes() -> dict[str, Any]:
-    """Every class of ours by its name."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ckptool.")]
-    return {
-        name: value
-        for module in modules
-        for name, value in vars(module).items()
-        if not name.startswith("_") and (isinstance(value, type) or typing.get_origin(value) is not None)
-    }
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
-from ckptool.checkpoint import Checkpoint, FileRange, PartOf
+from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import file_problem
@@ -369,6 +369,15 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
     if isinstance(checkpoint.source, Folder):
         nbytes = checkpoint.source.size
     tree = {**beside, "": checkpoint.tree} if beside else checkpoint.tree
+    # Every name that is not known to be inert where it stands, the most dangerous use first.
+    places: dict[tuple[str, str, str], list[str]] = {}
+    counts = Counter[tuple[str, str, str]]()
+    for use, place in all_uses(checkpoint):
+        kind = (use.name, use.how, use.verdict)
+        counts[kind] += 1
+        some = places.setdefault(kind, [])
+        some += [place] if len(some) < MAX_PLACES and place not in some else []
+    calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     return ScannedFile(
         path,
@@ -382,7 +391,7 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
         modified,
         tuple(kinds_of(contents.roots)),
         tuple(codes),
-        tuple(_unknown_names(checkpoint)),
+        tuple(sorted(calls, key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))),
     )
 
 
@@ -422,17 +431,3 @@ def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
 def _named(node: Any) -> Iterator[tuple[str, Any]]:
     pairs = children(node) if isinstance(node, (dict, Object)) else ()
     return ((key, value) for key, value in pairs if type(key) is str and "." not in key)
-
-
-def _unknown_names(checkpoint: Checkpoint) -> list[Call]:
-    """Every name that is not known to be inert where it stands, the most dangerous use first."""
-    places: dict[tuple[str, str, str], list[str]] = {}
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for use, place in all_uses(checkpoint):
-        kind = (use.name, use.how, use.verdict)
-        counts[kind] += 1
-        some = places.setdefault(kind, [])
-        if len(some) < MAX_PLACES and place not in some:
-            some.append(place)
-    calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
-    return sorted(calls, key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))

@@ -190,6 +190,10 @@ def keys(path: str, typed: str) -> list[Candidate]:
 
 def _next(there: Mapping[str, Any], begun: str) -> Iterator[Candidate]:
     """The names that begin so, up to the next dot: where there is only one way, up to where there are several."""
+    from ckptool.analysis.words import tensor_text, value_text
+    from ckptool.checkpoint import Composite, TensorEntry
+    from ckptool.checkpoint.tree import children
+
     names = [name for name in there if name.startswith(begun)]
     while True:
         groups = Counter(name[: name.find(".", len(begun)) + 1] or name for name in names)
@@ -198,19 +202,12 @@ def _next(there: Mapping[str, Any], begun: str) -> Iterator[Candidate]:
             break
         begun = only
     for group, count in groups.items():
-        if group in there and count == 1:
-            yield _entry(group, there[group])
-        else:
+        node: Any = there.get(group)
+        is_tensor = isinstance(node, (TensorEntry, Composite))
+        below = 0 if is_tensor else sum(1 for _ in children(node))
+        if group not in there or count > 1:
             yield Candidate(group, counted(count, "entry", "entries"), final=False)
-
-
-def _entry(name: str, node: Any) -> Candidate:
-    from ckptool.analysis.words import tensor_text, value_text
-    from ckptool.checkpoint import Composite, TensorEntry
-    from ckptool.checkpoint.tree import children
-
-    if isinstance(node, (TensorEntry, Composite)):
-        return Candidate(name, tensor_text(node))
-    if any(True for _ in children(node)):
-        return Candidate(f"{name}/", counted(sum(1 for _ in children(node)), "entry", "entries"), final=False)
-    return Candidate(name, value_text(node, 40))
+        elif below:
+            yield Candidate(f"{group}/", counted(below, "entry", "entries"), final=False)
+        else:
+            yield Candidate(group, tensor_text(node) if is_tensor else value_text(node, 40))

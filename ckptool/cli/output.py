@@ -70,17 +70,15 @@ def style_of(stream: TextIO) -> Style:
         colour = True
     if os.environ.get("NO_COLOR"):
         colour = False
-    return Style(colour, _width(stream) if terminal else None)
-
-
-def _width(stream: TextIO) -> int | None:
     columns = os.environ.get("COLUMNS", "")
+    if not terminal:
+        return Style(colour)
     if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= 20:  # what is narrower was not meant
-        return int(columns)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):
-        return 80
+        return Style(colour, int(columns))
+    width = 80
+    with suppress(OSError, ValueError):
+        width = os.get_terminal_size(stream.fileno()).columns
+    return Style(colour, width or None)
 
 
 def say(text: str) -> None:

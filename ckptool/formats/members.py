@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
+from ckptool.checkpoint.nodes import fields
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
@@ -257,7 +258,18 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
     gradient scaler skips steps.
     """
     total = step_in(whole.get(STATE))
-    steps = {name: step for name, each in whole.items() if total and name != STATE and (step := _steps_of(name, each))}
+    steps: dict[str, int] = {}  # that an optimizer or the Trainer's scheduler has taken, where it is certain
+    for name, each in whole.items() if total else ():
+        values: list[Any] = []
+        for _, found in optimizers(each.tree) if name != STATE else ():
+            slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
+            if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
+                values += slots
+        if name == "scheduler.pt" and "base_lrs" in fields(each.tree):
+            values.append(fields(each.tree).get("last_epoch"))
+        numbers = (number_in(value) or 0 for value in values)
+        if step := max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0):
+            steps[name] = step
     if not any(name.startswith("optimizer") for name in steps):
         return {}  # under DeepSpeed the scheduler takes a step for each rank
     late = {name: step for name, step in steps.items() if step > total}
@@ -269,20 +281,6 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
         name: f"{printable(name)} is of step {step:,}, and {printable(other)} of step {at:,}"
         for name, step in late.items()
     }
-
-
-def _steps_of(name: str, member: Checkpoint) -> int:
-    """The number of steps that an optimizer or the Trainer's scheduler has taken; 0 where it is not certain."""
-    steps: list[Any] = []
-    for _, found in optimizers(member.tree):
-        slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
-        if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
-            steps += slots
-    top = member.tree if isinstance(member.tree, dict) else {}
-    if name == "scheduler.pt" and "base_lrs" in top:
-        steps.append(top.get("last_epoch"))
-    numbers = (number_in(step) or 0 for step in steps)
-    return max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0)
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------

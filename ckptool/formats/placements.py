@@ -196,10 +196,31 @@ class RankFile:
         if id(node) not in self._meshes:
             self._meshes[id(node)] = node, self._read_mesh(name, fields(node))
         mesh = self._meshes[id(node)][1]
-        axes = self._axes(name, spec.get("placements"), mesh, len(shape))
+        axes: list[Axis] = []
+        for each in items(spec.get("placements")):
+            kind = _kind(each)
+            if kind.endswith("Partial"):
+                raise Unsupported(
+                    f"{self.path}: {name} is {kind.lstrip('_')}: each rank has a summand of it",
+                    "The reduction over the ranks was not done when it was saved, and is not done here.",
+                    "With torch: redistribute it to Shard or Replicate before saving.",
+                )
+            if kind not in ("Shard", "_StridedShard", "Replicate"):
+                raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
+            dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
+            dim = each.args[0] if dim is None and each.args else dim
+            if kind == "Replicate":
+                axes.append(None)
+            elif type(dim) is int and type(split) is int and -len(shape) <= dim < len(shape) and split > 0:
+                axes.append((dim % len(shape), split))
+            else:
+                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {len(shape)}")
+        if len(axes) != len(mesh.sizes):
+            on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
+            raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
         pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
         order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
-        return self.divided(local, shape, dtype, mesh, axes, order, found.flags)
+        return self.divided(local, shape, dtype, mesh, tuple(axes), order, found.flags)
 
     def divided(
         self,
@@ -233,31 +254,6 @@ class RankFile:
     @property
     def owner(self) -> str:
         return f"rank {self.rank}"
-
-    def _axes(self, name: str, placements: Any, mesh: Mesh, dimensions: int) -> tuple[Axis, ...]:
-        axes: list[Axis] = []
-        for each in items(placements):
-            kind = _kind(each)
-            if kind.endswith("Partial"):
-                raise Unsupported(
-                    f"{self.path}: {name} is {kind.lstrip('_')}: each rank has a summand of it",
-                    "The reduction over the ranks was not done when it was saved, and is not done here.",
-                    "With torch: redistribute it to Shard or Replicate before saving.",
-                )
-            if kind not in ("Shard", "_StridedShard", "Replicate"):
-                raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
-            dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
-            dim = each.args[0] if dim is None and each.args else dim
-            if kind == "Replicate":
-                axes.append(None)
-            elif type(dim) is int and type(split) is int and -dimensions <= dim < dimensions and split > 0:
-                axes.append((dim % dimensions, split))
-            else:
-                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {dimensions}")
-        if len(axes) != len(mesh.sizes):
-            on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
-            raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
-        return tuple(axes)
 
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
         own = facts.get("mesh")

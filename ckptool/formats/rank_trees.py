@@ -191,9 +191,8 @@ def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
 def _same(one: Any, other: Any) -> bool:
     """True for values without parts, or tensors, that are written alike."""
     if isinstance(one, TensorEntry):
-        return _facts(one) == _facts(other)
+        ours, theirs = (
+            (each.dtype.name, each.shape, each.stride, each.storage.crc, each.storage.nbytes) for each in (one, other)
+        )
+        return ours == theirs
     return not isinstance(one, Global) and bool(one == other or (one != one and other != other))
-
-
-def _facts(entry: TensorEntry) -> tuple[Any, ...]:
-    return entry.dtype.name, entry.shape, entry.stride, entry.storage.crc, entry.storage.nbytes

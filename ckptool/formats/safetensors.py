@@ -282,46 +282,33 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
         raise Unsupported(what, "Both would be recorded in one place.")
     metadata.update(ties)
-    places, at = {}, 0
-    in_order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
-    for name in in_order:
-        places[name] = (at, at + stored[name].nbytes)
-        at += stored[name].nbytes
-    header = _header(stored, places, metadata)
-    segments: list[Segment] = [InlineBytes(header)]
+    fields: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(stored)}
+    segments: list[Segment] = []
     checks: list[Storage] = []
-    for name in in_order:
-        _add(name, stored[name], segments, checks)
-    return Plan({"": segments}, checks)
-
-
-def _header(stored: dict[str, TensorEntry], places: dict[str, tuple[int, int]], metadata: dict[str, str]) -> bytes:
-    fields: dict[str, Any] = {METADATA: metadata}
-    for name, entry in stored.items():
-        fields[name] = {"dtype": entry.dtype.safetensors, "shape": _file_shape(entry), "data_offsets": places[name]}
-    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > MAX_HEADER:
-        raise Unsupported(f"the header would have {len(raw):,} bytes", f"safetensors allows {MAX_HEADER:,}.")
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def _file_shape(entry: TensorEntry) -> tuple[int, ...]:
-    return (*entry.shape[:-1], entry.shape[-1] * 2) if entry.dtype.name == "f4_e2m1fn_x2" else entry.shape
-
-
-def _add(name: str, entry: TensorEntry, segments: list[Segment], checks: list[Storage]) -> None:
-    """The tensor's bytes; the stored checksum of what they come from is checked on the way."""
-    storage, data = entry.storage, resolved(entry).row_major()
-    if data is storage.data and storage.crc is not None:
-        segments.append(Checksummed(data, Crc(expected=storage.crc, name=f"the storage of {name}")))
-        return
-    if storage.crc is not None:
-        checks.append(storage)
-    if data is storage.data and isinstance(data, Computed) and data.concatenated:
-        segments += checksummed(data, Crc())
-    else:
-        segments.append(data)
+    at = 0
+    for name in sorted(stored, key=lambda name: -stored[name].dtype.itemsize):
+        entry = stored[name]
+        half = 2 if entry.dtype.name == "f4_e2m1fn_x2" else 1  # the file counts 4-bit values singly
+        shape = (*entry.shape[:-1], entry.shape[-1] * half) if half > 1 else entry.shape
+        places = (at, at + entry.nbytes)
+        fields[name] = {"dtype": entry.dtype.safetensors, "shape": shape, "data_offsets": places}
+        at += entry.nbytes
+        # The stored checksum of what the bytes come from is checked on the way.
+        storage, data = entry.storage, resolved(entry).row_major()
+        if data is storage.data and storage.crc is not None:
+            segments.append(Checksummed(data, Crc(expected=storage.crc, name=f"the storage of {name}")))
+            continue
+        if storage.crc is not None:
+            checks.append(storage)
+        if data is storage.data and isinstance(data, Computed) and data.concatenated:
+            segments += checksummed(data, Crc())
+        else:
+            segments.append(data)
+    header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > MAX_HEADER:
+        raise Unsupported(f"the header would have {len(header):,} bytes", f"safetensors allows {MAX_HEADER:,}.")
+    return Plan({"": [InlineBytes(len(header).to_bytes(8, "little") + header), *segments]}, checks)
 
 
 def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

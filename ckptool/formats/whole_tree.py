@@ -164,7 +164,7 @@ def _is_all_of_its_storage(entry: TensorEntry) -> bool:
 def unpack(
     stored: dict[str, TensorEntry], text: str, where: str, tied: Mapping[str, TensorEntry] = MappingProxyType({})
 ) -> tuple[Any, tuple[Any, ...], bool]:
-    """The tree of a pickle, what it throws away, and whether it is a whole tree.
+    """The tree of a pickle, what of it is not inert and not in the tree, and whether it is a whole tree.
 
     Else it says only what is set on the dictionary of the tensors, with those that are `tied`. Raises `Corrupt` for a
     damaged one, `Conflict` where the file disagrees with it, and whatever the machine refuses.
@@ -179,10 +179,9 @@ def unpack(
         raise Corrupt(what, _CHANGED) from None
     tree = found.root
     if stored and type(tree) is OrderedDict and not tree:
-        attributes = tree.attributes
-        if found.discarded or type(attributes) is not dict or len(attributes) > 1 or not holds(tree.metadata):
+        if not holds(tree.metadata):
             raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
-        return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.discarded, False
+        return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.aside(), False
     if changed := (stored.keys() ^ storages.used.keys()) or _changed(tree, storages):
         odd = listed(sorted(changed))
         what = f"{where}: its tensors and the pickle of its tree no longer agree ({odd})"

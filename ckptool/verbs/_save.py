@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
@@ -34,20 +34,20 @@ from ckptool.errors import (
     listed,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
-from ckptool.formats import Format, marks, members
+from ckptool.formats import Format, marks
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
     from typing_extensions import Unpack as Unpack
 
+    from ckptool.formats.model_folder import ModelFolder
     from ckptool.transforms.rename import Renamed
 else:
 
@@ -58,7 +58,6 @@ else:
 
 
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
-_Change = TypeVar("_Change", bound="Change")
 
 
 class Row(NamedTuple):
@@ -128,10 +127,6 @@ class Written(Report):
         yield from self.notes
 
 
-class _InPlace(TypedDict, total=False):
-    in_place: InPlace
-
-
 class Save(TypedDict, total=False):
     """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none."""
 
@@ -144,8 +139,8 @@ class Save(TypedDict, total=False):
     make_folder: bool
 
 
-class SaveInPlace(_InPlace, Save, total=False):
-    pass
+class SaveInPlace(Save, total=False):
+    in_place: InPlace
 
 
 class SavePart(SaveInPlace, total=False):
@@ -175,7 +170,7 @@ class Change:
         as_folder = path.endswith("/") and formats.named(default).tensors_only
         return formats.for_output(path, formats.SHARDED if as_folder else default)
 
-    def into(self: _Change, container: str) -> _Change:
+    def into(self, container: str) -> Self:
         """The same, into this container."""
         return replace(self, asked={**self.asked, "container": container})
 
@@ -252,10 +247,14 @@ class Change:
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
             if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
+                from ckptool.transforms.flatten import lost_views
+
                 entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
                 notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
         if container.writes_folder and container.tensors_only:
+            from ckptool.formats.model_folder import model_folder
+
             beside = beside or model_folder(original, changed.tree)
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
@@ -279,8 +278,12 @@ class Change:
         verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
         left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
         left += [note for note in original.notes if note.code == RECOVERED_NOTE]
-        beside = list(members.beside(original)) if how != "nothing" and not self.asked["in_place"] else []
-        left += [Note(MEMBERS, f"left behind, since only weights are written: {listed(beside, 6)}")] if beside else []
+        may_leave = original.part is not None or any(note.code == MEMBERS for note in original.notes)
+        if may_leave and how != "nothing" and not self.asked["in_place"]:
+            from ckptool.formats.members import beside
+
+            if names := beside(original):
+                left.append(Note(MEMBERS, f"left behind, since only weights are written: {listed(list(names), 6)}"))
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))
@@ -376,11 +379,6 @@ class FileChange(Change):
     outside: Any
     extract: bool
 
-    @property
-    def kept(self) -> tuple[Storage, ...]:
-        """The storages outside, which stay as they are."""
-        return tuple(storages(self.outside))
-
     def save(self, changed: Checkpoint, *, changes: bool = True, beside: ModelFolder | None = None) -> Written:
         """Writes the file with the changed part in its place, or that part alone.
 
@@ -396,7 +394,7 @@ class FileChange(Change):
         return self.write(self.original, changed, changes=changes, beside=beside)
 
     def _refuse_untied(self, changed: Any) -> None:
-        kept = set(map(id, self.kept))
+        kept = set(map(id, storages(self.outside)))
         if not any(id(storage) in kept for storage in storages(self.part.tree)):
             return
         after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walk(changed)}

@@ -14,7 +14,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.lora.merge import Merge
+from ckptool.transforms.lora.merge import AdapterMerge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
@@ -62,11 +62,11 @@ def lora_merge(
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
     how = found, opened.name, scale, not memory.groups and not checkpoint.tensors_only
     try:
-        merged = Merge(memory.tree, *how).merged(memory.ties)
+        merged = AdapterMerge(memory.tree, *how).merged(memory.ties)
     except NoMatch as unmatched:
         memory.refuse_unknown(opened.name)
         try:
-            merged = Merge(root.node, *how).merged(memory.ties)
+            merged = AdapterMerge(root.node, *how).merged(memory.ties)
         except NoMatch:
             raise unmatched from None
     else:

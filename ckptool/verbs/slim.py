@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.transforms import slim as slimming
@@ -31,7 +32,7 @@ def slim(
         why = "In place, the dropped bytes would stay in the file."
         raise UsageError(what, why, f"For example: {arg(out='small.pt')}")
     change = begin_change("slim", file, out, at, options)
-    done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=change.kept)
+    done = slimming.slim(change.part, dedup=dedup, keep_optimizer=keep_optimizer, kept=tuple(storages(change.outside)))
     unused = any(note.code in ("unused-record", "superseded-pickle") for note in change.part.notes)
     written = change.save(done.checkpoint, changes=done.changed or unused)
     saved = (change.original.source.size if change.original.source else 0) - written.file_bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
@@ -281,15 +281,7 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
 # The pieces of trained tensors ---------------------------------------------------------------------------------------
 
 
-class _Placed(NamedTuple):
-    """A tensor of a group, which begins at a place of the vectors that it is laid in."""
-
-    name: str
-    shape: tuple[int, ...]
-    group: int
-    begin: int
-
-
+_Placed = tuple[str, tuple[int, ...], int, int]  # a tensor of a group, and where it begins in its vectors
 _Run = tuple[dict[str, list[Vector]], list[_Placed], int]
 """Tensors in a row, and by key ("" for the weights) the vectors that each of them is divided over evenly: one that the
 ranks have together, or of stage 3 one of every rank. With the number of elements that the vectors are filled up to."""
@@ -317,9 +309,9 @@ def joined_groups(
     names: dict[int, list[str]] = {}
     for rows, laid, step in runs(tag, first, shares, shapes_of(tag, first, tag.first)):
         world, length = len(rows[""]), rows[""][0].length
-        needed = max((each.begin + -(-prod(each.shape) // world) for each in laid), default=0)
+        needed = max((begin + -(-prod(shape) // world) for _, shape, _, begin in laid), default=0)
         if -(-needed // step) != -(-length // step):
-            what = f"the parameters of group {laid[0].group if laid else 0} take {counted(needed, 'element')}"
+            what = f"the parameters of group {laid[0][2] if laid else 0} take {counted(needed, 'element')}"
             raise damaged(tag.folder, f"{what} of the ranks' vectors, which have {length:,}")
         for name, shape, group, begin in laid:
             if name in weights:
@@ -360,7 +352,7 @@ def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: 
     """Where tensors begin that lie one after the other, each divided over as many vectors. paddings: behind them."""
     behind = chain(paddings, repeat(0))
     begins = accumulate((-(-prod(shape) // world) + next(behind) for shape in shapes.values()), initial=begin)
-    return [_Placed(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
+    return [(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
 
 
 def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Run]:
@@ -390,7 +382,8 @@ def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes:
                     if begin < end and placed.get(name, (begin - low, end - begin)) != (begin - low, end - begin):
                         raise mixed(tag.folder, tag.models[0], each.file, f"{name} lies elsewhere")
             if teams > 1:
-                yield rows, [each._replace(name=_global_name(tag, each.name, number, named)) for each in laid], 2 * size
+                every = [(_global_name(tag, name, number, named), shape, group, at) for name, shape, _, at in laid]
+                yield rows, every, 2 * size
             else:
                 yield rows, laid, 2 * size
 

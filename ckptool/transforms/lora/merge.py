@@ -41,7 +41,7 @@ class MergedWeights:
     keys: int
 
 
-class Merge:
+class AdapterMerge:
     """An adapter for a base of this name, whose changes are multiplied. is_ordered: the base has its tensors in the
     order of the model, even where that is the one of their names."""
 
