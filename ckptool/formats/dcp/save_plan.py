@@ -100,7 +100,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]
     if own:
-        raise Unsupported(f"{own[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first.")
+        raise Unsupported(
+            f"{own[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first."
+        )
     notes: tuple[Note, ...] = ()
     if lost:
         content, raw = tree_pickle.pickled(checkpoint, saving.homes)
