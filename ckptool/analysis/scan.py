@@ -177,7 +177,9 @@ class Scan(Report):
     def told(
         self,
         *,
-        quiet: Annotated[bool, option("-q --quiet", "With --latest-good only its path, else the exit code.")] = False,
+        quiet: Annotated[
+            bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
+        ] = False,
     ) -> Told:
         """A folder: one line per checkpoint. A file: what its pickles would call."""
         last = self.latest if self.latest_only else None

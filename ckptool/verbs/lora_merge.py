@@ -35,7 +35,9 @@ def lora_merge(
     scale: Annotated[float, option("--scale X", "Multiply its changes by this.")] = 1.0,
     at: At = None,
     part: IsPart = False,
-    changed_base: Annotated[bool, option("--changed-base", "PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA changed it.")] = False,
+    changed_base: Annotated[
+        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
+    ] = False,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
