@@ -84,7 +84,7 @@ bake: Fold weight norm and pruning into plain weights.
 bundle: Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3.
 unbundle: Write each member of a bundle to its own file, and bundle.json, which says how they belong together.
 average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's.
-lora merge: Merge an adapter into its base, with the bits of PEFT's merge_and_unload. Every key is used, or exit 1.
+lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.
 lora resize: Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays.
 lora convert: Write an adapter with the names of another library; its factors stay as they are.

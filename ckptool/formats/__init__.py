@@ -29,8 +29,9 @@ class Format:
     """A container: what is true of all of its kind, and the way to its code.
 
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
-    is_folder: folders are its too.  suffixes: of files that are written, the usual one first; none where a folder is.
-    writes_folder: it is written as a folder, not as a file.
+    is_folder: folders are its too; its code is asked about one that `holds` a file of such a name, one on a line.
+    suffixes: of files that are written, the usual one first; none where a folder is.  writes_folder: it is written as
+    a folder, not as a file.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
     chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
@@ -43,6 +44,7 @@ class Format:
     begins: bytes = b"(?!)"
     endings: tuple[str, ...] = ()
     is_folder: bool = False
+    holds: str = ""
     suffixes: tuple[str, ...] = ()
     writable: bool = False
     writes_folder: bool = False
@@ -58,7 +60,7 @@ class Format:
     def detect(self, head: bytes, source: Input) -> bool:
         """True for one of its files. head: the first bytes of a file; of a folder, none."""
         if isinstance(source, Folder):
-            asked = self.is_folder
+            asked = self.is_folder and re.search(self.holds, "\n".join(source.names), re.MULTILINE) is not None
         else:
             asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
         return asked and self.code.detect(head, source)
@@ -85,20 +87,24 @@ _SAFETENSORS = rb".{8}[\[{\x22\xef]|.{0,8}\Z"
 _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.|1001\n\.)"
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
+_WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
+_ZERO = r"_states\.pt$|^latest|^global_step\d"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
-    Format("sharded", "sharded", rb"\s*\{", is_folder=True, writable=True, writes_folder=True, tensors_only=True,
-           keeps_metadata=True),
-    Format("megatron", "layouts.megatron", is_folder=True),
-    Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, suffixes=(".dcp",), writable=True,
-           writes_folder=True, keeps_tree=True, leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
-    Format("deepspeed-universal", "layouts.universal", is_folder=True),
-    Format("deepspeed", "layouts.deepspeed", is_folder=True),
-    Format("rank-files", "layouts.rank_files", is_folder=True),
-    Format("hf-pieces", "layouts.hf_pieces", is_folder=True, tensors_only=True),
-    Format("torch-checkpointing", "layouts.torch_checkpointing", is_folder=True),
+    Format("sharded", "sharded", rb"\s*\{", is_folder=True, holds=_WEIGHTS, writable=True, writes_folder=True,
+           tensors_only=True, keeps_metadata=True),
+    Format("megatron", "layouts.megatron", is_folder=True, holds=r"^(?:metadata\.json|latest_.*_iteration\.txt)$"),
+    Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, holds=r"\.(?:distcp|metadata)$",
+           suffixes=(".dcp",), writable=True, writes_folder=True, keeps_tree=True,
+           leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
+    Format("deepspeed-universal", "layouts.universal", is_folder=True, holds=_ZERO),
+    Format("deepspeed", "layouts.deepspeed", is_folder=True, holds=_ZERO),
+    Format("rank-files", "layouts.rank_files", is_folder=True, holds=r"_rank_?\d"),
+    Format("hf-pieces", "layouts.hf_pieces", is_folder=True, holds=r"^shard-\d", tensors_only=True),
+    Format("torch-checkpointing", "layouts.torch_checkpointing", is_folder=True,
+           holds=r"^metadata\.pkl$|\d\.(?:pth?|bin)$"),
     Format("folder", "members", is_folder=True),
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
     Format("archive", "archives", _ARCHIVE),

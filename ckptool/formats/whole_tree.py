@@ -160,7 +160,7 @@ def _is_all_of_its_storage(entry: TensorEntry) -> bool:
 
 
 def unpack(stored: dict[str, TensorEntry], text: str, where: str) -> tuple[Any, tuple[Any, ...], bool]:
-    """The tree of a pickle, what it throws away, and whether it is a whole tree.
+    """The tree of a pickle, what of it is not inert and not in the tree, and whether it is a whole tree.
 
     Else it says only what is set on the dictionary of the tensors. Raises `Corrupt` for a damaged one, `Conflict` where
     the file disagrees with it, and whatever the machine refuses.
@@ -177,7 +177,7 @@ def unpack(stored: dict[str, TensorEntry], text: str, where: str) -> tuple[Any, 
     if stored and type(tree) is OrderedDict and not tree:
         if not holds(tree.metadata):
             raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
-        return OrderedDict(stored, {METADATA: tree.metadata}), found.discarded, False
+        return OrderedDict(stored, {METADATA: tree.metadata}), found.aside(), False
     if storages.used != stored.keys():
         odd = listed(sorted(stored.keys() ^ storages.used))
         what = f"{where}: its tensors and the pickle of its tree no longer agree ({odd})"

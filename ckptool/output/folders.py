@@ -134,9 +134,9 @@ class NewFolder:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # it has no such notion
                     raise
-            self.path = _commit(self.path, self.target, may_go, overwrite)
-        close(self.fd)
-        self.fd = -1
+            # In one step: `close` removes what is at the path by then, the old folder, which is not the open one.
+            self.path, fd, self.fd = _commit(self.path, self.target, may_go, overwrite), self.fd, -1
+        close(fd)
         return sync_folder_of(self.target)
 
     def close(self) -> None:

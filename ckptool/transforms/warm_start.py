@@ -36,7 +36,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     Raises `Conflict` naming what a target without values (a spec) cannot fill up.
     """
     own = [name for name in target.values or target.tensors if name not in chosen]
-    partly = [name for name, choice in chosen.items() if choice.part is not None and _needs_base(target, name, choice)]
+    partly = [name for name, choice in chosen.items() if choice.part not in (None, target.tensors[name].shape)]
     if target.values is None and (own or partly):
         raise Conflict(
             f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own + partly)}",
@@ -60,12 +60,11 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
             flagged[place] = _flagged(made[first], base)
         items[name] = flagged[place]
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
-    tree = map_storages(OrderedDict(_apart(items, target), attributes), _on_cpu)
-    return Filled(tree, tuple(own))
 
+    def on_cpu(storage: Storage) -> Storage:
+        return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-def _needs_base(target: Target, name: str, choice: Assignment) -> bool:
-    return choice.part != target.tensors[name].shape
+    return Filled(map_storages(OrderedDict(_apart(items, target), attributes), on_cpu), tuple(own))
 
 
 def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
@@ -150,10 +149,6 @@ def _own(value: TensorEntry) -> TensorEntry:
     """The tensor over a storage that only it has."""
     made = compact(value)
     return replace(made, storage=replace(value.storage)) if made.storage is value.storage else made
-
-
-def _on_cpu(storage: Storage) -> Storage:
-    return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
 
 # The optimizer -------------------------------------------------------------------------------------------------------

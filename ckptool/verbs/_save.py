@@ -34,21 +34,20 @@ from ckptool.errors import (
     listed,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
-from ckptool.formats import Format, marks, members
+from ckptool.formats import Format, marks
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
 from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
-from ckptool.transforms.flatten import lost_views
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
 
 if TYPE_CHECKING:
     from typing_extensions import Self
     from typing_extensions import Unpack as Unpack
 
+    from ckptool.formats.model_folder import ModelFolder
     from ckptool.transforms.rename import Renamed
 else:
 
@@ -252,10 +251,14 @@ class Change:
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
             if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
+                from ckptool.transforms.flatten import lost_views
+
                 entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
                 notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
         if container.writes_folder and container.tensors_only:
+            from ckptool.formats.model_folder import model_folder
+
             beside = beside or model_folder(original, changed.tree)
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
@@ -279,8 +282,12 @@ class Change:
         verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
         left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
         left += [note for note in original.notes if note.code == RECOVERED_NOTE]
-        beside = list(members.beside(original)) if how != "nothing" and not self.asked["in_place"] else []
-        left += [Note(MEMBERS, f"left behind, since only weights are written: {listed(beside, 6)}")] if beside else []
+        may_leave = original.part is not None or any(note.code == MEMBERS for note in original.notes)
+        if may_leave and how != "nothing" and not self.asked["in_place"]:
+            from ckptool.formats.members import beside
+
+            if names := beside(original):
+                left.append(Note(MEMBERS, f"left behind, since only weights are written: {listed(list(names), 6)}"))
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))

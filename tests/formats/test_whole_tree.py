@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import importlib
 import json
@@ -262,6 +263,23 @@ def test_a_call_in_the_pickle_is_not_run_and_is_seen(tmp_path: Path, run: Run) -
         for out in ("b.pt", "c.safetensors"):
             assert run("edit", path, "--set", "y=1", "-o", tmp_path / out).code == 2, out
         assert not (tmp_path / "ran").exists()
+
+
+def test_a_call_beside_the_metadata_of_a_state_dict_is_seen(tmp_path: Path, run: Run) -> None:
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    hidden: Any = collections.OrderedDict()
+    hidden._metadata, hidden.more = {}, Call("os.system", "true")
+    text = base64.b64encode(pickle.dumps(hidden)).decode()
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "one", container="sharded")
+    header, _, data = parts_of(tmp_path / "one" / "model.safetensors")
+    with_pickle(tmp_path / "one" / "model.safetensors", header, text, data)
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "two", shard_size="8B")
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    index["metadata"]["ckptool.pickle"] = text
+    (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for folder in ("one", "two"):
+        assert run("inspect", tmp_path / folder).code == 0
+        assert run("scan", tmp_path / folder).code == 1, folder
 
 
 class Call:

@@ -126,6 +126,23 @@ def test_a_failed_second_rename_puts_the_old_folder_back(old: Path, monkeypatch:
     assert len(calls) == 4 and contents(old) == OLD and names(old.parent) == ["out"]
 
 
+def test_an_interrupt_right_after_the_commit_leaves_no_old_folder(
+    old: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.close
+
+    def interrupted(fd: int) -> None:
+        is_new = os.path.samestat(os.fstat(fd), old.stat())
+        real(fd)
+        if is_new:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW and names(old.parent) == ["out"]
+
+
 def test_everything_is_on_disk_before_it_is_visible(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 

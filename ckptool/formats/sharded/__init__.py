@@ -175,8 +175,10 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
     notes = [*_notes_of_shards(shards), *_stale(folder, name, files), *_check_size(index, metadata, tree, trees)]
+    discarded = [call for shard in shards.values() for call in shard.discarded]
     if (pickle := metadata.pop(whole_tree.KEY, None)) is not None and not pickled:
-        tree, _, is_whole = whole_tree.unpack(tree, pickle, index)
+        tree, aside, is_whole = whole_tree.unpack(tree, pickle, index)
+        discarded += aside
         if is_whole:
             what = f"{index} has the pickle of a whole tree"
             raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
@@ -193,8 +195,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         metadata = marks.with_recovered_part(metadata, (), shard.metadata)
     notes += marks.recovered_notes(metadata)
     division = Division.of(name, pickled, shards, ties)
-    discarded = tuple(call for shard in shards.values() for call in shard.discarded)
-    return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), discarded, tensors_only=not pickled)
+    return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), tuple(discarded), tensors_only=not pickled)
 
 
 def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:

@@ -40,8 +40,8 @@ class ForkServer:
         self.log, self.processes = log, processes
         self.child: int | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", module], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )  # without buffers, in which an answer would lie that nobody waits for
 
     def __enter__(self) -> ForkServer:
         return self
@@ -57,9 +57,9 @@ class ForkServer:
 
     def start(self, words: list[str], **request: Any) -> int:
         """Starts `ckptool WORDS`; `crash`: where the first process kills itself. Returns its id, and the group's."""
-        pipe: IO[str] | Any = self.process.stdin
-        pipe.write(json.dumps({"words": words, "log": self.log, "processes": self.processes, **request}) + "\n")
-        pipe.flush()
+        pipe: IO[bytes] | Any = self.process.stdin
+        asked = {"words": words, "log": self.log, "processes": self.processes, **request}
+        pipe.write(f"{json.dumps(asked)}\n".encode())
         self.child = self._answer()
         return self.child
 
@@ -71,7 +71,7 @@ class ForkServer:
 
     def ended(self) -> bool:
         """True when `wait` would not wait."""
-        pipe: IO[str] | Any = self.process.stdout
+        pipe: IO[bytes] | Any = self.process.stdout
         return bool(select.select([pipe], [], [], 0)[0])
 
     def run(self, words: list[str], **request: Any) -> int:
@@ -88,10 +88,10 @@ class ForkServer:
             return ""
 
     def _answer(self) -> int:
-        pipe: IO[str] | Any = self.process.stdout
+        pipe: IO[bytes] | Any = self.process.stdout
         if not select.select([pipe], [], [], GRACE)[0]:
             raise RunFailed(f"a training process took more than {GRACE:.0f} seconds", "It was killed.")
-        line = pipe.readline()
+        line = pipe.readline().decode()
         if not line.strip().lstrip("-").isdigit():
             raise RunFailed("training processes cannot be started", line.strip())
         return int(line)

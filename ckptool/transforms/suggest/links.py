@@ -106,7 +106,7 @@ class Search:
                 self._by_words(*map(families, self.free, level))
         self.modules.clear()
         for level in LEVELS if few else ():
-            for kind in ("weight", "bias", ""):
+            for kind in ({"weight"}, {"bias"}, set[str]()):  # weights never stand for biases
                 self._by_order(kind, *map(families, self.free, level))
 
     def _accept(self, match: _Match, why: str, certain: bool = True, origin: tuple[str, ...] = ()) -> None:
@@ -210,11 +210,13 @@ class Search:
         linear = alone and "linear" in ours.words.weak & theirs.words.weak
         return "nothing else has these shapes" * (linear and (blocks or (isinstance(shape, tuple) and len(shape) > 2)))
 
-    def _by_order(self, kind: str, some: list[Family], others: list[Family]) -> None:
+    def _by_order(self, kind: set[str], some: list[Family], others: list[Family]) -> None:
         """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful."""
         for mine, goals in _classes(some, others):
             matches = [*self._of_modules(mine, goals)]
-            mine, goals = ([one for one in side if _kind(one) == kind] for side in (mine, goals))
+            mine, goals = (
+                [one for one in side if one.words.strong & {"weight", "bias"} == kind] for side in (mine, goals)
+            )
             matches += filter(None, map(_match, mine, goals)) if len(mine) == len(goals) else []
             why = ORDERED if len(mine) > 1 else UNSAID
             for match in matches:
@@ -264,8 +266,3 @@ def _nearest(family: Family, others: list[Family]) -> Family | None:
     mine = family.words
     best = max(others, key=lambda each: (len(mine.strong & each.words.strong), len(mine.weak & each.words.weak)))
     return best if all(each is best or mine.is_nearer(best.words, each.words) for each in others) else None
-
-
-def _kind(family: Family) -> str:
-    """The sort of parameter: weights never stand for biases."""
-    return next((word for word in ("weight", "bias") if word in family.words.strong), "")

@@ -18,7 +18,6 @@ from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
-from ckptool.names.arithmetic import Arithmetic
 from ckptool.names.chain import parse_operation
 from ckptool.names.steps import Overs
 from ckptool.transforms.suggest.groups import STACKED
@@ -36,17 +35,15 @@ NEAR = 0.9  # the cosine from where on a common mean may be all that is said
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-def _number(expression: Arithmetic) -> int:
-    return expression.value(lambda name: None)
-
-
 def applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
     """One tensor of those of each word and number; None where they do not fit."""
     rows = [list(row) for row in zip(*columns, strict=True)]
     values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
     try:
         operations = [parse_operation(op) for op in chain.split(" | ") if op]
-        done, _ = after_chain(operations, values if len(rows) > 1 else {(): rows[0]}, _number)
+        done, _ = after_chain(
+            operations, values if len(rows) > 1 else {(): rows[0]}, lambda size: size.value(lambda name: None)
+        )
     except CkptoolError:
         return None
     only = [tensor for tensors in done.values() for tensor in tensors]
