@@ -148,7 +148,7 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
             return _salvaged_safetensors(source)
     raise error or UsageError(
         f"ckptool cannot recover {source}",
-        "It recovers torch zips and safetensors files.",
+        "It recovers torch zips, .npz and safetensors files.",
         "Copy or download it again.",
     )
 

@@ -131,7 +131,21 @@ def git_setup(
     if os.path.lexists(path):
         check_target(path, overwrite=True)
         before = (source := Source(path)).read(0, source.size)
-    after, patterns = _without_ours(before, path)
+    # What was there before our lines, None for no file at all. A line between ours that is not stays.
+    after, ours, block = before, list[bytes](), _BLOCK.search(before or b"")
+    if before is not None and block is not None:
+        lines_there = block[2].splitlines(keepends=True)
+        others = [line for line in lines_there if not line.rstrip(b"\r\n").endswith(_OURS)]
+        ours = [line.rstrip(b"\r\n").removesuffix(_OURS) for line in lines_there if line not in others]
+        above, theirs = before[: block.start()], b"".join(others) + before[block.end() :]
+        if block[1] == _OPEN and not theirs:
+            above = above.removesuffix(b"\n").removesuffix(b"\r")
+        after = None if block[1] == _NEW and not above + theirs else above + theirs
+    elif _BEGIN in (before or b""):
+        what = f"the end marker of ckptool's lines in {path} is missing"
+        why = "Lines that are not its own are never changed."
+        raise Conflict(what, why, f"Delete them by hand, and the line: {_BEGIN.decode()}")
+    patterns = tuple(map(os.fsdecode, ours))
     lines = b"".join(pattern.encode() + _OURS + b"\n" for pattern in PATTERNS) + _END + b"\n"
     if not remove and (before or b"").endswith(lines):
         after, patterns = before, ()
@@ -150,32 +164,13 @@ def git_setup(
         anywhere = [f":(top){pattern}" if pattern[0] == "*" else f":(top)**/{pattern}" for pattern in PATTERNS]
         files = git("ls-files", "-z", "--", *anywhere) or ""
         said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
-        others = [f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"]
-        count = counted(len(others), "checkpoint has", "checkpoints have")
-        message = f"{count} another diff driver, set by other attributes: {listed(others, 3)}"
-        notes = (Note("other-driver", message),) if others else ()
+        drivers = [
+            f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"
+        ]
+        count = counted(len(drivers), "checkpoint has", "checkpoints have")
+        message = f"{count} another diff driver, set by other attributes: {listed(drivers, 3)}"
+        notes = (Note("other-driver", message),) if drivers else ()
     return GitSetup(tuple(commands), path, patterns, remove, dry_run, notes)
-
-
-def _without_ours(content: bytes | None, path: str) -> tuple[bytes | None, tuple[str, ...]]:
-    """The attributes as they were before our lines, None for no file at all; and the patterns of ours.
-
-    A line between ours that is not stays.
-    """
-    block = _BLOCK.search(content or b"")
-    if content is None or block is None:
-        if _BEGIN in (content or b""):
-            what = f"the end marker of ckptool's lines in {path} is missing"
-            why = "Lines that are not its own are never changed."
-            raise Conflict(what, why, f"Delete them by hand, and the line: {_BEGIN.decode()}")
-        return content, ()
-    lines = block[2].splitlines(keepends=True)
-    theirs = b"".join(line for line in lines if not line.rstrip(b"\r\n").endswith(_OURS)) + content[block.end() :]
-    ours = [line.rstrip(b"\r\n").removesuffix(_OURS) for line in lines if line.rstrip(b"\r\n").endswith(_OURS)]
-    before = content[: block.start()]
-    if block[1] == _OPEN and not theirs:
-        before = before.removesuffix(b"\n").removesuffix(b"\r")
-    return None if block[1] == _NEW and not before + theirs else before + theirs, tuple(map(os.fsdecode, ours))
 
 
 # What git compares ----------------------------------------------------------------------------------------------------

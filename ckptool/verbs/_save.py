@@ -127,10 +127,6 @@ class Written(Report):
         yield from self.notes
 
 
-class _InPlace(TypedDict, total=False):
-    in_place: InPlace
-
-
 class Save(TypedDict, total=False):
     """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none."""
 
@@ -143,8 +139,8 @@ class Save(TypedDict, total=False):
     make_folder: bool
 
 
-class SaveInPlace(_InPlace, Save, total=False):
-    pass
+class SaveInPlace(Save, total=False):
+    in_place: InPlace
 
 
 class SavePart(SaveInPlace, total=False):

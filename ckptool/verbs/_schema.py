@@ -123,7 +123,8 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
     for name in VERBS:
         function = getattr(import_module(module_of(name)), function_name(name))
         hooks = filter(None, (function, function.verb.from_words, function.verb.first_try))
-        kinds = [kind for whole in (signature_of(each).return_annotation for each in hooks) for kind in _either(whole)]
+        answers = [signature_of(each).return_annotation for each in hooks]
+        kinds = [kind for whole in answers for kind in get_args(whole) or (whole,)]
         others = (each.rpartition(".") for each in function.verb.other_reports)
         kinds += [getattr(import_module(module), kind) for module, _, kind in others]
         for kind in dict.fromkeys(kinds):
@@ -131,10 +132,6 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
                 verbs.setdefault(kind, []).append(name)
     kinds = sorted(verbs, key=schema_of)
     return {schema_of(kind).partition("/")[0]: (kind, tuple(verbs[kind])) for kind in kinds}
-
-
-def _either(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) or (kind,)
 
 
 # Reflection -----------------------------------------------------------------------------------------------------------

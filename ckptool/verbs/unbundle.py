@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -112,7 +113,11 @@ def unbundle(
 
         sources = [checkpoint.source] if checkpoint.source is not None else []
         path = os.fspath(folder)
-        notes = change.put(plan, path, sources, verify, _files_of(path))
+        replaceable = set[str]()  # what an earlier `unbundle` wrote
+        with suppress(CkptoolError):
+            before = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
+            replaceable |= {bundle_json.NAME, *(part.file for part in before.parts if part.file)} if before else set()
+        notes = change.put(plan, path, sources, verify, replaceable)
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
     values = len(tree) - len(files)
@@ -121,14 +126,3 @@ def unbundle(
         + (f", with {counted(values, 'plain value')}" if values else ""),
         Row("members", [asdict(row) for row in rows], lines_of(rows)),
     )
-
-
-def _files_of(folder: str) -> set[str]:
-    """The files in a folder that an earlier `unbundle` wrote: they may be replaced."""
-    if not os.path.isdir(folder):
-        return set()
-    try:
-        record = bundle_json.read(Folder(folder))
-    except CkptoolError:
-        return set()
-    return {bundle_json.NAME, *(part.file for part in record.parts if part.file)}

@@ -77,12 +77,14 @@ def read(source: Input) -> Checkpoint:
         return _of_a_rank(tables, payloads, os.path.basename(source.path))
     joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     chunks = payloads.opened(tables.values)
-    values = {
-        name: _object(joined, payloads, name, [place for _, place in value.chunks])
-        if value.dtype is None
-        else _tensor(joined, name, value, value.dtype, chunks.pop(name))
-        for name, value in tables.values.items()
-    }
+    values: dict[str, Any] = {}
+    for name, value in tables.values.items():
+        if value.dtype is None:
+            values[name] = _object(joined, payloads, name, [place for _, place in value.chunks])
+        else:
+            values[name] = _tensor(joined, name, value, value.dtype, chunks.pop(name))
+            if len(value.chunks) > 1:
+                value.chunks.clear()  # there may be hundreds of thousands in all
     untied = _check_steps(tables, values)
     tree, metadata, notes = tree_pickle.restored(values)
     if tree is None:
