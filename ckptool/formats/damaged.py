@@ -31,7 +31,7 @@ from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
-from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
@@ -127,11 +127,12 @@ class Salvaged:
         for path, node in walk(self.checkpoint.tree):
             records = ((part.storage, self.lost_of(part.storage)) for part in stored_parts(node))
             gone = next(((storage, record) for storage, record in records if record is not None), None)
-            lost += [LostTensor(path, node, *gone)] if gone is not None else []
+            if gone is not None:
+                lost.append(LostTensor(path, node, *gone))
         return lost
 
 
-def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
+def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     """The contents of `source`, which was found damaged (`error`: how).
 
     Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
@@ -144,12 +145,12 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":
-            return _salvaged_zip(source, error, progress)
+            return _salvaged_zip(source, error)
         if safetensors.detect(head, source):
             return _salvaged_safetensors(source)
     raise error or UsageError(
         f"ckptool cannot recover {source}",
-        "It recovers torch zips and safetensors files.",
+        "It recovers torch zips, .npz and safetensors files.",
         "Copy or download it again.",
     )
 
@@ -239,7 +240,7 @@ class _Remnant:
         return {name: record.size for name, record in lossy.archive.records.items()}
 
 
-def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:
+def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
     state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
     missing: list[LostRecord] = []
@@ -274,7 +275,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress
                 piece.why = "" if piece.why == NO_SUM else piece.why
         if _are_arrays(piece.name for piece in pieces):
             missing = _compare_names(pieces, mentions)
-    proven = _prove(source, pieces, progress)
+    proven = _prove(source, pieces)
     _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
     for piece in pieces:
@@ -559,12 +560,12 @@ class _HeaderWalk:
             before = piece
 
 
-def _prove(source: Source, pieces: list[_Remnant], progress: Progress | None) -> bool:
+def _prove(source: Source, pieces: list[_Remnant]) -> bool:
     """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive, whole = Archive(source, 0, 0, b""), [piece for piece in pieces if not piece.why]
     stretches = [piece.record(archive).data for piece in whole]
-    for piece, total in zip(whole, checksums(stretches, progress), strict=True):
+    for piece, total in zip(whole, checksums(stretches), strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
         elif checked and total not in piece.claims:
