@@ -86,7 +86,7 @@ unbundle: Write each member of a bundle to its own file, and bundle.json, which 
 average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.
-lora resize: Write an adapter in another rank: truncated by SVD, or filled up with zeros. Its scale stays.
+lora resize: Write an adapter in a lower rank, truncated by SVD. Its scale stays.
 lora convert: Write an adapter with the names of another library; its factors stay as they are.
 [use takes]
 warm-start: Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted.

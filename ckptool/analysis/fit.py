@@ -247,27 +247,38 @@ def find_way(root: StateDict, target: Target) -> Way:
         way = Way(fit(root, target, rest), (finding("averaged-counter", model=target.name),), way.unwraps)
     if way.fit.is_exact:
         return way
-    names = way.fit.names
-    for strips, short, long in ((True, [*target.tensors], [*names]), (False, [*names], [*target.tensors])):
+    for candidates in (_without_prefix, _with_prefix):
         better = []
-        for number, prefix in enumerate(_prefixes(short, long)):
-            facts = {"prefix": prefix, "model": target.name}
-            if strips:  # what is there without it is left out
-                others = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-                left = len(names) - len(others)
-                step = finding("prefix, some have it" if left else "prefix, all have it", rest=f"{left:,}", **facts)
-                rank: tuple[Any, ...] = (any(word in prefix.lower() for word in _AVERAGES), left, prefix)
-            else:
-                others = {prefix + name: key for name, key in names.items()}
-                rank = (number,)
-                which = "prefix, the model is wrapped" if prefix == "module." else "prefix, the model has it"
-                step = finding(which, **facts)
-            tried = fit(root, target, others)
-            if tried.matched > way.fit.matched and 2 * tried.matched >= len(short):
-                better.append(((bool(tried.missing), *rank), Way(tried, (*way.steps, step), way.unwraps)))
+        for rank, names, least, step in candidates(way.fit.names, target):
+            tried = fit(root, target, names)
+            if tried.matched > way.fit.matched and 2 * tried.matched >= least:
+                better.append(((bool(tried.missing), rank), Way(tried, (*way.steps, step), way.unwraps)))
         if better:
             return min(better, key=lambda each: each[0])[1]
     return way
+
+
+# Other names for the keys, to be tried: what comes first, names -> keys, twice the matches that are enough, the step.
+Candidate = tuple[tuple[Any, ...], dict[str, str], int, Finding]
+
+
+def _without_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
+    """The model's names have a prefix in the checkpoint; what else is there is left out."""
+    for prefix in _prefixes(list(target.tensors), list(names)):
+        inside = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
+        rest = len(names) - len(inside)
+        which = "prefix, some have it" if rest else "prefix, all have it"
+        average = any(word in prefix.lower() for word in _AVERAGES)
+        step = finding(which, prefix=prefix, model=target.name, rest=f"{rest:,}")
+        yield (average, rest, prefix), inside, len(target.tensors), step
+
+
+def _with_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
+    """The model's names have a prefix that the checkpoint's do not have."""
+    for number, prefix in enumerate(_prefixes(list(names), list(target.tensors))):
+        which = "prefix, the model is wrapped" if prefix == "module." else "prefix, the model has it"
+        step = finding(which, prefix=prefix, model=target.name)
+        yield (number,), {prefix + name: key for name, key in names.items()}, len(names), step
 
 
 def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:

@@ -182,8 +182,12 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[int | None, option("--depth N", "Levels of outline; else as many as fit.", least=0)] = None,
-        quiet: Annotated[bool, option("-q --quiet", "Only addresses, a line each; of a run, checkpoints.")] = False,
+        depth: Annotated[
+            int | None, option("--depth N", "Levels of the outline; as many as fit without it.", least=0)
+        ] = None,
+        quiet: Annotated[
+            bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")
+        ] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
         if quiet:

@@ -177,7 +177,9 @@ class Scan(Report):
     def told(
         self,
         *,
-        quiet: Annotated[bool, option("-q --quiet", "With --latest-good only its path, else the exit code.")] = False,
+        quiet: Annotated[
+            bool, option("-q --quiet", "With --latest-good print only its path; otherwise only set the exit code.")
+        ] = False,
     ) -> Told:
         """A folder: one line per checkpoint. A file: what its pickles would call."""
         last = self.latest if self.latest_only else None
@@ -213,14 +215,18 @@ class Scan(Report):
                 yield ""
                 yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
                 for file, some in calls:
-                    # Of a folder with the file in which it is, where that is beside the checkpoint itself.
-                    ends = [max(call.places[0].find(": "), 0) if os.path.isdir(file.path) else 0 for call in some]
-                    pairs = zip(some, ends, strict=True)
-                    names = [call.name + f" in {call.places[0][:end]}" * bool(end) for call, end in pairs]
+                    in_folder = os.path.isdir(file.path)
+                    names = [_with_file(call) if in_folder else call.name for call in some]
                     yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)
+
+
+def _with_file(call: Call) -> str:
+    """The name of a call in a folder, with the file that makes it where its place names one."""
+    file, colon, _ = call.places[0].partition(": ")
+    return f"{call.name} in {file}" if file and colon else call.name
 
 
 # What is looked at ----------------------------------------------------------------------------------------------------
@@ -376,7 +382,8 @@ def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile
         kind = (use.name, use.how, use.verdict)
         counts[kind] += 1
         some = places.setdefault(kind, [])
-        some += [place] if len(some) < MAX_PLACES and place not in some else []
+        if len(some) < MAX_PLACES and place not in some:
+            some.append(place)
     calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     return ScannedFile(

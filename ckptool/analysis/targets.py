@@ -105,13 +105,13 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
     return Target(name, CHECKPOINT, expected_of(tensors), False, values, metadata, checkpoint, remarks)
 
 
-def expected_of(tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None) -> dict[str, Expected]:
-    """Names, types, shapes and ties of tensors; `kinds` where a module says them, else by their names and types."""
+def expected_of(tensors: Mapping[str, Tensor]) -> dict[str, Expected]:
+    """Names, types, shapes and ties of tensors; what is a parameter and what a buffer by their names and types."""
     first: dict[Any, str] = {}
     made = {}
     for name, tensor in tensors.items():
         tied = first.setdefault(tensor.view, name)
-        kind = kind_by_name(name, tensor.dtype) if kinds is None else kinds[name]
+        kind = kind_by_name(name, tensor.dtype)
         made[name] = Expected(name, tensor.dtype, tensor.shape, kind, tied if tied != name else None)
     return made
 

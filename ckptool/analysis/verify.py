@@ -296,12 +296,15 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
                 for problem in member.problems:
                     problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
                 checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
-                extents |= {member.checksums} if member.storages else set()
-                others += 0 if name.partition("/")[0] in own else member.files
+                if member.storages:
+                    extents.add(member.checksums)
+                if name.partition("/")[0] not in own:
+                    others += member.files
     part = checkpoint.part
     if folder is not None and not problems and part is not None and part.kind is PartKind.MEMBERS:
         lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
-        problems += [] if part.is_complete else [lacks]
+        if not part.is_complete:
+            problems.append(lacks)
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
     if checkpoint.untied:

@@ -374,16 +374,18 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 @contextmanager
 def unchanged(*inputs: Input | None) -> Iterator[None]:
     """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
-    asked = True
-    try:
-        yield
-    except BaseException as error:
-        asked = isinstance(error, CkptoolError)
-        raise
-    finally:
-        for source in inputs if asked else ():
+
+    def check() -> None:
+        for source in inputs:
             if source is not None:
                 source.check_unchanged()
+
+    try:
+        yield
+    except CkptoolError:
+        check()
+        raise
+    check()
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[
             elif form == "markdown":
                 from ckptool.render.markdown import markdown
 
-                say("\n" * bool(number) + markdown(answer.content))
+                say(("\n" if number else "") + markdown(answer.content))
             else:
                 say(("\n" if number and separate else "") + answer.content)
     if form == "json":

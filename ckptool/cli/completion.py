@@ -54,11 +54,13 @@ def complete(arguments: Sequence[str]) -> int:
         pieces = []
         for rest, each in plain.items():
             name = printable(re.sub(r".*[#/](?=.)", "", each.text, flags=re.DOTALL) if "#" in each.text else each.text)
-            about, space = printable(each.about), " " * (each.final and not is_open)
+            about = printable(each.about)
+            space = " " if each.final and not is_open else ""
             if shell == "fish":
                 pieces.append(f"{each.text}\t{about}\0")
             elif shell == "zsh":
-                pieces.append(f"{rest}\0{space}\0{name}{'  -- ' * bool(about)}{about}\0")
+                shown = f"{name}  -- {about}" if about else name
+                pieces.append(f"{rest}\0{space}\0{shown}\0")
             else:
                 pieces.append(f"{name}\n" if only_lists else f"{more[0]}{rest}{space}\n")
         answer.write(os.fsencode("".join(pieces)))

@@ -57,23 +57,24 @@ def called(parameter: Parameter) -> str:
     """A parameter as its help calls it: `-o, --out OUT`, `FILE…`."""
     option = parameter.option
     if not option.flags:
-        return option.metavar + "…" * ((option.several or option.each) and not option.metavar.endswith("…"))
+        is_repeated = (option.several or option.each) and not option.metavar.endswith("…")
+        return f"{option.metavar}…" if is_repeated else option.metavar
     value = "|".join(option.choices) or option.metavar
     return ", ".join(option.flags) + (f" {value}" if parameter.kind is not bool else "")
 
 
 def about(parameter: Parameter) -> str:
     option, default = parameter.option, parameter.default
-    least = f" [at least {option.least:g}]" if option.least is not None and option.least > 0 else ""
-    needed = " [required]" if parameter.is_needed and option.flags else ""
-    is_told = option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags)
-    return (
-        option.help
-        + " Repeatable." * (bool(option.flags) and option.several)
-        + least
-        + needed
-        + (f" [default: {default}]" if is_told else "")
-    )
+    words = [option.help]
+    if option.flags and option.several:
+        words.append("Repeatable.")
+    if option.least is not None and option.least > 0:
+        words.append(f"[at least {option.least:g}]")
+    if parameter.is_needed and option.flags:
+        words.append("[required]")
+    if option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags):
+        words.append(f"[default: {default}]")
+    return " ".join(words)
 
 
 def _table(style: Style, title: str, rows: Sequence[tuple[str, str]]) -> list[str]:

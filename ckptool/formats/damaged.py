@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +31,7 @@ from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes
 from ckptool.formats import marks, safetensors, torch_zip
-from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
@@ -102,7 +102,8 @@ class Salvaged:
 
     checkpoint: the tree, with lost storages in it.  lost: why, by the id of a storage's data.  records, whole: how many
     there were, and are.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done.
-    prefix: so many bytes of the file are a whole archive as they are (None: they are not).
+    prefix: so many bytes of the file are a whole archive as they are (None: they are not).  unlisted: nothing says
+    which records there were.
     """
 
     checkpoint: Checkpoint
@@ -111,6 +112,7 @@ class Salvaged:
     lost_records: tuple[LostRecord, ...]
     proven: bool
     raw: bool = False
+    unlisted: bool = False
     how: str = ""
     prefix: int | None = None
     lost: dict[int, LostRecord] = field(default_factory=dict)
@@ -125,11 +127,12 @@ class Salvaged:
         for path, node in walk(self.checkpoint.tree):
             records = ((part.storage, self.lost_of(part.storage)) for part in stored_parts(node))
             gone = next(((storage, record) for storage, record in records if record is not None), None)
-            lost += [LostTensor(path, node, *gone)] if gone is not None else []
+            if gone is not None:
+                lost.append(LostTensor(path, node, *gone))
         return lost
 
 
-def salvage(source: Input, error: CkptoolError | None = None, progress: Progress | None = None) -> Salvaged:
+def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     """The contents of `source`, which was found damaged (`error`: how).
 
     Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
@@ -142,12 +145,12 @@ def salvage(source: Input, error: CkptoolError | None = None, progress: Progress
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":
-            return _salvaged_zip(source, error, progress)
+            return _salvaged_zip(source, error)
         if safetensors.detect(head, source):
             return _salvaged_safetensors(source)
     raise error or UsageError(
         f"ckptool cannot recover {source}",
-        "It recovers torch zips and safetensors files.",
+        "It recovers torch zips, .npz and safetensors files.",
         "Copy or download it again.",
     )
 
@@ -237,9 +240,10 @@ class _Remnant:
         return {name: record.size for name, record in lossy.archive.records.items()}
 
 
-def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress | None) -> Salvaged:
+def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
     state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
+    missing: list[LostRecord] = []
     try:
         state = directory.read_archive(source)
         how = UNDONE if any(note.code == "interrupted-edit" for note in state.notes) else ""
@@ -269,13 +273,16 @@ def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress
                 piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
                 piece.claims = (*piece.claims, crc)
                 piece.why = "" if piece.why == NO_SUM else piece.why
-    proven = _prove(source, pieces, progress)
+        if _are_arrays(piece.name for piece in pieces):
+            missing = _compare_names(pieces, mentions)
+    proven = _prove(source, pieces)
     _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
     for piece in pieces:
         if not piece.why and piece.name.startswith(root):
             archive.records[piece.name] = piece.record(archive)
     lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
+    lost += missing
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     found = _opened(archive, root, lost)
@@ -288,7 +295,25 @@ def _salvaged_zip(source: Source, error: CkptoolError | None, progress: Progress
                 record.confirm()
             if not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces):
                 prefix = state.end
+    found.unlisted = state is None and not mentions and not found.raw and found.checkpoint.container == "npz"
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
+
+
+def _compare_names(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> list[LostRecord]:
+    """Doubts the names that the directory has otherwise, as no pickle proves them; the records that only it names."""
+    found_at, names = {piece.header: piece for piece in pieces}, {piece.name for piece in pieces}
+    missing = []
+    for header, (name, crc, size) in mentions.items():
+        piece = found_at.get(header)
+        if piece is not None and size == piece.size and crc in piece.claims:
+            piece.named = piece.named and name == piece.name
+        elif name not in names:
+            missing.append(LostRecord(name, None, size, MISSING))
+    return missing
+
+
+def _are_arrays(names: Iterable[str]) -> bool:
+    return all(name.endswith(".npy") for name in names)
 
 
 def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
@@ -535,12 +560,12 @@ class _HeaderWalk:
             before = piece
 
 
-def _prove(source: Source, pieces: list[_Remnant], progress: Progress | None) -> bool:
+def _prove(source: Source, pieces: list[_Remnant]) -> bool:
     """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
     checked = any(claim for piece in pieces for claim in piece.claims)
     archive, whole = Archive(source, 0, 0, b""), [piece for piece in pieces if not piece.why]
     stretches = [piece.record(archive).data for piece in whole]
-    for piece, total in zip(whole, checksums(stretches, progress), strict=True):
+    for piece, total in zip(whole, checksums(stretches), strict=True):
         if isinstance(total, CkptoolError):
             piece.why = total.what
         elif checked and total not in piece.claims:
@@ -600,7 +625,7 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     """
     whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
     pickle = whole.get(f"{root}data.pkl") if root else None
-    if pickle is None and whole and all(name.endswith(".npy") for name in whole):
+    if pickle is None and whole and _are_arrays(whole):
         return _arrays(archive, lost)
     if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
         tree = {}

@@ -148,7 +148,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
                 wrong[name] = part.meaning
-    wrong = {**wrong, **_of_other_steps(whole), **wrong}
+    for name, why in _of_other_steps(whole).items():
+        wrong.setdefault(name, why)
     # The number of ranks that saved the folder, as far as its members say.
     counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
     counts += [part.count for part in parts if part.kind is PartKind.RANK]
@@ -167,8 +168,10 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and joined:
-        own = ["the weights" if named(checkpoint.container).tensors_only else "what the ranks saved"] * layout.beside
-        note = Note(MEMBERS, f"{label} are whole: {listed([*own, *layout.names], 4)}")
+        names = [*layout.names]
+        if layout.beside:
+            names.insert(0, "the weights" if named(checkpoint.container).tensors_only else "what the ranks saved")
+        note = Note(MEMBERS, f"{label} are whole: {listed(names, 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     problems = [what.replace(printable(os.path.join(folder.path, n)), printable(n)) for n, what in wrong.items()]
     problems += [f"{printable(name)} is missing" for name in missing]

@@ -152,8 +152,10 @@ class _Record:
             return Storage(entry.storage.data, location, entry.storage.crc)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
         width = STAND_INS[dtype.name][1] if dtype.name in STAND_INS and entry.dtype is not dtype else 1
-        if entry.shape != (shape if width == 1 else (*shape, width)):
-            raise Conflict(f"{self.source}: {name} no longer has the shape {list(shape)} of the record of the tree")
+        stand_in = STAND_INS.get(dtype.name, (dtype.name, 1))[0]
+        if entry.shape != (shape if width == 1 else (*shape, width)) or entry.dtype.name not in (dtype.name, stand_in):
+            what = f"{self.source}: {name} is no longer {dtype} {list(shape)} as in the record of the tree"
+            raise Conflict(what, "Another program changed it.")
         data: Data = entry.storage.data
         if conj or neg:
             data = flipped(data, dtype, conj, neg, entry.storage)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -87,7 +87,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     header = _Header(source, size, cut)
     tree, metadata = header.entries, header.metadata
     notes = header.notes()
-    ties = {dropped: kept for dropped, kept in metadata.items() if kept in tree and dropped not in tree}
+    ties, tied = ties_in(metadata, tree), dict[str, TensorEntry]()
     try:
         separate = set(json.loads(metadata.pop(marks.DEDUPLICATED, "[]")))
     except (ValueError, TypeError, RecursionError):
@@ -96,23 +96,34 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     for dropped, kept in ties.items():
         entry = tree[kept]
         storage = entry.storage.alone() if dropped in separate else entry.storage
-        tree[dropped] = TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
+        tied[dropped] = TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     pickle, old, discarded, is_whole = metadata.pop(marks.PICKLE, None), metadata.pop(marks.OLD_TREE, None), (), False
     if pickle is not None:
         from ckptool.formats import whole_tree
 
-        tree, discarded, is_whole = whole_tree.unpack(tree, pickle, str(source))
+        tree, discarded, is_whole = whole_tree.unpack(tree, pickle, str(source), tied)
     elif old is not None:
         from ckptool.formats import old_records
 
-        tree, is_whole = old_records.unpack(source.file, tree, old), True
+        tree, is_whole = old_records.unpack(source.file, tree | tied, old), True
+    else:
+        tree |= tied
     if ties and not is_whole:
         names = listed(list(ties), 3)
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
         notes = (*notes, Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, tensors_only=not is_whole)
+
+
+def ties_in(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, str]:
+    """The names that were left out as ties, each with the one that was kept; `format: pt` says something else."""
+    return {
+        dropped: kept
+        for dropped, kept in metadata.items()
+        if type(kept) is str and kept in tensors and dropped not in tensors and (dropped, kept) != ("format", "pt")
+    }
 
 
 class _Header:
@@ -266,10 +277,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         from ckptool.formats import whole_tree
 
         metadata |= whole_tree.set_on(checkpoint.tree)
+    metadata.setdefault("format", "pt")
     if clash := sorted(set(metadata) & set(ties)):
         what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
         raise Unsupported(what, "Both would be recorded in one place.")
-    metadata.setdefault("format", "pt")
     metadata.update(ties)
     fields: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(stored)}
     segments: list[Segment] = []

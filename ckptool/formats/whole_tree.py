@@ -12,6 +12,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, StorageRef, TensorEntry, row_major_strides
@@ -53,25 +54,26 @@ def key_of(name: str, axes: list[int] | None) -> str:
 
 
 class PickledStorages:
-    """The storages of a pickle, each once. values: what the container holds.  used: the names that it has asked for.
+    """The storages of a pickle, each once. values: what the container holds.  used: by the names it asked for.
 
     A key has a name, and for a tensor whose dimensions lie in another order in the storage, that order (`axes`).
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
-        self.used: set[str] = set()
+        self.used: dict[str, Storage] = {}
         self._known: dict[str, Storage] = {}
 
     def load(self, pid: Any) -> StorageRef:
-        _, cls, key, location, _ = pid
+        _, cls, key, location, count = pid
         known, dtype = storage_class(cls)
         if not known:
             raise TypeError("a storage")
         if key not in self._known:
             name, axes = json.loads(key)
-            self.used.add(name)
-            self._known[key] = self._storage(self.entry(name), axes, str(location))
+            self._known[key] = self.used[name] = self._storage(self.entry(name), axes, str(location))
+            if self._known[key].nbytes // (dtype.itemsize if dtype else 1) != count:
+                raise Conflict(f"{name} has another size than the pickle says", _CHANGED)
         return StorageRef(self._known[key], dtype)
 
     def entry(self, name: str) -> Any:
@@ -86,7 +88,7 @@ class PickledStorages:
         if axes is None:
             return Storage(old.data, location, old.crc)
         if sorted(axes) != list(range(len(entry.shape))):
-            raise ValueError("axes")
+            raise Conflict("a tensor has another number of dimensions than the pickle says", _CHANGED)
         return Storage(row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), location)
 
 
@@ -159,11 +161,13 @@ def _is_all_of_its_storage(entry: TensorEntry) -> bool:
     return entry.is_contiguous or in_storage_order(entry) is not None
 
 
-def unpack(stored: dict[str, TensorEntry], text: str, where: str) -> tuple[Any, tuple[Any, ...], bool]:
+def unpack(
+    stored: dict[str, TensorEntry], text: str, where: str, tied: Mapping[str, TensorEntry] = MappingProxyType({})
+) -> tuple[Any, tuple[Any, ...], bool]:
     """The tree of a pickle, what of it is not inert and not in the tree, and whether it is a whole tree.
 
-    Else it says only what is set on the dictionary of the tensors. Raises `Corrupt` for a damaged one, `Conflict` where
-    the file disagrees with it, and whatever the machine refuses.
+    Else it says only what is set on the dictionary of the tensors, with those that are `tied`. Raises `Corrupt` for a
+    damaged one, `Conflict` where the file disagrees with it, and whatever the machine refuses.
     """
     storages, name = PickledStorages(stored), f"{where}: its {KEY}"
     try:
@@ -177,12 +181,26 @@ def unpack(stored: dict[str, TensorEntry], text: str, where: str) -> tuple[Any, 
     if stored and type(tree) is OrderedDict and not tree:
         if not holds(tree.metadata):
             raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
-        return OrderedDict(stored, {METADATA: tree.metadata}), found.aside(), False
-    if storages.used != stored.keys():
-        odd = listed(sorted(stored.keys() ^ storages.used))
+        return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.aside(), False
+    if changed := (stored.keys() ^ storages.used.keys()) or _changed(tree, storages):
+        odd = listed(sorted(changed))
         what = f"{where}: its tensors and the pickle of its tree no longer agree ({odd})"
         raise Conflict(what, _CHANGED)
     return tree, found.discarded, True
+
+
+def _changed(tree: Any, storages: PickledStorages) -> set[str]:
+    """The names of tensors that are of another type or shape in the container than in the tree, or of another order."""
+    views: dict[int, set[Any]] = {}
+    for _, node in trees.walk(tree):
+        if isinstance(node, TensorEntry):
+            views.setdefault(id(node.storage), set()).add((node.dtype, node.shape))
+    return {
+        name
+        for name, storage in storages.used.items()
+        if (kind := (storages.values[name].dtype, storages.values[name].shape)) not in views.get(id(storage), ())
+        and not (name.startswith(RESERVED) and kind == (by_name("u8"), (storage.nbytes,)))
+    }
 
 
 # What is set on a state dict -----------------------------------------------------------------------------------------

@@ -99,11 +99,12 @@ def _words(text: str) -> list[str]:
     depth, found, word = 0, list[str](), ""
     for letter in text:
         depth += (letter in "[(") - (letter in "])")
-        if letter.isspace() and depth <= 0:
-            found, word = found + [word] * bool(word), ""
-        else:
+        if not letter.isspace() or depth > 0:
             word += letter
-    return found + [word] * bool(word)
+        elif word:
+            found.append(word)
+            word = ""
+    return [*found, word] if word else found
 
 
 END = Arithmetic("", frozenset(), None)  # of a slice: to the end of the dimension

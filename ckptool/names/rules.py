@@ -71,7 +71,8 @@ class Rule:
 
     @property
     def _where(self) -> str:
-        return f"{self.place}: " * bool(self.place) + f"the rule {self.text!r}"
+        rule = f"the rule {self.text!r}"
+        return f"{self.place}: {rule}" if self.place else rule
 
     def within(self, error: CkptoolError, keys: Sequence[str] = ()) -> CkptoolError:
         """An error that came up while the rule was applied to keys, which then points at it."""

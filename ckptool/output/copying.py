@@ -75,7 +75,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, at: int) -> None:
 
 def start_writeback(fd: int, at: int, length: int) -> None:
     """Tells the kernel to begin writing these pages to disk, and does not wait. Only speed depends on it."""
-    call = _system_call("sync_file_range")
+    call = system_call("sync_file_range")
     if call is not None:
         call(fd, at, length, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -88,7 +88,7 @@ def reserve(fd: int, length: int) -> None:
     """
     import ctypes
 
-    call = _system_call("fallocate")
+    call = system_call("fallocate")
     if call is not None and length and call(fd, 0, 0, length):
         number = ctypes.get_errno()
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -96,7 +96,7 @@ def reserve(fd: int, length: int) -> None:
 
 
 @cache
-def _system_call(name: str) -> Callable[..., int] | None:
+def system_call(name: str) -> Callable[..., int] | None:
     """A function of the C library that Python does not offer; None where there is none."""
     if sys.platform != "linux":
         return None

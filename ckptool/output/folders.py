@@ -23,7 +23,7 @@ from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.attributes import attribute_notes, keep_attributes
-from ckptool.output.copying import _system_call, reserve
+from ckptool.output.copying import reserve, system_call
 from ckptool.output.durable import (
     check_space,
     check_target,
@@ -297,7 +297,7 @@ def _exchange(one: str, other: str) -> bool:
     """Exchanges the names of two folders in one step; False where the system cannot."""
     import ctypes
 
-    call = _system_call("renameat2")
+    call = system_call("renameat2")
     if call is None:
         return False
     if not call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):

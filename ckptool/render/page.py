@@ -412,7 +412,10 @@ def _clauses(report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, D
     if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
         more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
         yield f"entries changed: {', '.join(entries[:3])}{more}"
-    yield from ["different ties"] * bool(diff.ties) + ["a different order of keys"] * bool(diff.order_differs)
+    if diff.ties:
+        yield "different ties"
+    if diff.order_differs:
+        yield "a different order of keys"
     if "prefix" in diff.ignored:
         yield "the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else "")
 
@@ -420,7 +423,10 @@ def _clauses(report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, D
 def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
     """Their number, and the first two of their groups."""
     groups = [text for text, _ in folded((name, None) for name in names)]
-    text = ", ".join(cut(group, 90) or WHOLE for group in groups[:2]) + ", …" * (len(groups) > 2)
+    shown = [cut(group, 90) or WHOLE for group in groups[:2]]
+    if len(groups) > 2:
+        shown.append("…")
+    text = ", ".join(shown)
     return text if len(names) == 1 else f"{counted(len(names), one, many)} ({text})"
 
 

@@ -176,7 +176,8 @@ def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
         args = rank.tree["args"].attributes if isinstance(rank.tree.get("args"), Object) else {}
         for axis, kind in enumerate(("tensor", "pipeline")):
             size = args.get(f"{kind}_model_parallel_size")
-            sizes[axis] = max(sizes[axis], size) if type(size) is int and size < 1 << 20 else sizes[axis]
+            if type(size) is int and size < 1 << 20:
+                sizes[axis] = max(sizes[axis], size)
         if type(iteration := rank.tree.get("iteration")) is int:
             steps.setdefault(iteration, rank.name)
     if len(ranks) != prod(sizes):
@@ -317,8 +318,9 @@ def _joined(
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
             begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)
             entry = each.entry.narrow(axis, own * before, max(0, min(own * part, rows - begin)))  # padding lies behind
-            at = tuple(min(begin, rows) * (at == axis) for at in range(len(entry.shape)))
-            blocks.append(Piece(entry, at, each.owner))
+            offsets = [0] * len(entry.shape)
+            offsets[axis] = min(begin, rows)
+            blocks.append(Piece(entry, tuple(offsets), each.owner))
     return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
 
 

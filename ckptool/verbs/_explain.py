@@ -79,7 +79,12 @@ def all_codes() -> dict[str, Code]:
     exits=False,
 )
 def explain(
-    code: Annotated[str, argument("[CODE|-]", "A code; -: a message on standard input. Without it: list all.")] = "",
+    code: Annotated[
+        str,
+        argument(
+            "[CODE|-]", "The code of a note or error; -: read a message from standard input. Without it: list all."
+        ),
+    ] = "",
 ) -> Explanation | Diagnosis:
     """The explanation of a code, or of the message that is piped in; without a code the list of all.
 

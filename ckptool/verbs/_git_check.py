@@ -50,7 +50,9 @@ class GitCheck(Report):
 def git_check(
     file: Annotated[str, argument("FILE", "Files to be committed.", each=True)],
     *,
-    max_size: Annotated[float, option("--max-size MB", "Largest file that git may store by itself.", least=0)] = 10,
+    max_size: Annotated[
+        float, option("--max-size MB", "Largest file that git may store without git-lfs.", least=0)
+    ] = 10,
     allow: Annotated[Collection[str], repeated("--allow CODE", "Accept this problem.")] = (),
 ) -> GitCheck:
     """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.

@@ -161,7 +161,8 @@ def git_setup(
         replace_file(after, path, overwrite=True)
     notes: tuple[Note, ...] = ()
     if not (remove or everywhere or dry_run):
-        files = git("ls-files", "-z", "--", *(f":(top){'**/' * (p[0] != '*')}{p}" for p in PATTERNS)) or ""
+        anywhere = [f":(top){pattern}" if pattern[0] == "*" else f":(top)**/{pattern}" for pattern in PATTERNS]
+        files = git("ls-files", "-z", "--", *anywhere) or ""
         said = (git("check-attr", "-z", "--stdin", "diff", given=os.fsencode(files)) or "").split("\0")
         drivers = [
             f"{name} ({value})" for name, value in zip(said[::3], said[2::3], strict=False) if value != "ckptool"

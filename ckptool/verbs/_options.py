@@ -34,7 +34,7 @@ _MATCH = "Only keys that match; * also matches dots, re: starts a regular expres
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
 AGAINST = option(
-    "--against TARGET", "The model: a checkpoint, a spec, or your own code, file.py:factory, pkg.module:factory."
+    "--against TARGET", "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory."
 )
 LIKE = option("--like DIR", "Take config and tokenizer for an output folder from this one, of the same model.")
 Size = str | int | None

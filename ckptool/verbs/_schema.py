@@ -87,7 +87,9 @@ class Schema(Report):
     ("ckptool schema error", "what any command prints when it fails"),
 )
 def schema(
-    verb: Annotated[str, argument("[VERB]", "A command, or a schema: error, ckptool.diff/2. Without: list all.")] = "",
+    verb: Annotated[
+        str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/2. Without it: list all.")
+    ] = "",
 ) -> Schema | Schemas:
     """The schema of what `VERB --json` prints, or of one kind of output: `error`, `ckptool.diff/2`.
 

@@ -40,10 +40,17 @@ def average(
     *,
     weights: Annotated[Weights, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers)] = None,
     weight: Annotated[Texts, repeated("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'.")] = (),
-    ema: Annotated[float | None, option("--ema DECAY", "A moving average over the files in order.")] = None,
+    ema: Annotated[
+        float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
+    ] = None,
     method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
-    base: Annotated[CheckpointLike | None, option("--base FILE", "What task-arithmetic, ties and dare add to.")] = None,
-    density: Annotated[Numbers, option("--density D", "Share that ties and dare keep (0.5).", parse=numbers)] = None,
+    base: Annotated[
+        CheckpointLike | None,
+        option("--base FILE", "The model that task-arithmetic, ties and dare add the differences to."),
+    ] = None,
+    density: Annotated[
+        Numbers, option("--density D", "Share of the differences that ties and dare keep (0.5).", parse=numbers)
+    ] = None,
     scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
     t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
     seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,

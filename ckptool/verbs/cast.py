@@ -32,7 +32,9 @@ def cast(
     at: ChangedAt = None,
     only: Only = (),
     exclude: Exclude = (),
-    dequantize: Annotated[bool, option("--dequantize", "Compute weights of fp8, GPTQ, AWQ, … from scales.")] = False,
+    dequantize: Annotated[
+        bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
+    ] = False,
     block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
     **options: Unpack[SavePart],
 ) -> Written | Any:

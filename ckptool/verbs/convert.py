@@ -41,7 +41,6 @@ from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
 Ties = Literal["record", "copy"]
 OptimizerForm = Literal["names", "ids", "flat"] | None
-_AGAINST = "A model, its spec or code: names for an optimizer's state, shapes for FSDP's flat parameters."
 _RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
 MANY_LOST = 6  # tensors, up to which a command names each
 
@@ -61,16 +60,31 @@ def convert(
     all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = (),
     exclude: Exclude = (),
-    ties: Annotated[Ties, option("--ties", "Tied tensors: once, and recorded, or copied for each name.")] = "record",
-    weights_only: Annotated[bool, option("--weights-only", "Plain values where torch.load refuses others.")] = False,
+    ties: Annotated[
+        Ties, option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
+    ] = "record",
+    weights_only: Annotated[
+        bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
+    ] = False,
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     part: IsPart = False,
-    optimizer_as: Annotated[OptimizerForm, option("--optimizer-as", "By name, number, or as state.NAME.KEY.")] = None,
-    against: Annotated[CheckpointLike | None, option("--against MODEL", _AGAINST)] = None,
+    optimizer_as: Annotated[
+        OptimizerForm, option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.")
+    ] = None,
+    against: Annotated[
+        CheckpointLike | None,
+        option(
+            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
+        ),
+    ] = None,
     like: Annotated[PathLike | None, LIKE] = None,
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES)] = None,
-    ranks: Annotated[int | None, option("--ranks N", "Shard a .dcp folder for N ranks; any number loads it.")] = None,
-    shard_dim: Annotated[int | None, option("--shard-dim D", "With --ranks: shard along this dimension (0).")] = None,
+    ranks: Annotated[
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
+    ] = None,
+    shard_dim: Annotated[
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
+    ] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).

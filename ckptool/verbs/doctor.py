@@ -23,10 +23,15 @@ def _message(_: str, text: str) -> str:
     ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
 )
 def doctor(
-    file: Annotated[CheckpointLike | None, argument("FILE", "What does not load, or FILE#ADDRESS for a part.")] = None,
+    file: Annotated[
+        CheckpointLike | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
+    ] = None,
     *,
     against: Annotated[CheckpointLike | None, AGAINST] = None,
-    error: Annotated[str | None, option("--error TEXT|-", "This text; -: from standard input.", parse=_message)] = None,
+    error: Annotated[
+        str | None,
+        option("--error TEXT|-", "Explain this error message; -: read it from standard input.", parse=_message),
+    ] = None,
 ) -> Diagnosis:
     """Diagnoses a checkpoint: what it is, why stock `torch.load` or a model refuses it, and the commands that fix it.
 

@@ -28,7 +28,9 @@ def lora_extract(
     out: Out = None,
     *,
     rank: Rank,
-    energy: Annotated[float, option("--energy X", "Of each matrix the least rank with this share, 0.99.")] = 1.0,
+    energy: Annotated[
+        float, option("--energy X", "For each matrix the smallest rank that keeps this share of its energy: 0.99.")
+    ] = 1.0,
     dtype: Annotated[object, option("--dtype DTYPE", "The type of the factors.")] = "f32",
     only: Only = (),
     exclude: Exclude = (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.lora.merge import AdapterMerge
+from ckptool.transforms.lora.merge import AdapterMerge, MergedWeights
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
@@ -35,7 +36,9 @@ def lora_merge(
     scale: Annotated[float, option("--scale X", "Multiply its changes by this.")] = 1.0,
     at: At = None,
     part: IsPart = False,
-    changed_base: Annotated[bool, option("--changed-base", "PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA changed it.")] = False,
+    changed_base: Annotated[
+        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
+    ] = False,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
@@ -60,13 +63,17 @@ def lora_merge(
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
-    how = found, opened.name, scale, not memory.groups and not checkpoint.tensors_only
+    is_ordered = not memory.groups and not checkpoint.tensors_only
+
+    def merged_into(weights: Mapping[Any, Any]) -> MergedWeights:
+        return AdapterMerge(weights, found, opened.name, scale, is_ordered).merged(memory.ties)
+
     try:
-        merged = AdapterMerge(memory.tree, *how).merged(memory.ties)
+        merged = merged_into(memory.tree)
     except NoMatch as unmatched:
         memory.refuse_unknown(opened.name)
         try:
-            merged = AdapterMerge(root.node, *how).merged(memory.ties)
+            merged = merged_into(root.node)
         except NoMatch:
             raise unmatched from None
     else:

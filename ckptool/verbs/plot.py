@@ -16,7 +16,7 @@ from ckptool.verbs._training import RunFolder
 def plot(
     run: RunFolder,
     *,
-    only: Annotated[Texts, repeated("--only NAME", "Only this curve, or those that match a pattern.")] = (),
+    only: Annotated[Texts, repeated("--only NAME", "Draw only this curve, or those that match a pattern.")] = (),
 ) -> RunHistory:
     """The loss, the learning rate and the metrics of a run over its steps, with its saves, resumes and stops.
 

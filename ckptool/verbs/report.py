@@ -98,10 +98,12 @@ class CheckpointReport(Report):
     ("ckptool report model.pt other.pt -o changes.html", "what changed between the two"),
 )
 def report(
-    file: Annotated[CheckpointLike, argument("FILE", "A checkpoint, FILE#ADDRESS for a part; the folder of a run.")],
+    file: Annotated[
+        CheckpointLike, argument("FILE", "A checkpoint, or FILE#ADDRESS for a part of one; or the folder of a run.")
+    ],
     other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another, which is compared with the first.")] = None,
     *,
-    run: Annotated[PathLike | None, option("--run RUN", "Show also the checkpoints and curves of this run.")] = None,
+    run: Annotated[PathLike | None, option("--run RUN", "Show the checkpoints and curves of this run too.")] = None,
     against: Annotated[CheckpointLike | None, AGAINST] = None,
     out: Out = None,
     overwrite: Overwrite = False,

@@ -28,9 +28,14 @@ def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: boo
     blank_between=True,
 )
 def scan(
-    path: Annotated[PathLike, argument("PATH", "Folders of checkpoints, or whole files, not FILE#ADDRESS.", each=True)],
+    path: Annotated[
+        PathLike,
+        argument("PATH", "Folders of checkpoints, or single checkpoints: whole files, not FILE#ADDRESS.", each=True),
+    ],
     *,
-    latest_only: Annotated[bool, option("--latest-good", "Only the newest intact checkpoint. Exit 1: none.")] = False,
+    latest_only: Annotated[
+        bool, option("--latest-good", "Print only the newest intact checkpoint. Exit 1: there is none.")
+    ] = False,
     full: Annotated[bool, option("--full", "Verify every checksum too. Reads all data.")] = False,
     jobs: Jobs = 1,
 ) -> Scan:

@@ -51,7 +51,13 @@ class Spec(Report):
 
 @verb(("ckptool spec net.py:build -o model.spec.json", "for warm-start --against, without torch"))
 def spec(
-    target: Annotated[CheckpointLike, argument("TARGET", "A checkpoint, FILE#ADDRESS for a part, or file.py:factory.")],
+    target: Annotated[
+        CheckpointLike,
+        argument(
+            "TARGET",
+            "A checkpoint, FILE#ADDRESS for a part of it, or your own code as file.py:factory or pkg.module:factory.",
+        ),
+    ],
     out: Out = None,
     *,
     at: At = None,

@@ -18,7 +18,9 @@ Resume = Literal["never", "auto", "must"]
 def _words(
     config: str | None = None,
     set: Sequence[str] = (),
-    dry_run: Annotated[bool, option("-n --dry-run", "Run, save, reload and compare one step; leave nothing.")] = False,
+    dry_run: Annotated[
+        bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
+    ] = False,
     init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:

@@ -40,7 +40,7 @@ def _words(
     words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)] = (),
     rules_file: str | None = None,
     show_list: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
-    find: Annotated[bool, option("--find", "Of files A and B: the rules that make B of A; -o writes them.")] = False,
+    find: Annotated[bool, option("--find", "Find the rules that turn file A into file B; -o writes them.")] = False,
     **options: Any,
 ) -> dict[str, Any] | LayoutList | FoundRules:
     if show_list:
@@ -69,7 +69,9 @@ def translate(
     rules: str | Sequence[str] = (),
     out: Out = None,
     *,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules of a file or a layout.")] = None,
+    rules_file: Annotated[
+        PathLike | None, option("--rules FILE.yaml|LAYOUT", "A file of rules, or a layout that ships.")
+    ] = None,
     set: Annotated[Settings, repeated("--set NAME=NUMBER", "A variable of the rules; else config.json has it.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",

@@ -37,7 +37,9 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_wri
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
-    folder: Annotated[PathLike | None, option("-d --dir DIR", "The new folder of the members and bundle.json.")] = None,
+    folder: Annotated[
+        PathLike | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
+    ] = None,
     *,
     only: Annotated[Texts, repeated("--only NAME", "Write only this member.")] = (),
     part: IsPart = False,

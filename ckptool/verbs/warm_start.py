@@ -51,12 +51,18 @@ def warm_start(
     rules_file: Annotated[str | None, option("--rules FILE", "A YAML file of such rules.")] = None,
     only: Only = (),
     exclude: Exclude = (),
-    on_mismatch: Annotated[Mismatch, option("--on-mismatch", "What becomes of tensors of another shape.")] = "error",
-    resize: Annotated[Rules, repeated("--resize PATTERN=HOW", "pos_embed=bicubic(cls=1), '*embed*=rows(mean)'.")] = (),
+    on_mismatch: Annotated[
+        Mismatch, option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad or resize.")
+    ] = "error",
+    resize: Annotated[
+        Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")
+    ] = (),
     min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
-    suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules that would make more fit.")] = None,
+    suggest: Annotated[
+        PathLike | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
+    ] = None,
     part: IsPart = False,
     **options: Unpack[Save],
 ) -> LoadReport | Any:

@@ -340,6 +340,19 @@ def test_a_folder_that_torch_wrote_again(tmp_path: Path) -> None:
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("others", [{}, {1: torch.zeros(2)}])
+@pytest.mark.parametrize("mine", [{"ckptool.pickle": torch.ones(3)}, {"ckptool.pickle": {"0": torch.ones(3)}}])
+def test_a_name_of_our_own_is_refused_or_comes_back(mine: Any, others: Any, tmp_path: Path) -> None:
+    state = {**mine, "w": torch.zeros(2), **others}
+    torch.save(state, tmp_path / "a.pt")
+    try:
+        ckptool.convert(tmp_path / "a.pt", tmp_path / "a.dcp")
+    except Unsupported as error:
+        assert "ckptool.pickle" in error.what and not (tmp_path / "a.dcp").exists()
+    else:
+        assert_same_tree(read(tmp_path / "a.pt"), read(tmp_path / "a.dcp"))
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -113,6 +113,16 @@ def test_ties_are_recorded_as_safetensors_save_model_does(tmp_path: Path) -> Non
     assert sorted(entries) == ["a.weight", "b.weight"] and entries["a.weight"].storage is entries["b.weight"].storage
 
 
+def test_a_tensor_that_is_called_as_the_format_is_no_tie(tmp_path: Path) -> None:
+    tensors = {"pt": values(3), "w": values(2)}
+    safetensors.torch.save_file(tensors, tmp_path / "stock.safetensors", {"format": "pt"})
+    for path in (tmp_path / "stock.safetensors", converted(tensors, tmp_path)):
+        assert read(path).tree.keys() == safetensors.torch.load_file(path).keys() == tensors.keys()
+    tied = {"pt": tensors["pt"], "format": tensors["pt"]}
+    with pytest.raises(Unsupported, match="format"):
+        converted(tied, tmp_path)
+
+
 def test_keys_keep_their_order_and_data_is_aligned(tmp_path: Path) -> None:
     tensors = {
         name: values(3, dtype=dtype)

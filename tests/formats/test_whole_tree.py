@@ -249,6 +249,38 @@ def test_a_file_that_another_program_changed_is_refused(tmp_path: Path) -> None:
             read(with_pickle(tmp_path / "b.safetensors", header, other, data))
 
 
+@pytest.mark.parametrize("change", ["bfloat16", "transposed", "flattened", "grown", "shrunk"])
+@pytest.mark.parametrize("name", ["w", "t"])
+def test_a_tensor_that_another_program_changed_and_wrote_with_the_old_metadata_is_refused(
+    name: str, change: str, tmp_path: Path
+) -> None:
+    tree = {"w": values(2, 3, dtype=torch.float16), "t": values(3, 2, dtype=torch.float16).t(), "step": 3}
+    carry(read(written(torch_bytes(tree), tmp_path / "a.pt")), tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as stock:
+        metadata, tensors = stock.metadata(), {key: stock.get_tensor(key) for key in stock.keys()}  # noqa: SIM118
+    value = tensors[name]
+    changed = {
+        "bfloat16": value.bfloat16(),
+        "transposed": value.t().contiguous(),
+        "flattened": value.flatten(),
+        "grown": torch.cat([value, value]),
+        "shrunk": value[:1],
+    }
+    save_file({**tensors, name: changed[change]}, tmp_path / "b.safetensors", metadata)
+    with pytest.raises(Conflict):
+        read(tmp_path / "b.safetensors")
+    save_file({**tensors, name: value + 1}, tmp_path / "c.safetensors", metadata)
+    with safe_open(tmp_path / "c.safetensors", "np") as stock:
+        assert read(tmp_path / "c.safetensors").tree[name].numpy().tobytes() == stock.get_tensor(name).tobytes()
+
+
+def test_a_tensor_that_is_called_as_the_format_comes_back(tmp_path: Path) -> None:
+    tree = {"pt": values(2), "step": 3}
+    carry(read(written(torch_bytes(tree), tmp_path / "a.pt")), tmp_path / "a.safetensors")
+    back = ckptool.load(tmp_path / "a.safetensors")
+    assert back.keys() == tree.keys() and torch.equal(back["pt"], tree["pt"])
+
+
 def test_a_call_in_the_pickle_is_not_run_and_is_seen(tmp_path: Path, run: Run) -> None:
     """A pickle of another program in the metadata: `scan` judges it as any, and no writer passes it on."""
     save_file({}, tmp_path / "a.safetensors", {"format": "pt"})

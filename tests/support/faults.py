@@ -96,15 +96,15 @@ class Faults(FolderCalls):
 
         self.install(tuple(name for name in ERRORS if name != "makedirs"))
         fcntl.flock = self.wrapped("flock", fcntl.flock)  # type: ignore[assignment]
-        real = copying._system_call
+        real = copying.system_call
 
         def system_call(name: str) -> Callable[..., int] | None:
             call = real(name)
             return None if call is None else self.wrapped(name, call)
 
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("ckptool") and getattr(module, "_system_call", None) is real:
-                module._system_call = system_call  # type: ignore[attr-defined]
+            if getattr(module, "__name__", "").startswith("ckptool") and getattr(module, "system_call", None) is real:
+                module.system_call = system_call  # type: ignore[attr-defined]
 
     def passes(self, name: str, args: tuple[Any, ...]) -> bool:
         return self.quiet or threading.get_ident() != self.thread
@@ -236,8 +236,8 @@ def warm() -> None:
         importlib.import_module(name)
     from ckptool.output import copying
 
-    copying._system_call("fallocate")
-    copying._system_call("sync_file_range")
+    copying.system_call("fallocate")
+    copying.system_call("sync_file_range")
     for verb in ("average", "bake", "bundle", "spec", "unbundle", "warm_start"):
         importlib.import_module(f"ckptool.verbs.{verb}")
     with contextlib.redirect_stderr(io.StringIO()):

@@ -28,7 +28,7 @@ from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
-from ckptool.errors import LimitExceeded, UsageError, listed
+from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
@@ -96,6 +96,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
         lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+    own = [
+        name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
+    ]
+    if own:
+        raise Unsupported(
+            f"{own[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first."
+        )
     notes: tuple[Note, ...] = ()
     if lost:
         content, raw = tree_pickle.pickled(checkpoint, saving.homes)

@@ -167,9 +167,8 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         tree = {name: trees[file][name] for name, file in weight_map.items()} | tree  # with those tied within a shard
     ties: dict[str, str] = {}  # names left out: {dropped: kept} in the index (the hub's savers), or in a shard
     for place in (metadata, *(shard.metadata for shard in shards.values())):
-        for dropped, kept in place.items():
-            tied = type(kept) is str and isinstance(tree.get(kept), TensorEntry) and dropped not in tree
-            if tied and ties.setdefault(dropped, kept) != kept:
+        for dropped, kept in safetensors.ties_in(place, tree).items():
+            if isinstance(tree[kept], TensorEntry) and ties.setdefault(dropped, kept) != kept:
                 what = f"{index}: {dropped} is recorded as a tie of {kept} and of {ties[dropped]}"
                 raise Conflict(what, "The shards come from two runs.")
     for dropped, kept in ties.items():

@@ -145,12 +145,14 @@ class Search:
                 continue  # a larger move has some of it; words will tell about the rest
             either = [move, *(each for each in moves if each is not move and move.is_rival(each))]
             shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "*")) for each in either])
-            sure, why = (
-                len(either) == 1 and move.numbers_are_known,
-                f"the names and shapes fit in more than one way: {shown}",
-            )
+            sure = len(either) == 1 and move.numbers_are_known
+            if sure:
+                why = move.why
+            elif len(either) == 1:
+                why = RECOUNTED
+            else:
+                why = f"the names and shapes fit in more than one way: {shown}"
             heads = (without_numbers(each).partition(HOLE)[0] for each in (move.old, move.new))
-            why = move.why if sure else RECOUNTED if len(either) == 1 else why
             for each in either[:FEW]:
                 origin = ("moved", *heads) if sure else ("either", each.old, each.new)
                 for match in each.matches:
@@ -206,9 +208,11 @@ class Search:
                 if alone
                 else "of the tensors with these shapes, the names are the nearest"
             )
-        blocks, shape = (ours.head, theirs.head) in self.heads and len(ours.keys) > 1, ours.traits[0]
-        linear = alone and "linear" in ours.words.weak & theirs.words.weak
-        return "nothing else has these shapes" * (linear and (blocks or (isinstance(shape, tuple) and len(shape) > 2)))
+        is_linear = alone and "linear" in ours.words.weak & theirs.words.weak
+        in_blocks = (ours.head, theirs.head) in self.heads and len(ours.keys) > 1
+        shape = ours.traits[0]
+        is_telling = in_blocks or (isinstance(shape, tuple) and len(shape) > 2)
+        return "nothing else has these shapes" if is_linear and is_telling else ""
 
     def _by_order(self, kind: set[str] | None, some: list[Family], others: list[Family]) -> None:
         """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful.

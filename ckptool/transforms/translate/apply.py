@@ -85,10 +85,10 @@ def carry_out(
             results = list(results_of(step, node, scope, made))
         except CkptoolError as error:
             raise step.rule.within(error, step.keys) from None
+        place, rule = step.rule.origin
+        rule = f"{place}: {rule!r}" if place else repr(rule)
         for name, _ in results:
-            _refuse_second(
-                owners, name, f"{step.rule.place}: " * bool(step.rule.place) + f"{step.rule.text!r}", step.keys[0]
-            )
+            _refuse_second(owners, name, rule, step.keys[0])
         step.outputs = [name for name, _ in results]
         produced[step.keys[0]] = results
     items: dict[Any, Any] = {}
