@@ -217,7 +217,7 @@ class Search:
     def _by_order(self, kind: set[str] | None, some: list[Family], others: list[Family]) -> None:
         """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful.
 
-        kind: None for the last ones of both sides, whatever they are.
+        kind: None for the last of all blocks on both sides, whatever they are.
         """
         for mine, goals in _classes(some, others):
             matches = [*self._of_modules(mine, goals)]
@@ -225,7 +225,8 @@ class Search:
                 [one for one in side if kind is None or one.words.strong & {"weight", "bias"} == kind]
                 for side in (mine, goals)
             )
-            paired = len(mine) == len(goals) and (kind is not None or len(mine) == 1)
+            only = len(mine) == len(goals) == 1 and len(mine[0].keys) > 1
+            paired = len(mine) == len(goals) if kind is not None else only
             matches += filter(None, map(_match, mine, goals)) if paired else []
             why = ORDERED if len(mine) > 1 else UNSAID
             for match in matches:
