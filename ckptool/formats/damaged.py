@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,7 +102,8 @@ class Salvaged:
 
     checkpoint: the tree, with lost storages in it.  lost: why, by the id of a storage's data.  records, whole: how many
     there were, and are.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done.
-    prefix: so many bytes of the file are a whole archive as they are (None: they are not).
+    prefix: so many bytes of the file are a whole archive as they are (None: they are not).  unlisted: nothing says
+    which records there were.
     """
 
     checkpoint: Checkpoint
@@ -111,6 +112,7 @@ class Salvaged:
     lost_records: tuple[LostRecord, ...]
     proven: bool
     raw: bool = False
+    unlisted: bool = False
     how: str = ""
     prefix: int | None = None
     lost: dict[int, LostRecord] = field(default_factory=dict)
@@ -241,6 +243,7 @@ class _Remnant:
 def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
     state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
+    missing: list[LostRecord] = []
     try:
         state = directory.read_archive(source)
         how = UNDONE if any(note.code == "interrupted-edit" for note in state.notes) else ""
@@ -270,6 +273,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
                 piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
                 piece.claims = (*piece.claims, crc)
                 piece.why = "" if piece.why == NO_SUM else piece.why
+        if _are_arrays(piece.name for piece in pieces):
+            missing = _compare_names(pieces, mentions)
     proven = _prove(source, pieces)
     _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
@@ -277,6 +282,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         if not piece.why and piece.name.startswith(root):
             archive.records[piece.name] = piece.record(archive)
     lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
+    lost += missing
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     found = _opened(archive, root, lost)
@@ -289,7 +295,25 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
                 record.confirm()
             if not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces):
                 prefix = state.end
+    found.unlisted = state is None and not mentions and not found.raw and found.checkpoint.container == "npz"
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
+
+
+def _compare_names(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> list[LostRecord]:
+    """Doubts the names that the directory has otherwise, as no pickle proves them; the records that only it names."""
+    found_at, names = {piece.header: piece for piece in pieces}, {piece.name for piece in pieces}
+    missing = []
+    for header, (name, crc, size) in mentions.items():
+        piece = found_at.get(header)
+        if piece is not None and size == piece.size and crc in piece.claims:
+            piece.named = piece.named and name == piece.name
+        elif name not in names:
+            missing.append(LostRecord(name, None, size, MISSING))
+    return missing
+
+
+def _are_arrays(names: Iterable[str]) -> bool:
+    return all(name.endswith(".npy") for name in names)
 
 
 def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
@@ -349,7 +373,7 @@ class _HeaderWalk:
         self.window_at, self.window = 0, b""  # what was read last
 
     def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
-        """Meets every record. pickle: it is known from the start."""
+        """Goes to every record. pickle: that of the file, where it is known from the start."""
         if pickle is not None:
             self._learn(pickle)
         at: int | None = 0
@@ -444,7 +468,7 @@ class _HeaderWalk:
         return piece.end
 
     def _searched(self, piece: _Remnant) -> int | None:
-        """How long the data is of which nobody knows it: up to the descriptor that says that it is where it is."""
+        """The length of data whose length nothing states: up to a descriptor that fits where it stands."""
         at = piece.data_at
         while at + DESCRIPTOR.size <= self.source.size and self.budget > 0:
             chunk = self._peek(at, _CHUNK if at > piece.data_at else _FEW)  # most such records are short
@@ -601,7 +625,7 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     """
     whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
     pickle = whole.get(f"{root}data.pkl") if root else None
-    if pickle is None and whole and all(name.endswith(".npy") for name in whole):
+    if pickle is None and whole and _are_arrays(whole):
         return _arrays(archive, lost)
     if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
         tree = {}

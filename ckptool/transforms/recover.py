@@ -74,7 +74,7 @@ def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
     still = [item for item in lost if id(item.node) not in new]
     tree, dropped = without_lost(checkpoint.tree, lost, new) if lost else (checkpoint.tree, [])
     metadata = dict(checkpoint.metadata)
-    if lost or done.raw:
+    if lost or done.raw or done.unlisted:
         before, taken = str(metadata.get(marks.RECOVERED, "")), [place for place, _ in filled]
         metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in still], taken, before)
     marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)

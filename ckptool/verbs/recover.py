@@ -88,8 +88,8 @@ class Recovery(Report):
 
     @property
     def complete(self) -> bool:
-        """True if everything came back from the file itself."""
-        return not (self.lost or self.filled or self.raw)
+        """True if everything came back from the file itself, as far as anything says what was in it."""
+        return not (self.lost or self.filled) and self.tensors is not None
 
     def told(self) -> Told:
         records = f"{self.whole:,} of {counted(self.records, 'record')} {'verified' if self.proven else 'present'}"
@@ -103,10 +103,12 @@ class Recovery(Report):
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
             gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
-            back = f"{self.back:,} of {counted(self.tensors or 0, 'tensor')} recovered"
+            of = "" if self.tensors is None else f"{self.back:,} of "
+            back = f"{of}{counted(self.back if self.tensors is None else self.tensors, 'tensor')} recovered"
             yield bold(self.file), ": ", yellow("incomplete"), f", {back}, {gone} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
+        yield "  nothing says how many there were" if self.tensors is None and not self.raw else None
         yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
         if self.raw:
             yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
@@ -191,13 +193,13 @@ def recover(
     for each in found.still_lost:
         values = each.storage if isinstance(each.node, StorageRef) else each.node
         lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
-    known = None if done.raw else sum(1 for _ in tensors(done.checkpoint.tree))
+    count = sum(1 for _ in tensors(done.checkpoint.tree))
     gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
     return Recovery(
         damage=damage.what if damage is not None else "",
         how=done.how,
-        tensors=known,
-        back=known - gone if known is not None else 0,
+        tensors=None if done.raw or done.unlisted else count,
+        back=0 if done.raw else count - gone,
         records=done.records,
         whole=done.whole,
         lost=tuple(lost),

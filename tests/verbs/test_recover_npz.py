@@ -1,0 +1,74 @@
+"""`recover` of a damaged `.npz`: what comes back, under which names, and what is said of it. Numpy is the judge."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.cli import Run
+from tests.support.looped import looped
+
+
+@looped("seed", range(12))
+def test_the_whole_arrays_of_a_damaged_npz_come_back(seed: int, tmp_path: Path, run: Run) -> None:
+    """Numpy is the judge of what came back; the file is cut, or a byte of one array's numbers is another."""
+    rng = random.Random(seed)
+    arrays = {
+        f"layer.{i}": np.asarray(np.random.default_rng(seed + i).normal(size=(rng.randint(1, 5), 3)), kind)
+        for i, kind in enumerate(rng.choices(["f4", "f8", "i2", "?"], k=rng.randint(2, 6)))
+    }
+    whole, out = tmp_path / f"{seed}.npz", tmp_path / f"back{seed}.npz"
+    rng.choice([np.savez, np.savez_compressed])(whole, **arrays)
+    data = bytearray(whole.read_bytes())
+    with zipfile.ZipFile(whole) as archive:
+        records = archive.infolist()
+    gone = rng.randrange(1, len(records))  # of the first, nothing is lost
+    end = records[gone + 1].header_offset if gone + 1 < len(records) else archive.start_dir
+    if rng.random() < 0.5:
+        data[end - 1] ^= 1
+        lost = {records[gone].filename[:-4]}
+    else:
+        del data[end - 1 :]
+        lost = {each.filename[:-4] for each in records[gone:]}
+    whole.write_bytes(data)
+    ran = run("recover", whole, "-o", out, "--json")
+    assert ran.code == 1, ran.err
+    said = json.loads(ran.out)
+    assert {each["address"] for each in said["lost"]} <= lost and said["back"] == len(arrays) - len(lost)
+    back = np.load(out)
+    assert {name for name in back.files if isinstance(back[name], np.ndarray)} == arrays.keys() - lost
+    for name in arrays.keys() - lost:
+        assert back[name].dtype == arrays[name].dtype and np.array_equal(back[name], arrays[name])
+
+
+NAMES = (b"alpha", b"beta", b"gamma")
+
+
+@pytest.mark.parametrize("damage", [*NAMES, "in the directory", "cut before a record", "a record left out"])
+def test_nothing_of_an_npz_is_under_another_name_or_missing_in_silence(damage: Any, tmp_path: Path, run: Run) -> None:
+    arrays = {name.decode(): np.arange(3 * i, 5 * i) for i, name in enumerate(NAMES, 1)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        begins = [each.header_offset for each in archive.infolist()]
+    if damage == "cut before a record":
+        del data[begins[2] :]
+    elif damage == "a record left out":
+        del data[begins[1] : begins[2]]
+    else:
+        data[data.rindex(NAMES[0]) if damage == "in the directory" else data.index(damage)] ^= 2
+    (tmp_path / "a.npz").write_bytes(data)
+    ran = run("recover", tmp_path / "a.npz", "-o", tmp_path / "b.npz")
+    assert ran.code == 1 and "incomplete" in ran.out and "everything" not in ran.out
+    back = np.load(tmp_path / "b.npz")
+    whole = {name: back[name] for name in back.files if isinstance(back[name], np.ndarray)}
+    assert len(whole) == 2
+    for name, array in whole.items():
+        assert np.array_equal(array, arrays[name])
+    assert "recovered" in run("inspect", tmp_path / "b.npz").out
