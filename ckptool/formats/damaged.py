@@ -382,7 +382,7 @@ class _HeaderWalk:
         self.window_at, self.window = 0, b""  # what was read last
 
     def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
-        """Meets every record. pickle: it is known from the start."""
+        """Goes to every record. pickle: that of the file, where it is known from the start."""
         if pickle is not None:
             self._learn(pickle)
         at: int | None = 0
@@ -477,7 +477,7 @@ class _HeaderWalk:
         return piece.end
 
     def _searched(self, piece: _Remnant) -> int | None:
-        """How long the data is of which nobody knows it: up to the descriptor that says that it is where it is."""
+        """The length of data whose length nothing states: up to a descriptor that fits where it stands."""
         at = piece.data_at
         while at + DESCRIPTOR.size <= self.source.size and self.budget > 0:
             chunk = self._peek(at, _CHUNK if at > piece.data_at else _FEW)  # most such records are short
