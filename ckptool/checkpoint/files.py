@@ -74,7 +74,7 @@ class Source:
             forget(self)
 
     def descriptor(self) -> Descriptor:
-        """The open file, which is neither closed nor another one's while somebody has what this returns.
+        """A descriptor of the open file: while somebody holds it, it is neither closed nor used for another file.
 
         Raises `FileChanged` where it was closed meanwhile and its name leads to another file now.
         """

@@ -49,7 +49,7 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """True for equal values without parts of their own, two NaN among them."""
+    """True for equal values without parts of their own; NaN equals NaN."""
     if hasattr(one, "storage"):
         return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
     return bool(one == other or one != one or type(one) is Set)

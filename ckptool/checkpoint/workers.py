@@ -80,7 +80,7 @@ class _Crew:
                     self.outcomes[number] = self.pool.submit(_outcome, self.work, self.items[number])
 
     def result(self, number: int, progress: Progress | None) -> Any:
-        """What came of the work; where its process was lost, perhaps by the work of others, of a crew for it alone."""
+        """The result of the work. If its process was lost, perhaps through other work, a crew of one tries it again."""
         from concurrent.futures.process import BrokenProcessPool
 
         item = self.items[number]

@@ -1,8 +1,8 @@
-"""Completion: what can stand where somebody types.
+"""Completion: what may follow what has been typed.
 
 The shell hands over the line up to the cursor; what comes back goes on from its last word: verbs, options and their
 values from what the verbs declare, and names in files. What a shell would take apart is not offered: nothing that a
-file calls its tensors is run. Only headers are read, in bounded time, and no error is told: whoever presses TAB is in
+file calls its tensors is run. Only headers are read, in bounded time, and no error is shown: whoever presses TAB is in
 the middle of a sentence.
 """
 

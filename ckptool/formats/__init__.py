@@ -29,7 +29,7 @@ class Format:
     """A container: what is true of all of its kind, and the way to its code.
 
     begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
-    is_folder: folders are its too; its code is asked about one that `holds` a file of such a name, one on a line.
+    is_folder: it may be a folder; its code is asked about one in whose names, one on a line, `holds` is found.
     suffixes: of files that are written, the usual one first; none where a folder is.  writes_folder: it is written as
     a folder, not as a file.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is

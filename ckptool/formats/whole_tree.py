@@ -49,7 +49,7 @@ def pickle_of(tree: Any, keys: Mapping[int, str]) -> bytes:
 
 
 def key_of(name: str, axes: list[int] | None) -> str:
-    """What a pickle calls a storage of which the bytes are there under a name. axes: see `PickledStorages`."""
+    """The key, in the pickle, of a storage whose bytes the container has under a name. axes: see `PickledStorages`."""
     return json.dumps([name, axes])
 
 
@@ -164,7 +164,7 @@ def _is_all_of_its_storage(entry: TensorEntry) -> bool:
 def unpack(
     stored: dict[str, TensorEntry], text: str, where: str, tied: Mapping[str, TensorEntry] = MappingProxyType({})
 ) -> tuple[Any, tuple[Any, ...], bool]:
-    """The tree of a pickle, what of it is not inert and not in the tree, and whether it is a whole tree.
+    """The tree of a pickle, the calls in it that are neither inert nor in the tree, and whether it is a whole tree.
 
     Else it says only what is set on the dictionary of the tensors, with those that are `tied`. Raises `Corrupt` for a
     damaged one, `Conflict` where the file disagrees with it, and whatever the machine refuses.

@@ -95,7 +95,7 @@ class Sink:
                 crc.check()
 
     def _copied(self, data: FileRange, crc: Crc | None) -> bool:
-        """True for a range that is copied, with those before it that it goes on; a short one alone is not."""
+        """True for a range that is copied, with those before it that it continues; a short one alone is not."""
         data.ready()
         run = self.pending
         if isinstance(run, FileRange) and run.file is data.file and run.offset + run.length == data.offset:

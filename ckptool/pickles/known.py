@@ -466,7 +466,7 @@ MOVED = {
 # Here torch's layers and optimizers were in all of its versions: names that are not listed are classes that it removed.
 TORCH_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
 
-
+# Modules that every installation may have: a name in one of them that is in no row of the table is nobody's own class.
 PYTHON3 = """
     __future__ _abc _aix_support _android_support _apple_support _ast _ast_unparse _asyncio _bisect _blake2
     _bootsubprocess _bz2 _codecs _codecs_cn _codecs_hk _codecs_iso2022 _codecs_jp _codecs_kr _codecs_tw _collections

@@ -3,13 +3,12 @@
 `skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least
 64 KB becomes a private opcode and a stub, which knows where its bytes are. `decode` puts the stubs back onto its
 stack, and builders (`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted.
-`decode_lazily` decodes a skeleton, and gives every stub that no builder understood its plain value.
-A text becomes a stub too: protocol 2 spells bytes as
-`_codecs.encode(text, "latin1")`, and the builder of that call gives a stub of bytes (see `encoded`).
-Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
+`decode_lazily` decodes a skeleton, and gives every stub that no builder understood its plain value. A text becomes a
+stub too: protocol 2 spells bytes as `_codecs.encode(text, "latin1")`, and the builder of that call gives a stub of
+bytes (see `encoded`). Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 
-Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another): `decode` goes
-over their lengths, which count the long values, when it is given stubs, be it none.
+Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another). `decode` passes
+over their lengths, which count the long values, whenever it is given a list of stubs, even an empty one.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 else:
 
     class Unpack:
-        """Of `**options: Unpack[Save]`: the options themselves, which typing of Python 3.10 has no word for."""
+        """Stands for `typing.Unpack`, which Python 3.10 lacks: `Unpack[Save]` is the options themselves."""
 
         __class_getitem__ = staticmethod(lambda options: options)
 

@@ -202,10 +202,10 @@ class Trial:
             if data != OLD and (self.case.code == 0 or name != "in.pt"):
                 opens(name, data, self.folder)
 
-    def reset(self, files: Files | None = None) -> None:
+    def reset(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        for name, data in (self.before if files is None else files).items():
+        for name, data in self.before.items():
             (self.folder / name).parent.mkdir(exist_ok=True)
             (self.folder / name).write_bytes(data)
         for name, target in self.case.link.items():

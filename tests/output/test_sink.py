@@ -42,13 +42,11 @@ def computed(data: bytes, *inputs: Storage, asked: list[tuple[int, int]] | None 
     return Computed(len(data), read, inputs)
 
 
-def wrote(
-    folder: Path, segments: list[Segment], checks: list[Storage] | None = None, at: int = 0, **options: Any
-) -> bytes:
+def wrote(folder: Path, segments: list[Segment], checks: list[Storage] | None = None, **options: Any) -> bytes:
     plan = Plan({"": segments}, checks or [])
     fd = os.open(folder / "out", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        Sink(fd, at, plan.nbytes, options.get("progress")).write(plan.files[""], plan.checks)
+        Sink(fd, 0, plan.nbytes, options.get("progress")).write(plan.files[""], plan.checks)
     finally:
         os.close(fd)
     return (folder / "out").read_bytes()

@@ -9,10 +9,10 @@ import torch
 from tests.support.files import torch_bytes
 
 
-def block_state(count: int = 12) -> dict[str, Any]:
+def block_state() -> dict[str, Any]:
     """Tensors of one size, as a transformer's blocks have: where one record can pass for another."""
     torch.manual_seed(0)
-    return {f"l{i}.w": torch.randn(4, 3) for i in range(count)} | {"big": torch.randn(40)}
+    return {f"l{i}.w": torch.randn(4, 3) for i in range(12)} | {"big": torch.randn(40)}
 
 
 PLAIN = torch_bytes({"model": block_state(), "epoch": 3})

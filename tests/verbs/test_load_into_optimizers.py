@@ -18,13 +18,13 @@ from tests.support.live_models import bits, load_refused
 STEPS = 3
 
 
-def trained_with(build: Any, named: bool = False, groups: int = 1, name: str = "Adam") -> tuple[Any, Any]:
+def trained_with(build: Any, named: bool = False, groups: int = 1) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = build()
     parameters: Any = list(model.named_parameters() if named else model.parameters())
     if groups == 2:
         parameters = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.5}]
-    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3)
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
     train(model, optimizer, STEPS)
     return model, optimizer
 

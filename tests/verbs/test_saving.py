@@ -259,7 +259,8 @@ def test_a_suffix_that_nothing_written_has_is_refused(name: str, source: str, tm
 def test_the_suffix_of_the_input_is_as_good_as_any_where_the_container_stays(tmp_path: Path) -> None:
     for source, suffix in (("dp.pt", ".state"), ("model.safetensors", ".foo"), ("legacy.pt", ".t7")):
         make(source, tmp_path).rename(tmp_path / f"in{suffix}")
-        ckptool.convert(tmp_path / f"in{suffix}", tmp_path / f"out{suffix}")
+        written = ckptool.convert(tmp_path / f"in{suffix}", tmp_path / f"out{suffix}")
+        assert written.container == ("safetensors" if suffix == ".foo" else "torch-zip")
 
 
 def test_shards_are_not_called_like_their_index(tmp_path: Path) -> None:

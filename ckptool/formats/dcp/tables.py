@@ -99,7 +99,8 @@ class Tables:
             self._add_value(name, key, node, places)
         self.unused.update(key for key, _ in places)
         paths = facts.get("planner_data")
-        self.paths = {**paths, **self.paths} if isinstance(paths, dict) else self.paths
+        if isinstance(paths, dict):
+            self.paths = {**paths, **self.paths}
         if type(version := facts.get("version")) is str:
             self.versions.add(version)
 

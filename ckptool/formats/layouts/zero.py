@@ -230,7 +230,7 @@ class Share:
         found = {}
         for name, address in self.mappings[group].items() if group < len(self.mappings) else ():
             begin, length = (fields(address).get(key) for key in ("start", "numel"))
-            if type(begin) is int and type(length) is int and type(name) is str and begin >= 0 <= length:
+            if type(name) is str and type(begin) is int and type(length) is int and min(begin, length) >= 0:
                 found[name] = begin, length
         return found
 

@@ -43,7 +43,7 @@ class MergedWeights:
 
 class AdapterMerge:
     """An adapter for a base of this name, whose changes are multiplied. is_ordered: the base has its tensors in the
-    order of the model, even where that is the one of their names."""
+    order of the model, even where that is the order of their names too."""
 
     def __init__(
         self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float, is_ordered: bool

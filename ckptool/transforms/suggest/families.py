@@ -174,7 +174,7 @@ class Family:
 
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
-    """The families of keys; so many of their numbers vary at most, the first ones, and the others are text."""
+    """The families of keys. vary: how many numbers of a name may vary, the first ones; the others are text."""
     alike: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
     for key in traits:
         parts = _NUMBER.split(key)
