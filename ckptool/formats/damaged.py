@@ -538,7 +538,10 @@ class _HeaderWalk:
                 if doubted is not None and not piece.named:
                     doubted.named = False
                 doubted = before if not piece.named and before is not None and before.name == last else None
-                last = piece.name if piece.named else order[at] if at < len(order) else last
+                if piece.named:
+                    last = piece.name
+                elif at < len(order):
+                    last = order[at]
             before = piece
         if doubted is not None:
             doubted.named = False
@@ -639,7 +642,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         (marks.RECOVERED, marks.RECOVERED_RECORD, marks.MAX_RECORD),
     ):
         said = whole[root + name].contents(limit) if root + name in whole else b""
-        metadata |= {key: said.decode("utf-8", "replace").strip()} if said.strip() else {}
+        if said.strip():
+            metadata[key] = said.decode("utf-8", "replace").strip()
     order = metadata.get("byteorder")
     gone = next((record.nbytes for record in lost if record.name == f"{root}byteorder"), None)
     # torch wrote no byte order before 2.1, and neither of these.
