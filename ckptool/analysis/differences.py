@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
-from ckptool.analysis.selection import Chosen
 from ckptool.analysis.words import PathFact, type_name, value_json
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
@@ -22,6 +21,7 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.strided import without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, walk
 from ckptool.commands import arg
+from ckptool.conventions.selection import Chosen
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit

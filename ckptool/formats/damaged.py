@@ -299,6 +299,14 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
+def _is_close(one: int, other: int) -> bool:
+    """True for checksums of which one may be the other, damaged: at most one byte differs.
+
+    Where they have nothing in common, what stands there may be another record, or one of an older file, whole.
+    """
+    return sum(a != b for a, b in zip(one.to_bytes(4, "big"), other.to_bytes(4, "big"), strict=True)) <= 1
+
+
 def _compare_names(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> list[LostRecord]:
     """Doubts the names that the directory has otherwise, as no pickle proves them; the records that only it names."""
     found_at, names = {piece.header: piece for piece in pieces}, {piece.name for piece in pieces}
@@ -330,7 +338,8 @@ def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
         piece.claims = (record.crc,) if archive.has_checksums else ()
         if archive.has_checksums and layout is not None:  # the directory's own may be what is damaged
             signature, crc, *sizes = layout.unpack(source.read(record.data_at + record.stored, layout.size))
-            piece.claims += (crc,) if (signature, *sizes) == (b"PK\x07\x08", record.stored, record.size) else ()
+            is_whole = (signature, *sizes) == (b"PK\x07\x08", record.stored, record.size)
+            piece.claims += (crc,) if is_whole and _is_close(crc, record.crc) else ()
         head, own = source.read(record.header, LOCAL.size), ""
         name_size, extra_size = LOCAL.unpack(head)[-2:]
         if head[:4] == b"PK\x03\x04" and record.header + LOCAL.size + name_size + extra_size == record.data_at:

@@ -299,6 +299,14 @@ def test_two_of_one_shape() -> None:
     assert not certain(suggestions) and suggestions
 
 
+def test_one_vector_of_a_length_that_many_have_is_not_suggested() -> None:
+    """A matrix by itself is, as doubtful, and a vector with the matrix of its module."""
+    source, target = {"conv.weight": (16, 3, 3, 3), "conv.bias": (16,)}, {"fc.weight": (16, 8), "norm.bias": (16,)}
+    assert suggest(source, target) == []
+    source["conv.weight"] = (16, 8)
+    assert all(not each.unambiguous for each in suggest(source, target)) and suggest(source, target)
+
+
 def test_nothing_to_suggest() -> None:
     assert suggest({}, {}) == suggest(resnet50(), resnet50()) == suggest({"a": (1,)}, {}) == []
     assert suggest({"a.weight": (4, 4)}, {"b.weight": (4, 5)}) == []

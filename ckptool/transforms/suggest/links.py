@@ -218,15 +218,19 @@ class Search:
         """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful."""
         for mine, goals in _classes(some, others):
             matches = [*self._of_modules(mine, goals)]
+            known = len(matches)
             mine, goals = (
                 [one for one in side if one.words.strong & {"weight", "bias"} == kind] for side in (mine, goals)
             )
             matches += filter(None, map(_match, mine, goals)) if len(mine) == len(goals) else []
             why = ORDERED if len(mine) > 1 else UNSAID
-            for match in matches:
+            for number, match in enumerate(matches):
                 ours, theirs = match.ours, match.theirs
+                shape = ours.traits[0]
+                by_chance = isinstance(shape, tuple) and len(shape) < 2 and len(ours.keys) == 1 == len(mine)
                 wrong = (
                     ours.is_tiny
+                    or (by_chance and number >= known)  # one vector: many have its length
                     or ours.words.contradict(theirs.words)
                     or without_numbers(ours.text) == without_numbers(theirs.text)
                 )
