@@ -271,7 +271,10 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             if size == piece.size and piece.end and (piece.claims or not piece.method):
                 # Otherwise the checksum is of other data that was here: bytes are missing.
                 piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
-                piece.claims = (*piece.claims, crc)
+                is_other = (
+                    name == piece.name and piece.claims and not any(_is_close(crc, each) for each in piece.claims)
+                )
+                piece.claims = (crc,) if is_other else (*piece.claims, crc)
                 piece.why = "" if piece.why == NO_SUM else piece.why
         if _are_arrays(piece.name for piece in pieces):
             missing = _compare_names(pieces, mentions)
