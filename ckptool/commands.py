@@ -260,11 +260,13 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 @cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    given, parameters = inspect.signature(function, eval_str=True), list[inspect.Parameter]()
+    given = inspect.signature(function, eval_str=True)
+    parameters: list[inspect.Parameter] = []
     for each in given.parameters.values():
-        options = get_type_hints(each.annotation, include_extras=True) if _stands_for_options(each) else {}
-        parameters += [] if options else [each]
-        for name, kind in options.items():
+        if not _stands_for_options(each):
+            parameters.append(each)
+            continue
+        for name, kind in get_type_hints(each.annotation, include_extras=True).items():
             default = None if type(None) in get_args(_plain(kind)) else False
             parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
     return given.replace(parameters=parameters)
@@ -288,7 +290,10 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
                 kinds = get_args(whole) or (whole,)
                 choices = next((get_args(kind) for kind in (whole, *kinds) if get_origin(kind) is Literal), ())
                 kind: Any = next((kind for kind in (bool, int, float) if kind in kinds and str not in kinds), str)
-                kind = list[str] if option.several or option.each else str if option.parse else kind
+                if option.several or option.each:
+                    kind = list[str]
+                elif option.parse:
+                    kind = str
                 yield Parameter(name, kind, each.default, option._replace(choices=choices))
 
 

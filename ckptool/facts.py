@@ -188,8 +188,9 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     for name, value in vars(kind).items():
         made = value.fget if isinstance(value, property) else getattr(value, "func", None)  # of a cached property
         if isinstance(value, (property, cached_property)) and not name.startswith("_"):
-            live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
-            facts |= {} if live else {name: _hints(made, kind.__module__)["return"]}
+            is_live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
+            if not is_live:
+                facts[name] = _hints(made, kind.__module__)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
 

@@ -143,7 +143,9 @@ class Object:
 
 def fields(node: Any) -> dict[Any, Any]:
     """The items of a dictionary or the attributes of an object; none of anything else."""
-    return node if isinstance(node, dict) else node.attributes if isinstance(node, Object) else {}
+    if isinstance(node, dict):
+        return node
+    return node.attributes if isinstance(node, Object) else {}
 
 
 def inside(node: Any, names: str) -> Any:

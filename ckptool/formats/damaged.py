@@ -271,7 +271,10 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             if size == piece.size and piece.end and (piece.claims or not piece.method):
                 # Otherwise the checksum is of other data that was here: bytes are missing.
                 piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
-                piece.claims = (*piece.claims, crc)
+                is_other = (
+                    name == piece.name and piece.claims and not any(_is_close(crc, each) for each in piece.claims)
+                )
+                piece.claims = (crc,) if is_other else (*piece.claims, crc)
                 piece.why = "" if piece.why == NO_SUM else piece.why
         if _are_arrays(piece.name for piece in pieces):
             missing = _compare_names(pieces, mentions)
@@ -547,7 +550,10 @@ class _HeaderWalk:
                 if doubted is not None and not piece.named:
                     doubted.named = False
                 doubted = before if not piece.named and before is not None and before.name == last else None
-                last = piece.name if piece.named else order[at] if at < len(order) else last
+                if piece.named:
+                    last = piece.name
+                elif at < len(order):
+                    last = order[at]
             before = piece
         if doubted is not None:
             doubted.named = False
@@ -648,7 +654,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         (marks.RECOVERED, marks.RECOVERED_RECORD, marks.MAX_RECORD),
     ):
         said = whole[root + name].contents(limit) if root + name in whole else b""
-        metadata |= {key: said.decode("utf-8", "replace").strip()} if said.strip() else {}
+        if said.strip():
+            metadata[key] = said.decode("utf-8", "replace").strip()
     order = metadata.get("byteorder")
     gone = next((record.nbytes for record in lost if record.name == f"{root}byteorder"), None)
     # torch wrote no byte order before 2.1, and neither of these.

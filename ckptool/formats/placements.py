@@ -99,7 +99,8 @@ def distributed(value: Any) -> Distributed | None:
     facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
     state, named = args[3], dict[Any, Any]()
     for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
-        named |= each if isinstance(each, dict) else {}
+        if isinstance(each, dict):
+            named |= each
     flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or named.get("_is_param") is True)
     if args[1].name == "DTensor":
         return Distributed(value, True, named, flags)

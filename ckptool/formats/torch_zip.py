@@ -273,7 +273,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             layout.add(root + name, InlineBytes(text))
     else:
         anew = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
-        anew |= {root + marks.RECOVERED_RECORD} if mark != origin.recovered else set()
+        if mark != origin.recovered:
+            anew.add(root + marks.RECOVERED_RECORD)
         archive = origin.archive
         for record in archive.by_offset():
             if record.name in anew or (record.name.startswith(root + "data/") and record not in keys.used):

@@ -85,13 +85,22 @@ def parse_operation(text: str) -> Operation:
         of, words = parse_arithmetic(words[-1]), words[:-2]
     if kind.free:
         words, rest = words[: len(kind.words)], words[len(kind.words) :]
-    kinds = ["l" if each[0] == "[" else "r" if ":" in each else "f" if each == "from" else "n" for each in words]
+    kinds = [_kind(word) for word in words]
     if not re.fullmatch(kind.words, "".join(sorted(kinds))) or kind.free != bool(rest):
         raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
     lists, numbers = (
         [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in some] for some in ("lr", "n")
     )
     return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, " ".join(rest), of=of)
+
+
+def _kind(word: str) -> str:
+    """The letter for a word in `OperationKind.words`."""
+    if word.startswith("["):
+        return "l"
+    if ":" in word:
+        return "r"
+    return "f" if word == "from" else "n"
 
 
 def _words(text: str) -> list[str]:

@@ -254,9 +254,11 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
     if way not in JOIN_WAYS:
         raise UsageError(f"{place}: {way!r} is no way of joining", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
     needed = JOIN_WAYS[way].numbers
-    values = {} if given is None else {needed[0] if len(needed) == 1 else "": given}
+    values = {}
     if getattr(given, "id", "") == "mapping":
         values = _once(given, path, look=JOIN_LOOK)
+    elif given is not None:
+        values = {needed[0] if len(needed) == 1 else "": given}
     texts = {name: _name(value, path) for name, value in values.items()}
     if texts.keys() != set(needed) or not all(text if name == "like" else _COUNT(text) for name, text in texts.items()):
         what = f"{place}: {way} takes {listed(needed) if needed else 'no numbers'}"

@@ -279,7 +279,8 @@ def _summary(value: Any, width: int) -> str:
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
             kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
-            return f"<{'' if is_known(value) else kind}{printable(value.name)}{' with ' + having if having else ''}>"
+            name = printable(value.name) if is_known(value) else kind + printable(value.name)
+            return f"<{name} with {having}>" if having else f"<{name}>"
         case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
             return printable(f"numpy {value.type} {numbers[0]}")
         case StorageRef():
@@ -371,7 +372,8 @@ class _Json:
                 numbers = value.values() if value.size <= 64 else None
                 if numbers is not None:
                     facts["values"] = self.value(numbers, depth + 1)
-                    facts |= {"order": "F"} if value.fortran else {}
+                    if value.fortran:
+                        facts["order"] = "F"
                 return facts
             case Object(args=args, items=items, elements=elements, attributes=state):
                 parts = {"args": args, "items": items, "elements": elements, "state": state}

@@ -161,10 +161,20 @@ class _Plain:
 
     def _became(self, node: Any, value: Any, word: str) -> Any:
         """The value that stands for a node, which is noted."""
-        name = f"a {node.kind} tensor" if isinstance(node, Composite) else type(node).__name__
-        name = printable(node.name if isinstance(node, Object) else str(node) if isinstance(node, Global) else name)
+        match node:
+            case Composite():
+                name = printable(f"a {node.kind} tensor")
+            case Object():
+                name = printable(node.name)
+            case Global():
+                name = printable(str(node))
+            case _:
+                name = type(node).__name__
         kept = value is not DROPPED
-        said = f"{name} → {word}" if kept else name if name == printable(word) else f"{name}: {printable(word)}"
+        if kept:
+            said = f"{name} → {word}"
+        else:
+            said = name if name == printable(word) else f"{name}: {printable(word)}"
         self.words.setdefault(id(node), (node, said, kept))
         return value
 

@@ -64,7 +64,10 @@ def report_html(report: Report) -> str:
 
 def _parts(told: Told) -> Iterator[Any]:
     for part in told:
-        yield from _parts(part(None)) if callable(part) else [] if part is None else [part]
+        if callable(part):
+            yield from _parts(part(None))
+        elif part is not None:
+            yield part
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -67,7 +67,8 @@ def strip(
         for number, prefix in enumerate(prefixes or (PEELED,)):
             # One that was named is looked for at the very front; `module.` also behind wrappers that will go with it.
             without = [each for each in names if not (each if prefixes else unwrapped_front(each)).startswith(prefix)]
-            found |= {number} if len(without) < len(names) else set()
+            if len(without) < len(names):
+                found.add(number)
             if not partial and 0 < len(without) < len(names):
                 raise Conflict(
                     f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "

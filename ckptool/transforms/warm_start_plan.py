@@ -202,10 +202,14 @@ def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[st
     found = renamed(rules, dict.fromkeys(form for key in tensors for form in (key, without_wrappers(key))))
     for key in tensors:
         forms = [form for form in (key, without_wrappers(key)) if form in found]
-        name = min(forms, key=lambda form: rules.index(found[form][0]), default=key)
-        used |= {found[name][0].origin} if forms else set()
-        names[key] = found[name][1] if forms else key
-        unwrapped += [key] if name != key else []
+        if not forms:
+            names[key] = key
+            continue
+        name = min(forms, key=lambda form: rules.index(found[form][0]))
+        rule, names[key] = found[name]
+        used.add(rule.origin)
+        if name != key:
+            unwrapped.append(key)
     refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())
     if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:

@@ -592,7 +592,8 @@ def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) ->
         other = ", the order or ties differ" if found.order_differs or found.ties else ""
         problems = [f"{missing} missing, {new} new{other}"]
     lost, meant = ([note.message for note in each.notes if note.code == "nested-name"] for each in (written, expected))
-    problems += lost if not meant else []
+    if not meant:
+        problems += lost
     if problems:
         what = f"{path} did not read back as it was written: {problems[0]}"
         raise VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")

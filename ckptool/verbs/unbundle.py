@@ -116,7 +116,8 @@ def unbundle(
         replaceable = set[str]()  # what an earlier `unbundle` wrote
         with suppress(CkptoolError):
             before = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
-            replaceable |= {bundle_json.NAME, *(part.file for part in before.parts if part.file)} if before else set()
+            if before is not None:
+                replaceable = {bundle_json.NAME, *(part.file for part in before.parts if part.file)}
         notes = change.put(plan, path, sources, verify, replaceable)
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)

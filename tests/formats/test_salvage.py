@@ -235,16 +235,24 @@ def test_a_flip_anywhere_loses_at_most_what_it_hits(tmp_path: Path) -> None:
         assert nothing_wrong("by torch", bytes(data), tmp_path / "flip.pt") >= 12, at
 
 
-def test_a_block_of_an_older_file_is_not_taken_for_the_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", ["data.pkl", "data/1", "data/2"])
+def test_a_block_of_an_older_file_is_not_taken_for_the_new_one(record: str, tmp_path: Path) -> None:
     """A write that a disk lost leaves data, and the checksum behind it, as they were; the directory has the new one."""
     torch.manual_seed(0)
-    old, new = ({f"w{i}": torch.randn(40) for i in range(4)} for _ in range(2))
+    old, new = ({f"w{i}": torch.randn(40) for i in range(4)} | {"epoch": epoch} for epoch in (1, 2))
     before, data = torch_bytes(old), bytearray(torch_bytes(new))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        begin, end = (archive.getinfo(f"archive/data/{i}").header_offset for i in (2, 3))
+        names = archive.namelist()
+        place = names.index(f"archive/{record}")
+        begin, end = (archive.infolist()[i].header_offset for i in (place, place + 1))
     data[begin:end] = before[begin:end]
-    found = came_back(salvaged(bytes(data), tmp_path / "a.pt"))
-    assert found == {name: new[name].numpy().tobytes() for name in ("w0", "w1", "w3")}
+    found = salvaged(bytes(data), tmp_path / "a.pt")
+    if record == "data.pkl":
+        assert found.raw
+        return
+    lost = f"w{record[-1]}"
+    assert came_back(found) == {f"w{i}": new[f"w{i}"].numpy().tobytes() for i in range(4) if f"w{i}" != lost}
+    assert found.checkpoint.tree["epoch"] == 2
 
 
 def test_flipped_data_is_lost_and_named(tmp_path: Path) -> None:

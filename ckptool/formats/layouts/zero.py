@@ -258,8 +258,10 @@ def _is_divided(value: Any) -> bool:
 
 def plain(node: Any) -> Any:
     """An object of DeepSpeed's own (a loss scaler, a stage) as its attributes or its number."""
+    if not isinstance(node, Object):
+        return node
     number = _number(node)
-    return node if not isinstance(node, Object) else dict(node.attributes) if number is None else number
+    return dict(node.attributes) if number is None else number
 
 
 def _number(node: Any) -> int | None:
@@ -469,7 +471,10 @@ def checkpoint_of(
     own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
     """
     joined: dict[str, Any] = {"module": _module_of(tag, first, own, trained, stage, ranks)}
-    joined |= ({"optimizer": optimizer} if optimizer is not None else {}) | ({ZERO: rest} if rest else {})
+    if optimizer is not None:
+        joined["optimizer"] = optimizer
+    if rest:
+        joined[ZERO] = rest
     tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"} | joined
     tree |= {name: tag.files.open(name) for name in tag.others}
     version = first.get("ds_version")

@@ -283,8 +283,9 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
             if name in records:
                 what = f"{archive.source} has two records named {name}"
                 raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
-            # As torch writes it.
-            descriptor = 0 if not flags & _HAS_DESCRIPTOR else DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
+            descriptor = 0
+            if flags & _HAS_DESCRIPTOR:  # as torch writes it
+                descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
             central = directory[at:name_at]
             record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
             records[name] = record

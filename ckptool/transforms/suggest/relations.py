@@ -70,7 +70,8 @@ class Ways:
         found. first: tried first."""
         shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
         told = [(first, tuple(range(len(columns))))] if first else []
-        told += [self.known[shapes]] if shapes in self.known else []
+        if shapes in self.known:
+            told.append(self.known[shapes])
         others = () if shapes in self.hopeless else islice(_ways(shapes[0], len(columns[0])), MOST_TRIES)
         for chain, order in chained(told, others):
             parts = [columns[at] for at in order]
