@@ -244,6 +244,13 @@ class Change:
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+            if container.writes_folder and container.tensors_only:
+                from ckptool.formats.model_folder import model_folder
+                from ckptool.formats.sharded.writing import divided
+
+                beside = beside or model_folder(original, changed.tree)
+                if changed.origin is None:  # with the names that the library of the configuration looks for
+                    changed = divided(changed, None, beside.stem)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
             if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:

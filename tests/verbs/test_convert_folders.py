@@ -66,6 +66,18 @@ def test_names_are_those_of_the_library(library: str, tmp_path: Path) -> None:
         assert_same_objects({**ckptool.load(tmp_path / out)}, {**state()})
 
 
+@pytest.mark.parametrize("library", CONFIGS)
+def test_every_verb_writes_the_names_of_the_library(library: str, tmp_path: Path) -> None:
+    stem, config, content = CONFIGS[library]
+    file = model_in(tmp_path / "in", content, config)
+    ckptool.convert(file, f"{tmp_path / 'folder'}/")
+    ckptool.cast(tmp_path / "folder", f"{tmp_path / 'cast'}/", "f16")
+    ckptool.average([tmp_path / "folder"] * 2, f"{tmp_path / 'mean'}/")
+    ckptool.rename(tmp_path / "folder", "0.* => first.*", f"{tmp_path / 'renamed'}/")
+    for out in ("cast", "mean", "renamed"):
+        assert sorted(contents(tmp_path / out)) == sorted([config, f"{stem}.safetensors"])
+
+
 def test_metadata_of_the_state_dict_come_back(tmp_path: Path, run: Run) -> None:
     file = saved(state(), tmp_path / "a.pt")
     done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
