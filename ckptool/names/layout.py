@@ -212,7 +212,8 @@ class LayoutRules:
         lacking = next((each for each in side.has if not _holds(each, node)), "")
         without = f": there is no {lacking}" if lacking else ""
         what = f"the weights are not of the layout {self.name}{without}"
-        return NoMatch(what, f"{side.name} weights have {listed(side.has, 4)}. Nothing was written.")
+        have = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
+        return NoMatch(what, f"{'; '.join(have)}. Nothing was written.")
 
 
 def without_base(rules: Translation, base: str) -> Translation:

@@ -112,7 +112,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             f"""For example: '{place}:="text"'""",
         ) from None
     raise UsageError(
-        f"{text!r} is not of the form PATH:=JSON", "Both sides are needed.", f"For example: {arg(set={'epoch': 3})}"
+        f"{text!r} is not of the form PATH:=JSON",
+        "Both sides are needed, and := between them.",
+        f"For example: {arg(set={'epoch': 3})}",
     )
 
 

@@ -100,6 +100,8 @@ def explain(
     if name not in codes:
         meant = nearest(name, codes)
         see = f"See all: {Command(('ckptool', 'explain'))}"
+        if " " in name:
+            see = f"For a message: … 2>&1 | {Command(('ckptool', 'explain', '-'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
     return Explanation((codes[name],))
 

@@ -253,6 +253,19 @@ def test_fewer_layers() -> None:
     assert names == {key.replace("transformer.h", "encoder.layer"): key for key in target} and len(target) == 199
 
 
+@pytest.mark.parametrize("layers", [(6, 12), (12, 6)])
+def test_names_of_another_library_with_more_or_fewer_layers(layers: tuple[int, int]) -> None:
+    parts = {"query": "q_lin", "key": "k_lin", "value": "v_lin"}
+    source = {f"encoder.layer.{n}.self.{part}.weight": (8, 8) for n in range(layers[0]) for part in parts}
+    target = {f"transformer.h.{n}.{part}.weight": (8, 8) for n in range(layers[1]) for part in parts.values()}
+    names = {
+        f"encoder.layer.{n}.self.{old}.weight": f"transformer.h.{n}.{new}.weight"
+        for n in range(6)
+        for old, new in parts.items()
+    }
+    assert pairs(source, target) == names
+
+
 # Doubts --------------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +277,7 @@ def test_separate_against_fused_attention() -> None:
     ):
         suggestions = found(source, target)
         (fused,) = [one for one in suggestions if any(" : " in rule for rule in one.rules)]
-        assert fused.rules == (rule,) and not fused.unambiguous and fused.agree == 24
+        assert fused.rules == (rule,) and not fused.unambiguous and fused.agree == fused.total == 24
         assert "one after the other" in fused.why
 
 
@@ -276,6 +289,14 @@ def test_norms_that_only_their_order_tells_apart() -> None:
         "vit.encoder.layer.{n}.layernorm_after.* => blocks.{n}.norm2.*",
     )
     assert "vit.encoder.layer.{n}.output.dense.* => blocks.{n}.mlp.fc2.*" in suggestions[0].rules
+
+
+def test_what_is_left_alone_is_suggested_whatever_it_is() -> None:
+    source, target = (
+        {f"{block}.{n}.{leaf}": (8,) for n in range(3)} for block, leaf in (("blocks", "gamma"), ("layers", "scale"))
+    )
+    (only,) = found(source, target)
+    assert not only.unambiguous and (only.agree, only.total) == (3, 3)
 
 
 def test_another_layer_of_the_same_shape_is_not_taken_for_a_new_one() -> None:

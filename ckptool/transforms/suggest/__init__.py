@@ -17,7 +17,7 @@ from ckptool.names.rules import parse_rules
 from ckptool.names.steps import steps_of
 from ckptool.transforms.suggest.families import Trait
 from ckptool.transforms.suggest.groups import STACKED, fused
-from ckptool.transforms.suggest.links import Goals, Link, Search
+from ckptool.transforms.suggest.links import ORDERED, UNSAID, Goals, Link, Search
 
 LONG = 500  # characters of a key: nothing is suggested for a longer one
 MOST_WAYS = 40  # ambiguous findings that are shown
@@ -152,7 +152,10 @@ class Writing:
         parts = [[rule for rule, mine in zip(written, group, strict=True) if mine == each] for each in {*group}]
         for rules in sorted(parts, key=lambda rules: -sum(len(rule.right) for rule in rules)):
             whys = Counter(link.why for rule in rules for link in rule.links for _ in link.goals if link.why)
-            agree, total = sum(len(rule.right) for rule in rules), sum(len(rule.takes) for rule in rules)
+            if ORDERED in whys:
+                del whys[UNSAID]  # which is less than the order says
+            agree = sum(len(rule.right) for rule in rules)
+            total = sum(len({*rule.takes.values()}) for rule in rules)  # several keys may become one
             why = "; ".join(why for why, _ in whys.most_common(2))
             yield Suggestion(tuple(rule.text for rule in rules), agree, total, certain, why)
 

@@ -60,7 +60,7 @@ class _Move(NamedTuple):
 
     @property
     def why(self) -> str:
-        old, new = (repr(printable(text.replace(HOLE, "{}"))) for text in (self.old, self.new))
+        old, new = (repr(printable(text.replace(HOLE, "*"))) for text in (self.old, self.new))
         if self.old == self.new:
             return "leaves have older names: gamma and beta, weight_g and weight_v, weight_orig"
         if not self.new:
@@ -106,7 +106,7 @@ class Search:
                 self._by_words(*map(families, self.free, level))
         self.modules.clear()
         for level in LEVELS if few else ():
-            for kind in ({"weight"}, {"bias"}, set[str]()):  # weights never stand for biases
+            for kind in ({"weight"}, {"bias"}, set[str](), None):  # weights never stand for biases
                 self._by_order(kind, *map(families, self.free, level))
 
     def _accept(self, match: _Match, why: str, certain: bool = True, origin: tuple[str, ...] = ()) -> None:
@@ -144,7 +144,7 @@ class Search:
             if any(s not in self.free[0] or t not in self.free[1] for s, t in move.pairs.items()):
                 continue  # a larger move has some of it; words will tell about the rest
             either = [move, *(each for each in moves if each is not move and move.is_rival(each))]
-            shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "{}")) for each in either])
+            shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "*")) for each in either])
             sure = len(either) == 1 and move.numbers_are_known
             if sure:
                 why = move.why
@@ -165,7 +165,7 @@ class Search:
             for family in some:
                 for trait in set(family.traits):
                     side[trait].append(family)
-        for mine, goals in _classes(ours, theirs):
+        for mine, goals in (*_classes(ours, theirs), *_classes(ours, theirs, deeper=True)):
             for known in self._of_modules(mine, goals):
                 self._accept(known, "the other tensors of the module fit")
             mine, goals = self._open(0, mine), self._open(1, goals)
@@ -214,15 +214,21 @@ class Search:
         is_telling = in_blocks or (isinstance(shape, tuple) and len(shape) > 2)
         return "nothing else has these shapes" if is_linear and is_telling else ""
 
-    def _by_order(self, kind: set[str], some: list[Family], others: list[Family]) -> None:
-        """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful."""
+    def _by_order(self, kind: set[str] | None, some: list[Family], others: list[Family]) -> None:
+        """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful.
+
+        kind: None for the last of all blocks on both sides, whatever they are.
+        """
         for mine, goals in _classes(some, others):
             matches = [*self._of_modules(mine, goals)]
             known = len(matches)
             mine, goals = (
-                [one for one in side if one.words.strong & {"weight", "bias"} == kind] for side in (mine, goals)
+                [one for one in side if kind is None or one.words.strong & {"weight", "bias"} == kind]
+                for side in (mine, goals)
             )
-            matches += filter(None, map(_match, mine, goals)) if len(mine) == len(goals) else []
+            only = len(mine) == len(goals) == 1 and len(mine[0].keys) > 1
+            paired = len(mine) == len(goals) if kind is not None else only
+            matches += filter(None, map(_match, mine, goals)) if paired else []
             why = ORDERED if len(mine) > 1 else UNSAID
             for number, match in enumerate(matches):
                 ours, theirs = match.ours, match.theirs
@@ -260,12 +266,18 @@ def _move(old: str, new: str, ours: Mapping[str, Family], theirs: Mapping[str, F
     return _Move(old, new, [*matches.values()], pairs)
 
 
-def _classes(ours: Iterable[Family], theirs: Iterable[Family]) -> list[tuple[list[Family], list[Family]]]:
-    """The families of both sides that have the same traits, in order."""
-    classes: dict[tuple[Trait, ...], tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
+def _classes(
+    ours: Iterable[Family], theirs: Iterable[Family], deeper: bool = False
+) -> list[tuple[list[Family], list[Family]]]:
+    """The families of both sides that have the same traits, in order.
+
+    deeper: one side may have more blocks of them, where all blocks are alike.
+    """
+    classes: dict[object, tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
     for side, some in enumerate((ours, theirs)):
         for family in some:
-            classes[family.traits][side].append(family)
+            alike = deeper and len(set(family.traits)) == 1
+            classes[(len(family.pieces), family.traits[0]) if alike else family.traits][side].append(family)
     return [(mine, goals) for mine, goals in classes.values() if mine and goals]
 
 
