@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
@@ -113,7 +114,6 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
 
     A matrix tells it by its bias; a square one as those do whose names end alike, or else all, if they agree.
     """
-    votes: dict[str, set[bool]] = {}
 
     def own(key: Any, weight: Any) -> bool | None:
         bias = base.get(f"{key.removesuffix('weight')}bias")
@@ -121,18 +121,29 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
             return None
         return bool(bias.shape == weight.shape[1:])
 
+    @cache
+    def votes() -> dict[str, set[bool]]:
+        """What the matrices that are not square tell, by the name of their module; under "" what all tell."""
+        found: dict[str, set[bool]] = {"": set()}
+        for key, weight in base.items():
+            is_weight = type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry)
+            if is_weight and len(weight.shape) == 2 and (told := own(key, weight)) is not None:
+                found[""].add(told)
+                found.setdefault(_module_name(key), set()).add(told)
+        return found
+
     def is_turned(key: str) -> bool | None:
         weight = base[key]
-        if len(weight.shape) != 2 or weight.shape[0] != weight.shape[1]:
-            return len(weight.shape) == 2 and bool(own(key, weight))
-        tried = () if votes else base.items()
-        votes.setdefault("", set())
-        for name, other in tried:
-            is_weight = type(name) is str and name.endswith(".weight") and isinstance(other, TensorEntry)
-            if is_weight and len(other.shape) == 2 and (told := own(name, other)) is not None:
-                for place in ("", f"..{name}".split(".")[-2]):
-                    votes.setdefault(place, set()).add(told)
-        found = votes.get(f"..{key}".split(".")[-2]) or votes[""]
-        return next(iter(found)) if len(found) == 1 else None
+        if len(weight.shape) != 2:
+            return False
+        if weight.shape[0] != weight.shape[1]:
+            return bool(own(key, weight))
+        told = votes().get(_module_name(key)) or votes()[""]
+        return next(iter(told)) if len(told) == 1 else None
 
     return is_turned
+
+
+def _module_name(key: str) -> str:
+    """The last part of the name of a weight's module: `c_attn` of `h.0.attn.c_attn.weight`."""
+    return key.rpartition(".")[0].rpartition(".")[2]
