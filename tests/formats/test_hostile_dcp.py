@@ -30,7 +30,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats import read
-from ckptool.formats.dcp import tables
+from ckptool.formats.dcp import tables, tree_pickle
 from tests.support.dcp_folders import (
     both_paths,
     chunk,
@@ -44,6 +44,7 @@ from tests.support.dcp_folders import (
     without_place,
 )
 from tests.support.errors import three_parts
+from tests.support.files import saved
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +313,13 @@ def test_an_empty_table_of_a_rank(folder: Path) -> None:
     (folder / "__1.metadata").write_bytes(b"")
     with pytest.raises(CkptoolError, match=r"__1\.metadata"):
         read(folder)
+
+
+@pytest.mark.parametrize("end", [b"X\1\0\0\0ycos\nsystem\nX\4\0\0\0true\x85Rs", b"cos\nsystem\nX\4\0\0\0true\x85R0"])
+def test_a_call_hidden_in_the_pickle_is_seen(end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tree_pickle.pickle_of
+    monkeypatch.setattr(tree_pickle, "pickle_of", lambda *args: made(*args)[:-1] + end + b".")
+    ckptool.convert(saved({1: torch.ones(2)}, tmp_path / "in.pt"), tmp_path / "out.dcp")
+    with pytest.raises(CkptoolError) as caught:
+        ckptool.convert(tmp_path / "out.dcp", tmp_path / "back.pt")
+    assert caught.value.code == "unsafe-global" and "os.system" in caught.value.what

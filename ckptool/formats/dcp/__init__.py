@@ -86,7 +86,7 @@ def read(source: Input) -> Checkpoint:
             if len(value.chunks) > 1:
                 value.chunks.clear()  # there may be hundreds of thousands in all
     untied = _check_steps(tables, values)
-    tree, metadata, notes = tree_pickle.restored(values)
+    tree, metadata, notes, aside = tree_pickle.restored(values)
     if tree is None:
         tree, restored = with_optimizers(_nested(tables, values))
         if not tables.paths and any("." in name for name in values):
@@ -94,7 +94,7 @@ def read(source: Input) -> Checkpoint:
             notes.append(Note("flat-names", what))
         notes += restored
     notes += [*joined.notes(), *_notes(tables)]
-    discarded = (*tables.discarded, *payloads.discarded)
+    discarded = (*tables.discarded, *payloads.discarded, *aside)
     part = _flattened(tables)
     facts = _facts(tables, tree) | metadata
     return Checkpoint(tree, NAME, facts, folder, None, tuple(notes), discarded, part=part, untied=tuple(untied))

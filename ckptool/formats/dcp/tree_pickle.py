@@ -143,20 +143,24 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note]]:
-    """The tree of the pickle, what it says beside that, and notes; None in place of the tree where there is none that
-    fits.
+def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], tuple[Any, ...]]:
+    """The tree of the pickle, what it says beside that, notes, and what of it is not inert and not in the tree; None in
+    place of the tree where there is none that fits.
 
     values: of the table, by their flat names; those that belong to the pickle are taken out of them.
     """
     if NAME not in values:
-        return None, {}, []
+        return None, {}, [], ()
+    aside: tuple[Any, ...] = ()
     own = {name: values.pop(name) for name in [*values] if name == NAME or name.startswith(f"{NAME}.")}
     try:
         content = own[NAME].bytes() if own[NAME].nbytes <= MAX_PICKLE else b""
         if zlib.crc32(content) != own[NAME].storage.crc:
             raise Corrupt("its bytes do not match their checksum")
-        loaded = decoded(content, _Storages(values | own), NAME).root
+        found_pickle = decoded(content, _Storages(values | own), NAME)
+        aside, loaded = found_pickle.aside(), found_pickle.root
+        if found_pickle.discarded or loaded.keys() != {"tree", "recovered"}:
+            raise Corrupt("it is not what ckptool writes")
         tree, mark = loaded["tree"], loaded["recovered"]
         found = flat_names(tree).values
         if found.keys() != values.keys():
@@ -166,13 +170,13 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note]]:
             if not _is_same(found[name], value, left):
                 raise Conflict(f"it has another {name} than the table")
         metadata = {marks.RECOVERED: mark} if type(mark) is str else {}
-        return tree, metadata, list(marks.recovered_notes(metadata))
+        return tree, metadata, list(marks.recovered_notes(metadata)), ()
     except CkptoolError as error:
         why = error.what
     except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
     what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
-    return None, {}, [Note(IGNORED, what)]
+    return None, {}, [Note(IGNORED, what)], aside
 
 
 class _Storages(PickledStorages):
