@@ -163,7 +163,8 @@ def test_an_adapter_of_diffusers_is_fused_as_it_does(alpha: int, tmp_path: Path)
     unet.fuse_lora()
     theirs = {key.replace(".base_layer", ""): v for key, v in unet.state_dict().items() if "lora_" not in key}
     ours = load_file(tmp_path / "out.safetensors")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-6, atol=1e-6) for key in ours)  # another order of sums
 
 
 @pytest.mark.parametrize("seed", range(12))
