@@ -45,6 +45,15 @@ def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
 
 
+def test_a_large_weight_has_the_scales_of_its_own_rows(tmp_path: Path) -> None:
+    """More rows than are computed at once; torch is the judge."""
+    codes = torch.randint(-128, 128, (3000, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    scale = torch.arange(1.0, 3001.0)
+    save_file({"a.weight": codes, "a.weight_scale": scale}, tmp_path / "in.safetensors")
+    ckptool.cast(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="f32", dequantize=True)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], codes.float() * scale[:, None])
+
+
 def test_any_order_of_blocks(tmp_path: Path) -> None:
     for case in CASES:
         checkpoint = ckptool.open(write_case(tmp_path, case))

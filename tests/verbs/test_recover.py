@@ -402,7 +402,11 @@ def test_the_command(tmp_path: Path, said: Said) -> None:
     code, text = said("recover", str(path), "-o", str(tmp_path / "out.pt"), "-f", "--fill-from", other)
     assert code == 1 and f"filled in from {other}" in text
     code, text = said("recover", other, "-o", str(tmp_path / "whole.pt"))
-    assert code == 0 and "nothing is missing" in text
+    assert code == 0 and "nothing is missing" in text and "nothing says how many" not in text
+    np.savez(tmp_path / "a.npz", a=np.zeros(9), b=np.ones(9))
+    of_many = cut(tmp_path / "a.npz", 0.6, tmp_path / "cut.npz")  # its directory is gone
+    code, text = said("recover", str(of_many), "-o", str(tmp_path / "some.npz"))
+    assert code == 1 and "nothing says how many there were" in text
 
 
 def test_names_from_the_file_are_escaped(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.support.errors import three_parts
 from tests.support.files import load, torch_bytes
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.zips import record_starts
 
 # Apart ---------------------------------------------------------------------------------------------------------------
 
@@ -55,6 +56,17 @@ def test_each_member_is_a_file_that_torch_loads(gan_bundle: Path) -> None:
     ]
     assert (done.how, done.verified) == ("new folder", True) and "with 3 plain values" in done.summary
     assert done.file_bytes == sum(path.stat().st_size for path in Path("parts").iterdir())
+
+
+def test_a_damaged_bundle_is_refused_where_it_is_verified(gan_bundle: Path) -> None:
+    """But not read by a dry run."""
+    starts, data = record_starts(gan_bundle), bytearray(gan_bundle.read_bytes())
+    data[next(start for name, start in starts.items() if "/data/" in name)] ^= 1
+    gan_bundle.write_bytes(data)
+    with pytest.raises(CkptoolError, match="checksum"):
+        ckptool.unbundle(gan_bundle, "parts", verify=True)
+    assert not os.path.exists("parts")
+    assert ckptool.unbundle(gan_bundle, "parts", verify=True, dry_run=True) and not os.path.exists("parts")
 
 
 def test_only_some_members(gan_bundle: Path) -> None:
