@@ -250,3 +250,17 @@ def test_names_with_odd_characters_have_rules_or_are_said_not_to() -> None:
     old = {name: random(4, 4) for name in names}
     found = ckptool.find_rules(old, {f"y.{name}": value.T.copy() for name, value in old.items()})
     assert {*found.missing} <= {f"y.{name}" for name in names[3:]} and found.by_value == 5 - len(found.missing)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_what_is_tied_is_a_second_name(tied: bool, tmp_path: Path) -> None:
+    """Zeros have the values of other zeros; a model that has both needs both."""
+    import torch
+
+    weight, zeros = torch.randn(4, 4), torch.zeros(4)
+    torch.save({"a.weight": weight, "a.bias": zeros}, tmp_path / "old.pt")
+    more = zeros if tied else torch.zeros(4)
+    torch.save({"b.weight": weight, "b.bias": zeros, "b.more": more}, tmp_path / "new.pt")
+    found = ckptool.find_rules(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "rules.yaml")
+    assert [note.code for note in found.notes] == ["second-name" if tied else "same-values"]
+    assert found.missing == ("b.more",) and ("ckptool translate " in str(found)) == tied

@@ -201,8 +201,9 @@ def _notes(search: ValueSearch, report: FoundRules, rules: int, keys: int, most:
     made = {prints[name].digest: name for name in prints if name not in other}
     for name in search.free[1]:
         if (same := made.get(prints[name].digest)) is not None:
-            text = f"{name} is {same} under a second name, which no rule makes"
-            yield Note("second-name", text)
+            tied = search.sides[1][name].view == search.sides[1][same].view
+            what = f"is {same} under a second name" if tied else f"has the values of {same}"
+            yield Note("second-name" if tied else "same-values", f"{name} {what}; no rule makes it")
 
 
 def _tensors(side: Mapping[str, Any]) -> dict[str, TensorEntry]:
