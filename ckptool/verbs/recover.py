@@ -100,6 +100,7 @@ class Recovery(Report):
             yield f"  {lost}: each record is kept as bytes by its name"
         elif self.complete:
             verdict = "everything was recovered" if self.damage or self.how else "nothing is missing"
+            verdict = "every tensor was recovered" if self.whole < self.records else verdict
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
             gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
@@ -110,7 +111,7 @@ class Recovery(Report):
         yield f"  {self.how}" if self.how else None
         yield "  nothing says how many there were" if self.tensors is None and not self.raw else None
         yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
-        if self.raw:
+        if self.raw or self.complete:
             yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
         else:
             yield Table(self.lost, "address nbytes why", f"lost ({len(self.lost):,})", limit=SHOWN)
