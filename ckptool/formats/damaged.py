@@ -324,7 +324,7 @@ def _compare_names(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, i
 
 
 def _are_arrays(names: Iterable[str]) -> bool:
-    return all(name.endswith(".npy") for name in names)
+    return all(name.endswith(".npy") or name == marks.RECOVERED_RECORD for name in names)
 
 
 def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
@@ -678,15 +678,13 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
 
 def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
     """The arrays of an `.npz`; in place of a lost one stands its record, of which neither type nor shape is proven."""
-    from ckptool.formats.npy import PickleBudget, read_array
+    from ckptool.formats.npz import ENDING, of_archive
 
-    tree, gone, budget = dict[str, Any](), dict[int, LostRecord](), PickleBudget(archive.source.size)
-    for record in archive.by_offset():
-        crc = record.crc if archive.has_checksums else None
-        tree[record.name[:-4]], _ = read_array(record.data, f"{archive.source}: {record}", budget, crc)
+    checkpoint, gone = of_archive(archive), dict[int, LostRecord]()
     for each in lost:
-        data = Computed(each.nbytes, _gone)
-        gone[id(data)] = each
-        tree[each.name.removesuffix(".npy")] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
-    checkpoint = Checkpoint(tree, "npz", {}, archive.source.file, tensors_only=True)
+        if each.name.endswith(ENDING):
+            data = Computed(each.nbytes, _gone)
+            gone[id(data)] = each
+            entry = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
+            checkpoint.tree[each.name.removesuffix(ENDING)] = entry
     return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)

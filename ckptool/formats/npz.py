@@ -48,7 +48,12 @@ def read(source: Source) -> Checkpoint:
     Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as
     `numpy.load` has them. Raises what `read_archive` and `read_array` raise.
     """
-    archive = directory.read_archive(source, case_matters=True)
+    return of_archive(directory.read_archive(source, case_matters=True))
+
+
+def of_archive(archive: directory.Archive) -> Checkpoint:
+    """The arrays that the records of an archive are, as `read` gives them."""
+    source = archive.source
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
         what = f"{source} holds numpy arrays beside {pickles[0]}"
         raise Ambiguous(what, "numpy would read the one, torch the other.")
@@ -72,7 +77,8 @@ def read(source: Source) -> Checkpoint:
             tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
             discarded += thrown_away
     notes = (*archive.notes, *_notes(tree), *marks.recovered_notes(metadata))
-    return Checkpoint(tree, NAME, metadata, source, notes=notes, discarded=tuple(discarded), tensors_only=True)
+    calls = tuple(discarded)
+    return Checkpoint(tree, NAME, metadata, source.file, notes=notes, discarded=calls, tensors_only=True)
 
 
 def _notes(tree: dict[str, Any]) -> list[Note]:

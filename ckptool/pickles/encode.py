@@ -210,9 +210,9 @@ class _Encoder:
         storage, out, first = entry.storage, self.out, self.count
         kind = (entry.dtype, entry.shape, entry.stride, entry.offset, storage.location, storage.nbytes)
         key = self.key_of(storage)
+        raw = key.encode("utf-8", "surrogatepass")
         alike, is_new = self.alike.get(kind), key not in self.memo and id(storage) not in self.types
         if alike is not None and is_new:
-            raw = key.encode("utf-8", "surrogatepass")
             self.types[id(storage)] = entry.dtype if entry.dtype.storage is not None else None
             self.count += len(alike.parts)
             self.memo[key], self.memo[id(entry)] = b"j" + _pack_uint(first), b"j" + _pack_uint(self.count - 1)
@@ -226,9 +226,7 @@ class _Encoder:
             ends = [*(place + 1 for place in self.places[1:]), len(out)]
             parts = [bytes(out[place + 5 : end]) for place, end in zip(self.places, ends, strict=True)]
             rest = struct.Struct("<" + "".join(f"I{len(part)}s" for part in parts))
-            self.alike[kind] = _Alike(
-                bytes(out[begin : self.places[0] - len(key.encode("utf-8", "surrogatepass")) - 4]), rest, parts
-            )
+            self.alike[kind] = _Alike(bytes(out[begin : self.places[0] - len(raw) - 4]), rest, parts)
 
     def _tensor(self, entry: TensorEntry) -> None:
         flags, typed = entry.flags, entry.dtype.storage is not None

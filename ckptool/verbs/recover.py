@@ -99,8 +99,11 @@ class Recovery(Report):
             lost = "its pickle, which says which record is which tensor, is lost"
             yield f"  {lost}: each record is kept as bytes by its name"
         elif self.complete:
-            verdict = "everything was recovered" if self.damage or self.how else "nothing is missing"
-            verdict = "every tensor was recovered" if self.whole < self.records else verdict
+            verdict = "nothing is missing"
+            if self.whole < self.records:
+                verdict = "every tensor was recovered"
+            elif self.damage or self.how:
+                verdict = "everything was recovered"
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
             gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")

@@ -72,3 +72,21 @@ def test_nothing_of_an_npz_is_under_another_name_or_missing_in_silence(damage: A
     for name, array in whole.items():
         assert np.array_equal(array, arrays[name])
     assert "recovered" in run("inspect", tmp_path / "b.npz").out
+
+
+def test_what_was_recovered_once_is_recovered_again(tmp_path: Path, run: Run) -> None:
+    """An archive with ckptool's own record beside the arrays."""
+    np.savez(tmp_path / "a.npz", **{name.decode(): np.arange(9.0) for name in NAMES})
+    for number, (old, new) in enumerate((("a", "b"), ("b", "c")), 1):
+        data = bytearray((tmp_path / f"{old}.npz").read_bytes())
+        with zipfile.ZipFile(tmp_path / f"{old}.npz") as archive:
+            first = archive.infolist()[0].header_offset
+        size, more = int.from_bytes(data[first + 26 : first + 28], "little"), data[first + 28]
+        data[first + 30 + size + more + 130] ^= 1  # of the numbers of the first array
+        (tmp_path / f"{old}.npz").write_bytes(data)
+        ran = run("recover", tmp_path / f"{old}.npz", "-o", tmp_path / f"{new}.npz")
+        back = np.load(tmp_path / f"{new}.npz")
+        whole = [name for name in back.files if isinstance(back[name], np.ndarray)]
+        assert ran.code == 1 and "incomplete" in ran.out and len(whole) == len(NAMES) - number, ran.out
+        assert all(np.array_equal(back[name], np.arange(9.0)) for name in whole)
+    assert "recovered" in run("inspect", tmp_path / "c.npz").out
