@@ -34,7 +34,7 @@ from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
 from ckptool.formats.dcp.table_pickle import table_pickle
-from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Place, Saved
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place, Saved
 from ckptool.formats.pieces import Box
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
@@ -116,7 +116,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     files = saving.lay_out()
     saved = {}
     for name, value in flat.values.items():
-        chunks = [(box, Place(_file_name(item.rank), item.begin, item.size)) for box, item in saving.items[name]]
+        chunks = [Chunk(*box, Place(_file_name(item.rank), item.begin, item.size)) for box, item in saving.items[name]]
         saved[name] = Saved(chunks=chunks, path=flat.paths[name])
         if isinstance(value, TensorEntry):
             saved[name] = Saved(value.shape, value.dtype, value.flags.requires_grad, chunks, flat.paths[name])

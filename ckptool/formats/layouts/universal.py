@@ -17,7 +17,7 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import fields, same_kind
 from ckptool.errors import Unsupported, counted, listed
-from ckptool.formats.folder import damaged, lacks, number_in, refuse_other
+from ckptool.formats.folder import damaged, lacks, number_in
 from ckptool.formats.layouts import deepspeed
 from ckptool.formats.layouts.deepspeed import UNIVERSAL
 from ckptool.formats.layouts.zero import (
@@ -30,7 +30,7 @@ from ckptool.formats.layouts.zero import (
     tag_files,
     undivided,
 )
-from ckptool.formats.pieces import agree
+from ckptool.formats.pieces import agree, refuse_other
 
 NAME = "deepspeed-universal"
 NO_BUFFERS = "no-buffers"  # of the notes
@@ -50,14 +50,14 @@ def read(source: Folder) -> Checkpoint:
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
     tag = tag_files(folder)
-    first = tag.model(min(tag.models), layered=bool(tag.stages))
+    first = tag.model(tag.first, layered=bool(tag.stages))
     groups, own = shapes_of(tag, first, tag.first), same_kind(first["module"], dict(first["module"] or {}))
     if first["module"] is None:
         message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
-        tag.files.notes.append(Note(NO_BUFFERS, message))
+        tag.joiner.notes.append(Note(NO_BUFFERS, message))
     # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
     for file in (file for stage in tag.stages.values() for file in stage.models.values()):
-        states = fields(tag.files.open(file))
+        states = fields(tag.joiner.open(file).tree)
         for number, shapes in enumerate(shapes_of(tag, states, file)):
             groups.extend({} for _ in range(number + 1 - len(groups)))
             groups[number].update(shapes)
@@ -72,7 +72,7 @@ def read_tag(folder: Folder) -> Checkpoint:
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
         raise lacks(inside, counted(len(missing), "parameter"), missing)
-    common = fields(tag.files.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {})
+    common = fields(tag.joiner.open(_OPTIMIZER, inside).tree if _OPTIMIZER in inside else {})
     once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -105,7 +105,7 @@ def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> d
     files = Folder(os.path.join(inside.path, name))
     slots: dict[str, Any] = {}
     for file in (file for file in files.names if file.endswith(".pt")):
-        value = tag.files.open(file, files)
+        value = tag.joiner.open(file, files).tree
         value = bare(value.get("param") if isinstance(value, dict) else value)
         if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
             value = value.reshape(shape)
