@@ -44,7 +44,7 @@ def joined_trees(
     tensors differ and nothing says whether they are divided, each rank's tree stays as it is, by its rank; else that is
     `Unsupported`. Raises `Conflict` for ranks of different steps or runs, and what `Joiner.tensor` raises.
     """
-    walk, before = _Walk(joiner, described), dict(joiner.different)
+    walk, before = _SideBySide(joiner, described), dict(joiner.different)
     tree = walk.join((name,), files, trees)
     if unjoinable := walk.unjoinable():
         if not apart:
@@ -67,7 +67,7 @@ def joined_trees(
     return tree
 
 
-class _Walk:
+class _SideBySide:
     """The state of walking the trees of one set of files.
 
     distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.

@@ -37,7 +37,7 @@ MAX_METADATA = 256 << 20
 # The rows ------------------------------------------------------------------------------------------------------------
 
 
-class Row(TakesState):
+class TableRow(TakesState):
     """An object of the tables' classes, kept as the values of its fields; one that it lacks is None.
 
     odd: of all rows of a table, the states in which there was more.
@@ -59,7 +59,7 @@ class Row(TakesState):
             self.odd.append(state)
 
 
-class Place(Row):
+class Place(TableRow):
     """The place of a chunk or an object: a file of the folder, and the range of its bytes.
 
     transform_descriptors: of the bytes, by extensions of the writer: compression.
@@ -78,7 +78,7 @@ class Place(Row):
         return not (fits and isinstance(packed, (list, tuple)) and all(type(each) is str for each in packed))
 
 
-class _Block(Row):
+class _Block(TableRow):
     """The place of a chunk in its tensor."""
 
     __slots__ = fields = ("offsets", "sizes")
@@ -86,7 +86,7 @@ class _Block(Row):
     sizes: Any
 
 
-class _Index(Row):
+class _Index(TableRow):
     """What a place is of: a name, and the offsets of a chunk, None for an object."""
 
     __slots__ = fields = ("fqn", "offset", "index")
@@ -95,14 +95,14 @@ class _Index(Row):
     index: Any
 
 
-class _Tensor(Row):
+class _Tensor(TableRow):
     __slots__ = fields = ("chunks", "properties", "size")
     chunks: Any
     properties: Any
     size: Any
 
 
-class _Object(Row):
+class _Object(TableRow):
     __slots__ = ()
 
 
@@ -119,7 +119,7 @@ _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 def _builders(odd: list[Any]) -> dict[Global, Any]:
     """The builders for a table. odd: gets the states in which there is more than rows have."""
 
-    def made(row: type[Row], args: tuple[Any, ...]) -> Any:
+    def made(row: type[TableRow], args: tuple[Any, ...]) -> Any:
         return NotImplemented if args else row()
 
     def size(args: tuple[Any, ...]) -> Any:
