@@ -21,6 +21,7 @@ from ckptool.checkpoint import (
     NO_FLAGS,
     Checkpoint,
     Computed,
+    FileRange,
     InlineBytes,
     Note,
     Storage,
@@ -28,7 +29,7 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
@@ -40,21 +41,54 @@ MAX_RANK = 32  # numpy's, before its version 2
 MAX_SPLIT = 8  # axes along which one tensor is divided
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
+    it is asked for, once. crc: the checksum of its bytes."""
+
+    __slots__ = ("_entry", "begin", "crc", "file", "like")
+
+    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
+        self.like, self.file, self.begin, self.crc = like, file, begin, crc
+        self._entry: TensorEntry | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        if self._entry is None:
+            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
+            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
+        return self._entry
+
+
+@dataclass(slots=True, eq=False)
 class Piece:
     """A tensor that is the block of another one which begins at `offsets`, counted in elements.
 
     owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
     """
 
-    entry: TensorEntry
+    tensor: TensorEntry | Stored
     offsets: tuple[int, ...]
     owner: str = ""
     replicas: tuple[Piece, ...] = ()
 
     @property
+    def entry(self) -> TensorEntry:
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
+
+    @property
+    def like(self) -> TensorEntry:
+        """A tensor of its type, shape and strides."""
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for pieces that are the same values at the same place."""
+        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
+        return self.offsets, tensor, len(self.replicas)
+
+    @property
     def box(self) -> Box:
-        return self.offsets, self.entry.shape
+        return self.offsets, self.like.shape
 
     def within(self, box: Box) -> Piece | None:
         """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
@@ -140,11 +174,11 @@ class Joiner:
         """
         places: dict[Box, list[Piece]] = {}
         for piece in pieces:
-            entry = piece.entry
-            if entry.dtype != dtype or not len(piece.offsets) == len(entry.shape) == len(shape):
-                found = f"{entry.dtype}{list(entry.shape)} at {list(piece.offsets)}"
+            like = piece.like
+            if like.dtype != dtype or not len(piece.offsets) == len(like.shape) == len(shape):
+                found = f"{like.dtype}{list(like.shape)} at {list(piece.offsets)}"
                 raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
-            if entry.numel or not prod(shape):
+            if like.numel or not prod(shape):
                 places.setdefault(piece.box, []).append(piece)
         if not covers(shape, [*places] if prod(shape) else []):
             raise self._corrupt(name, shape, problem(shape, [each[0] for each in places.values()]))
@@ -161,14 +195,14 @@ class Joiner:
             if copied and copy is not None:
                 rest.append(Piece(_cut(copy, box), first.offsets, copy.owner))
             blocks.append(replace(first, replicas=tuple(rest)) if rest else first)
-        if len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape:
-            return blocks[0].entry
-        alike = self._joined.setdefault((shape, blocks[0].entry.view), [])
+        alike = self._joined.setdefault((shape, blocks[0].identity), [])
         for earlier, whole in alike:
-            if [*map(_identity, earlier)] == [*map(_identity, blocks)]:
+            if [each.identity for each in earlier] == [each.identity for each in blocks]:
                 return whole
-        alike.append((blocks, assembled(shape, blocks, f"{self.where}: {name}")))
-        return alike[-1][1]
+        alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].like.shape == shape
+        whole = blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {name}")
+        alike.append((blocks, whole))
+        return whole
 
     def flat(
         self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece], copy: Piece | None = None
@@ -214,17 +248,14 @@ class Joiner:
         )
 
 
-def _identity(piece: Piece) -> tuple[Any, ...]:
-    """Equal for pieces that are the same values at the same place."""
-    return piece.offsets, piece.entry.view, len(piece.replicas)
-
-
 def _owner(piece: Piece) -> str:
     return piece.owner or "a block"
 
 
-def _keep_replicas(first: Piece, others: Iterable[Piece]) -> None:
+def _keep_replicas(first: Piece, others: Sequence[Piece]) -> None:
     """Notes the storages of which the values are not used with the one whose are, for a check of all files."""
+    if not others:
+        return
     own = first.entry.storage
     known = {id(storage): storage for storage in own.replicas}
     known |= {id(other.entry.storage): other.entry.storage for other in others if other.entry.storage is not own}
@@ -331,35 +362,36 @@ def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> Te
             return Piece(each.entry.reshape((1,)), (0,), each.owner, tuple(map(as_vector, each.replicas)))
 
         return replace(assembled((1,), [*map(as_vector, pieces)], name), shape=(), stride=())
-    first = pieces[0].entry
-    length = prod(shape) * first.dtype.itemsize
-    every = [each for piece in pieces for each in (piece, *piece.replicas)]
-    inputs = tuple({id(piece.entry.storage): piece.entry.storage for piece in every}.values())
-    # Whole rows, each piece all of its storage in row-major order: their bytes follow each other.
-    one_by_one = all(
-        piece.entry.shape[1:] == shape[1:] and _is_all(piece.entry) and not piece.replicas and piece.entry.numel
-        for piece in pieces
-    )
-    if one_by_one:
-        inputs = tuple(piece.entry.storage for piece in sorted(pieces, key=lambda piece: piece.offsets))
-    checks = len(every) > len(pieces)
-    read = _Assembly(shape, pieces, name).read
-    data = Computed(length, read, inputs, checks=checks, concatenated=one_by_one) if length else InlineBytes(b"")
-    return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
+    first, assembly = pieces[0].like, _Assembly(shape, pieces, name)
+    length, checks = prod(shape) * first.dtype.itemsize, any(piece.replicas for piece in pieces)
+    data = Computed(length, assembly.read, assembly, checks=checks, concatenated=assembly.in_turn)
+    storage = Storage(data if length else InlineBytes(b""), first.location)
+    return TensorEntry(storage, first.dtype, shape, row_major_strides(shape))
 
 
 class _Assembly:
-    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis."""
+    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis; and the
+    storages that they are of.
 
-    __slots__ = ("name", "pieces", "shape", "tallest")
+    in_turn: each is whole rows and all of its storage in row-major order, so that the bytes of these follow each other.
+    """
+
+    __slots__ = ("in_turn", "name", "pieces", "shape", "tallest")
 
     def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str) -> None:
         self.shape, self.name = shape, name
-        self.pieces = sorted((piece for piece in pieces if piece.entry.numel), key=lambda piece: piece.offsets)
-        self.tallest = max((piece.entry.shape[0] for piece in self.pieces), default=0)
+        self.pieces = sorted((piece for piece in pieces if piece.like.numel), key=lambda piece: piece.offsets)
+        self.tallest = max((piece.like.shape[0] for piece in self.pieces), default=0)
+        self.in_turn = len(self.pieces) == len(pieces) and all(
+            piece.like.shape[1:] == shape[1:] and _is_all(piece.like) and not piece.replicas for piece in pieces
+        )
+
+    def __iter__(self) -> Iterator[Storage]:
+        storages = [each.entry.storage for piece in self.pieces for each in (piece, *piece.replicas)]
+        return iter(storages if self.in_turn else {id(storage): storage for storage in storages}.values())
 
     def read(self, offset: int, length: int) -> bytes:
-        size = self.pieces[0].entry.dtype.itemsize
+        size = self.pieces[0].like.dtype.itemsize
         stop = min(offset + length, prod(self.shape) * size)
         if offset >= stop:
             return b""

@@ -35,7 +35,7 @@ from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Place, Saved, Tables, table_names
 from ckptool.formats.folder import mixed, number_in
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.pieces import Joiner, Piece, Stored
 
 NAME = "dcp"
 SUFFIX = ".distcp"
@@ -144,7 +144,8 @@ def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
             label = name if len(tables.values[name].chunks) == 1 else f"{name}@{','.join(map(str, chunk.offsets))}"
             if label in tree:
                 raise tables.damaged(f"has two values called {label}")
-            tree[label] = payloads.object(name, chunk.place) if value.dtype is None else chunks[name][number]
+            found = payloads.object(name, chunk.place) if value.dtype is None else chunks[name][number]
+            tree[label] = found.entry if isinstance(found, Stored) else found
     if not tree:
         what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
         why = "It may be left from another run; its tensors have no names."
@@ -183,12 +184,13 @@ def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list
     pieces = []
     for entry, chunk in zip(entries, value.chunks, strict=True):
         owner = _owner(chunk.place.relative_path)
-        if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (chunk.sizes, dtype):
+        like = entry.like if isinstance(entry, Stored) else entry
+        if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
-            what = f"{joined.where}: {meant}, the file of {owner} has {entry!r:.100}"
+            what = f"{joined.where}: {meant}, the file of {owner} has {like!r:.100}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
         pieces.append(Piece(entry, chunk.offsets, owner))
-    if len(pieces) > 1 and all(piece.entry.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
+    if len(pieces) > 1 and all(piece.like.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
         whole = joined.replicated(name, pieces)
     else:
         whole = joined.tensor(name, value.shape, dtype, pieces)

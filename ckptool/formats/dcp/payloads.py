@@ -59,6 +59,7 @@ class Payloads:
                     by_file.setdefault(chunk.place.relative_path, []).append((name, number, value.dtype))
         for file, chunks in by_file.items():
             known: dict[tuple[int, Box, str], Any] = {}
+            opened = Place(file)
             for name, number, dtype in chunks:
                 chunk = values[name].chunks[number]
                 at = chunk.place.offset
@@ -66,6 +67,7 @@ class Payloads:
                 if key not in known:
                     known[key] = self.chunk(name, chunk, dtype)
                 found[name][number] = known[key]
+                chunk.place = opened  # from here on the file is enough
             chunks.clear()
         return found
 

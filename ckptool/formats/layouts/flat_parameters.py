@@ -73,7 +73,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         for name, place in _places(folder, key, size, {name: shapes[name] for name in own}, trees, chunks):
             pieces = [piece for piece in _pieces(chunks, place, prod(shapes[name])) if piece]
             if not prod(shapes[name]):
-                pieces = [replace(chunks[0], entry=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
+                pieces = [replace(chunks[0], tensor=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
             found[name] = joiner.flat(name, shapes[name], pieces)
     if lacking := [name for name in shapes if name not in found]:
         shown = listed(lacking, 3)

@@ -66,7 +66,7 @@ def read_stages(tag: Tag) -> Checkpoint:
         joined, optimizer = joined_groups(each, {**states[number], "param_shapes": shapes}, shares[number], own)
         for name, entry in joined.items():
             piece = Piece(entry, (0,) * len(entry.shape), f"stage {number}")
-            earlier = [replace(piece, entry=weights[name], owner="an earlier stage")] if name in weights else []
+            earlier = [replace(piece, tensor=weights[name], owner="an earlier stage")] if name in weights else []
             weights[name] = tag.joiner.replicated(name, [*earlier, piece])
         whole = whole or {"state": {}, "param_groups": [{**g, "params": []} for g in optimizer["param_groups"]]}
         whole["state"] = optimizer["state"] | whole["state"]
