@@ -54,6 +54,11 @@ def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> Tens
     return _array(dtype, arrays[0].shape, chunk, arrays, arrays[-1].location, _step(len(arrays)))
 
 
+def comes_whole(row: int) -> bool:
+    """True if a row of so many elements of one array comes in one block of a `fold`."""
+    return row <= CHUNK
+
+
 def _step(arrays: int) -> int:
     """How many elements of each of so many arrays are in memory at a time."""
     return max(_LEAST, min(CHUNK, _ROOM // arrays))
@@ -225,7 +230,10 @@ class _Rounded:
         self.dtype, self.values = dtype, values
 
     def chunk(self, start: int, stop: int) -> bytes:
-        return in_type(self.values(start, stop), self.dtype)
+        import numpy
+
+        with numpy.errstate(all="ignore"):
+            return in_type(self.values(start, stop), self.dtype)
 
 
 def in_type(values: Array, dtype: DType) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.strided import resolved
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
