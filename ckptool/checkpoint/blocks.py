@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,46 @@ def blocks(data: Data, start: int = 0, stop: int | None = None, into: memoryview
         block = memory[:size] if into is None else memory[place - start :][:size]
         fill(data, place, block)
         yield block
+
+
+class MadeBlocks:
+    """Bytes that are made a block at a time: `make(start, stop)` gives those of one, which has at most `step` bytes.
+
+    None goes over a multiple of `period` (0: there is no such border). What was made is kept for the next read, until
+    its end was read: here, for all readers together, as a tree may hold thousands of these.
+    """
+
+    __slots__ = ("length", "make", "period", "step")
+
+    def __init__(self, length: int, step: int, make: Callable[[int, int], memoryview], period: int = 0) -> None:
+        self.length, self.step, self.make, self.period = length, step, make, period or length
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes asked for; fewer only at the end."""
+        stop, parts = min(offset + length, self.length), []
+        while offset < stop:
+            parts.append(self.view(offset, stop - offset))
+            offset += len(parts[-1])
+        return b"".join(parts)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """At most so many bytes, as far as the block goes, without a copy."""
+        begin = offset - offset % self.period
+        start = offset - (offset - begin) % self.step
+        stop = min(start + self.step, begin + self.period, self.length)
+        block = next((block for owner, place, block in _made if owner is self and place == start), None)
+        if block is None:
+            block = self.make(start, stop)
+        _made[:] = [kept for kept in _made if kept[0] is not self]
+        if offset + length < stop:
+            _made.append((self, start, block))
+            while len(_made) > 1 and (len(_made) > _MOST_KEPT or sum(len(kept[2]) for kept in _made) > KEPT):
+                del _made[:1]
+        return block[offset - start : offset - start + length]
+
+
+KEPT, _MOST_KEPT = 16 << 20, 32  # bytes of blocks, and their number
+_made: list[tuple[MadeBlocks, int, memoryview]] = []
 
 
 # Comparison ----------------------------------------------------------------------------------------------------------
