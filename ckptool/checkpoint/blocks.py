@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
 from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
 
@@ -25,6 +25,12 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
     if isinstance(data, FileRange):
         data.ready()
         data.file.read_into(data.offset + offset, buffer)
+    elif isinstance(data, Computed) and data.view is not None:
+        done = 0
+        while done < len(buffer):
+            part = data.view(offset + done, len(buffer) - done)
+            buffer[done : done + len(part)] = part
+            done += len(part)
     else:
         buffer[:] = data.read(offset, len(buffer))
 
