@@ -25,23 +25,22 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
     if isinstance(data, FileRange):
         data.ready()
         data.file.read_into(data.offset + offset, buffer)
-    elif isinstance(data, Computed) and data.view is not None:
-        done = 0
-        while done < len(buffer):
-            part = data.view(offset + done, len(buffer) - done)
-            buffer[done : done + len(part)] = part
-            done += len(part)
-    else:
-        buffer[:] = data.read(offset, len(buffer))
+        return
+    done, view = 0, data.view if isinstance(data, Computed) else None
+    while left := len(buffer) - done:
+        part = data.read(offset + done, min(BLOCK, left)) if view is None else view(offset + done, left)
+        if not part:
+            raise Corrupt(f"{data.length:,} bytes were expected, {offset + done:,} came")
+        buffer[done : done + len(part)] = part
+        done += len(part)
 
 
-def blocks(data: Data, start: int = 0, stop: int | None = None, into: memoryview | None = None) -> Iterator[memoryview]:
-    """The bytes of `data` from `start` to `stop`, in order, in one memory filled again, or in their parts of `into`."""
+def blocks(data: Data, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+    """The bytes of `data` from `start` to `stop`, in order, in one memory that is filled again."""
     end = data.length if stop is None else stop
-    memory = memoryview(bytearray(max(0, min(BLOCK, end - start)))) if into is None else into
+    memory = memoryview(bytearray(max(0, min(BLOCK, end - start))))
     for place in range(start, end, BLOCK):
-        size = min(BLOCK, end - place)
-        block = memory[:size] if into is None else memory[place - start :][:size]
+        block = memory[: end - place]
         fill(data, place, block)
         yield block
 

@@ -13,9 +13,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.arrays import each
-from ckptool.checkpoint.blocks import MadeBlocks, blocks, check_files, verify
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.blocks import MadeBlocks, check_files, fill, verify
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
@@ -58,17 +57,11 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
         raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
     if dtype.itemsize == 1:
         return storage.data
-    data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    from ckptool.checkpoint.arrays import each
 
-    def read(offset: int, length: int) -> bytes:
-        begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
-        raw = data.read(begin, end - begin)
-        turned = bytearray(len(raw))
-        for i in range(width):
-            turned[i::width] = raw[width - 1 - i :: width]
-        return bytes(turned[offset - begin : offset - begin + length])
-
-    return Computed(data.length, read, (storage,))
+    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
+    return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
 
 
 def row_major(entry: TensorEntry) -> Data:
@@ -135,9 +128,7 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
             f"Look at a part: {arg(slice='0:4')}.",
         ) from error
     raw = array.view(numpy.uint8)
-    data = row_major(entry)
-    for _ in blocks(data, into=raw.data):
-        pass
+    fill(row_major(entry), 0, raw.data)
     check_files(entry)
     resolve(raw, entry.dtype, entry.flags)
     return array.reshape(entry.shape)
@@ -267,6 +258,8 @@ def resolved(entry: TensorEntry) -> TensorEntry:
         return entry
     if entry.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
+    from ckptool.checkpoint.arrays import each
+
     kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
     made = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
     return replace(made, flags=entry.flags._replace(conj=False, neg=False))
