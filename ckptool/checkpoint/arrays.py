@@ -14,14 +14,16 @@ memory that is used again; `numeric.numbers` reads them. `TensorValues` reads nu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import MadeBlocks, fill
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import CHUNK, Array, aligned, numbers, resolve, rounded, scratch
+from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once
 _ROOM, _LEAST = 8 * CHUNK, 512  # elements of all arrays that are in memory together, and of each at least
@@ -57,6 +59,30 @@ def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> Tens
 
 def _side_by_side(make: Callable[..., Array], sources: _Sources, start: int, stop: int) -> Array:
     return make(start, *sources.blocks("each", start, stop))
+
+
+def resolved(entry: TensorEntry) -> TensorEntry:
+    """The tensor with its conjugate and negative bits applied to the values, row-major where there were any."""
+    if not (entry.flags.conj or entry.flags.neg):
+        return entry
+    if entry.dtype.kind not in ("float", "complex"):
+        raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
+    kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
+    made = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
+    return replace(made, flags=entry.flags._replace(conj=False, neg=False))
+
+
+def swapped(storage: Storage, dtype: DType | None) -> Data:
+    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
+    one."""
+    if dtype is None:
+        what = "an untyped storage in a big-endian file"
+        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
+    if dtype.itemsize == 1:
+        return storage.data
+    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
+    return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
 
 
 def comes_whole(row: int) -> bool:

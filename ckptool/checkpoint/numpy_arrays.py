@@ -16,10 +16,10 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
-from ckptool.checkpoint.strided import swapped
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 

@@ -12,13 +12,12 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.blocks import MadeBlocks, check_files, fill, verify
-from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported
+from ckptool.errors import BadTensor, LimitExceeded
 
 if TYPE_CHECKING:
     import numpy
@@ -47,21 +46,6 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     if isinstance(data, InlineBytes):
         return InlineBytes(data.content[offset : offset + length])
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
-
-
-def swapped(storage: Storage, dtype: DType | None) -> Data:
-    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
-    one."""
-    if dtype is None:
-        what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
-    if dtype.itemsize == 1:
-        return storage.data
-    from ckptool.checkpoint.arrays import each
-
-    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
-    words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
-    return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
 
 
 def row_major(entry: TensorEntry) -> Data:
@@ -250,16 +234,3 @@ def indexed(tensor: Any, key: Any) -> Any:
     offset = tensor.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
     view = replace(tensor, shape=straight.shape, stride=straight.strides, offset=offset)
     return to_numpy(view, check=False)[forward]
-
-
-def resolved(entry: TensorEntry) -> TensorEntry:
-    """The tensor with its conjugate and negative bits applied to the values, row-major where there were any."""
-    if not (entry.flags.conj or entry.flags.neg):
-        return entry
-    if entry.dtype.kind not in ("float", "complex"):
-        raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
-    from ckptool.checkpoint.arrays import each
-
-    kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
-    made = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
-    return replace(made, flags=entry.flags._replace(conj=False, neg=False))

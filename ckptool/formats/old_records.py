@@ -25,11 +25,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Readable
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.strided import resolved, row_major
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed
 from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
