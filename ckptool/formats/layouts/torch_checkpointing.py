@@ -27,9 +27,9 @@ from ckptool.formats.folder import lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import (
     MAX_MESH,
-    Axis,
     RankFile,
     RankShare,
+    axis_of,
     distributed,
     row_major_axes,
     sizes_of,
@@ -224,21 +224,12 @@ def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> Ran
     sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
     if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
         raise ValueError
-    axes: list[Axis] = []
-    for placement in data["placements"]:
-        kind, dim, split = placement["type"], placement.get("dim"), placement.get("split_factor", 1)
-        if kind == "Replicate":
-            axes.append(None)
-        elif kind in ("Shard", "StridedShard") and all(type(n) is int for n in (dim, split)):
-            if not 0 <= dim < len(shape) or split < 1:
-                raise ValueError
-            axes.append((dim, split))
-        else:
-            raise ValueError
+    placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
+    axes = tuple(axis_of(*each, len(shape)) for each in placements)
     if len(axes) != len(sizes):
         raise ValueError
     mesh_of = file.mesh(ranks, row_major_axes(sizes))
-    return file.divided(entry, shape, _dtype(data), mesh_of, tuple(axes), {}, entry.flags) if any(axes) else None
+    return file.divided(entry, shape, _dtype(data), mesh_of, axes, {}, entry.flags) if any(axes) else None
 
 
 def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare:
