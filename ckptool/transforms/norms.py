@@ -1,0 +1,49 @@
+"""Magnitude and direction: `scale · x / ‖x‖`, of weight norm and of DoRA, row by row and in f64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues
+from ckptool.checkpoint.numeric import Array
+from ckptool.errors import LimitExceeded, counted
+
+MAX_WIDTH = 1 << 22  # elements of one row of a weight that is computed row by row
+
+
+def refuse_wide(shape: tuple[int, ...], width: int) -> None:
+    """Raises `LimitExceeded` for a weight whose rows are too long to hold a few of them."""
+    if width > MAX_WIDTH:
+        what = f"a weight of {list(shape)} has rows of {counted(width, 'element')}"
+        raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
+
+
+def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0) -> Numbers:
+    """The rows of `scale` · x / (‖x‖ + epsilon), of the `height` rows of x that `rows` gives in f64.
+
+    scale: of as many dimensions as x; the norm is over those where it has one element.
+    """
+    import numpy
+
+    axes = tuple(axis for axis, size in enumerate(scale.shape) if size == 1)
+    scales, of_all = TensorValues(scale), list[Array]()
+
+    def factors(x: Array | Iterator[Array], start: int, stop: int) -> Array:
+        parts = [x] if isinstance(x, numpy.ndarray) else x
+        squares = sum(numpy.square(part).sum(axes, keepdims=True) for part in parts)
+        made: Array = scales.rows(start, stop) / (numpy.sqrt(squares) + epsilon)
+        return made
+
+    def made(start: int, stop: int) -> Array:
+        with numpy.errstate(all="ignore"):
+            x = rows(start, stop)
+            if 0 not in axes:
+                return x * factors(x, start, stop)
+            if not of_all:  # one pass over all rows
+                step = max(1, ROWS // max(1, x[0].size))
+                blocks = (rows(at, min(at + step, height)) for at in range(0, height, step))
+                of_all.append(factors(blocks, 0, 1))
+            return x * of_all[0]
+
+    return made
