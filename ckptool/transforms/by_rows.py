@@ -1,8 +1,9 @@
-"""Magnitude and direction: `scale · x / ‖x‖`, of weight norm and of DoRA, row by row and in f64."""
+"""What formulas by rows share: how wide a row may be, results that are kept, and the norm of weight norm and DoRA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues
@@ -17,6 +18,18 @@ def refuse_wide(shape: tuple[int, ...], width: int) -> None:
     if width > MAX_WIDTH:
         what = f"a weight of {list(shape)} has rows of {counted(width, 'element')}"
         raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
+
+
+_recent: list[tuple[object, Any]] = [(None, None)]  # the last result alone: a checkpoint has thousands
+
+
+def once(owner: object, make: Callable[[], Any]) -> Any:
+    """The result of `make` for an owner, kept until another asks."""
+    last, made = _recent[0]
+    if last is not owner:
+        made = make()
+        _recent[0] = owner, made
+    return made
 
 
 def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0) -> Numbers:
