@@ -80,6 +80,10 @@ def test_composites_load_where_they_were_sent(name: str, tmp_path: Path) -> None
     assert_same_objects(load(file, weights_only=False), torch.load(tmp_path / "cpu.pt", weights_only=False))
 
 
+TAGS = {"cpu": "cpu", "CPU:0": "cpu", "mps": "mps", "mps:0": "mps", "cuda": "cuda:0", " cuda:7 ": "cuda:7"}
+TAGS |= {"cuda:01": "cuda:1", "xpu:2": "xpu:2", "hpu": "hpu:0"}
+
+
 @looped(
     ("where", "options", "after"),
     [
@@ -89,13 +93,7 @@ def test_composites_load_where_they_were_sent(name: str, tmp_path: Path) -> None
         (["cuda"], {"moves": {"cuda:0": "cpu"}}, {"cpu": 1}),  # one without a number is the first
         (["cuda:0"], {"moves": {"cuda": "cuda:5"}}, {"cuda:5": 1}),
         (["somewhere:1"], {"to": "cpu"}, {"cpu": 1}),
-        *[
-            (["cuda:4"], {"to": text}, {tag: 1})
-            for text, tag in {
-                **{"cpu": "cpu", "CPU:0": "cpu", "mps": "mps", "mps:0": "mps", "cuda": "cuda:0", " cuda:7 ": "cuda:7"},
-                **{"cuda:01": "cuda:1", "xpu:2": "xpu:2", "hpu": "hpu:0"},
-            }.items()
-        ],
+        *((["cuda:4"], {"to": text}, {tag: 1}) for text, tag in TAGS.items()),
     ],
 )
 def test_devices(where: list[str], options: dict[str, Any], after: dict[str, int], tmp_path: Path) -> None:
