@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
@@ -10,7 +10,7 @@ from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import LimitExceeded, counted
 
-MAX_WIDTH = 1 << 22  # elements of one row of a weight that is computed row by row
+MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 
 
 def refuse_wide(shape: tuple[int, ...], width: int) -> None:
@@ -42,9 +42,10 @@ def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0)
     axes = tuple(axis for axis, size in enumerate(scale.shape) if size == 1)
     scales, of_all = TensorValues(scale), list[Array]()
 
-    def factors(x: Array | Iterator[Array], start: int, stop: int) -> Array:
-        parts = [x] if isinstance(x, numpy.ndarray) else x
-        squares = sum(numpy.square(part).sum(axes, keepdims=True) for part in parts)
+    def squares(x: Array) -> Any:
+        return numpy.square(x).sum(axes, keepdims=True)
+
+    def factors(squares: Any, start: int, stop: int) -> Array:
         made: Array = scales.rows(start, stop) / (numpy.sqrt(squares) + epsilon)
         return made
 
@@ -52,11 +53,11 @@ def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0)
         with numpy.errstate(all="ignore"):
             x = rows(start, stop)
             if 0 not in axes:
-                return x * factors(x, start, stop)
+                return x * factors(squares(x), start, stop)
             if not of_all:  # one pass over all rows
                 step = max(1, ROWS // max(1, x[0].size))
                 blocks = (rows(at, min(at + step, height)) for at in range(0, height, step))
-                of_all.append(factors(blocks, 0, 1))
+                of_all.append(factors(sum(map(squares, blocks)), 0, 1))
             return x * of_all[0]
 
     return made

@@ -111,7 +111,7 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
 
     name: what it is called in messages. Raises `UsageError` where `how` does not lead from its shape to this one,
     `Unsupported` for values that are no floating-point numbers, `LimitExceeded` for sides of over 65,536, and for rows
-    of over 4 M elements.
+    of over 1 M elements.
     """
     if not entry.dtype.is_float:
         raise Unsupported(
