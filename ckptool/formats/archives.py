@@ -102,8 +102,7 @@ def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
         if torch_zip.detect(head, source):
             return torch_zip.read(part)
         if torch_legacy.begins_stream(head):
-            stream = torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))
-            return Checkpoint(stream.root, "", notes=tuple(stream.notes), discarded=stream.discarded)
+            return torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))[0]
         if name.endswith(safetensors.SUFFIXES):
             return safetensors.read(part)
     except CkptoolError as error:
@@ -184,15 +183,14 @@ def _inflated(source: Source, records: list[Record]) -> Source:
 
 def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
     """The files in a tar, by name. Raises `Unsupported` for links and the like."""
-    end = 0
-    for header in torch_tar.headers(source):
+    archive = torch_tar.Tar(source)
+    for header in archive.headers():
         kind = torch_tar.odd_kind(header)
         if kind is None:
             yield header.name, source.part(header.offset_data, header.size)
         elif not header.isdir():
             what = f"{source}: {header.name[:120]!r} in it is {kind}"
             raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
-        end = header.offset_data + header.size + -header.size % 512
-    if (end := torch_tar.end_of(source, end)) != source.size:
-        what = f"{source} has {source.size - end:,} bytes after its end"
+    if archive.end != source.size:
+        what = f"{source} has {source.size - archive.end:,} bytes after its end"
         raise Ambiguous(what, "Some readers would see another archive there.")

@@ -56,7 +56,7 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     if not path:
         return checkpoint
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED}
-    metadata |= marks.recovered_in_part(checkpoint.metadata, path)
+    metadata |= marks.recovered(checkpoint.metadata, path)
     alone: dict[str, Any] = {"discarded": (), "extras": {}, "origin": None, "memory": None}
     return replace(checkpoint, tree=node, metadata=metadata, base=(*checkpoint.base, *path), **alone)
 
@@ -115,7 +115,7 @@ def _stand_behind(checkpoint: Checkpoint, source: Input, file: Any) -> None:
     if follows and isinstance(source, Source):
         from ckptool.formats.torch_legacy import read_stream
 
-        end = read_stream(FileRange(source, 0, source.size), name=f"{source}").end
+        _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
         with suppress(OSError, ValueError):  # a pipe stays at its end
             file.seek(end - source.size, os.SEEK_CUR)
 
