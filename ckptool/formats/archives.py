@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
@@ -70,18 +71,35 @@ def read(source: Source) -> Checkpoint:
             notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
             discarded += found.discarded
             values[name] = found.tree
-        elif (text := _text(part)) is None:
+            continue
+        try:
+            text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
             others.append(name)
-        else:
-            values[name] = _json(text) if name == "data" or name.endswith(".json") else text
-            pickles += text.count('":serialized:"')
+            continue
+        values[name] = text
+        if name == "data" or name.endswith(".json"):
+            with suppress(ValueError, RecursionError):
+                values[name] = json.loads(text)
+        pickles += text.count('":serialized:"')
     if others:
         shown = listed(others, 3)
         notes.append(Note(OTHERS, f"{counted(len(others), 'file is', 'files are')} no checkpoint: {shown}"))
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
         notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
-    return Checkpoint(_nested(source, values), NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+    tree: dict[Any, Any] = {}
+    for name, value in values.items():  # with a dictionary for each folder in their names
+        *folders, last = name.split("/")
+        node = tree
+        for depth, folder in enumerate(folders):
+            if "/".join(folders[: depth + 1]) in values:
+                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
+            node = node.setdefault(folder, {})
+        node[last] = value
+    return Checkpoint(tree, NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
 
 
 def _check(source: Source, name: str, before: set[str]) -> None:
@@ -114,36 +132,6 @@ def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
 def _unpack(source: Source) -> str:
     program = "tar xf" if torch_tar.is_tar(source.read(0, min(512, source.size))) else "unzip"
     return f"Unpack it, and name the file: {other_program(program, source.path)}"
-
-
-def _text(part: Readable) -> str | None:
-    """The text that a small file is; None for anything else."""
-    try:
-        text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _nested(source: Source, values: dict[str, Any]) -> dict[Any, Any]:
-    """The values with a dictionary for each folder in their names."""
-    tree: dict[Any, Any] = {}
-    for name, value in values.items():
-        *folders, last = name.split("/")
-        node = tree
-        for depth, folder in enumerate(folders):
-            if "/".join(folders[: depth + 1]) in values:
-                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
-            node = node.setdefault(folder, {})
-        node[last] = value
-    return tree
 
 
 # The files -----------------------------------------------------------------------------------------------------------
