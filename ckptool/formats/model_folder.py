@@ -132,15 +132,14 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
         elif _COMPANION.fullmatch(name):
-            data, why = _companion(place, name)
-            if data is None:
-                left.append(f"{printable(name)} ({why})")
+            data = _companion(place, name)
+            if isinstance(data, str):
+                left.append(f"{printable(name)} ({data})")
                 continue
             files[name] = data
             if name == CONFIG:
                 config, changes = _made_true(data.read(0, data.length), tree, dequantized)
-                if changes:
-                    files[name] = InlineBytes(config)
+                files[name] = InlineBytes(config) if changes else data
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
@@ -169,23 +168,23 @@ def _json(place: str, name: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
+def _companion(place: str, name: str) -> FileRange | str:
     """A file beside weights, or the reason why it is not carried along."""
     path = os.path.join(place, name)
     if not os.path.isfile(path):
-        return None, "not a file"
+        return "not a file"
     # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
     folder, real = os.path.realpath(place), os.path.realpath(path)
     snapshots = os.path.dirname(folder)
     blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
     if os.path.dirname(real) not in (folder, blobs):
-        return None, "a link that leads outside of the folder"
+        return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:
-        return None, f"{source.size:,} bytes, more than a tokenizer or a configuration has"
+        return f"{source.size:,} bytes, more than a tokenizer or a configuration has"
     if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
-        return None, "a checkpoint, not a tokenizer"
-    return FileRange(source, 0, source.size), ""
+        return "a checkpoint, not a tokenizer"
+    return FileRange(source, 0, source.size)
 
 
 # The configuration of changed weights ---------------------------------------------------------------------------------
