@@ -142,13 +142,11 @@ def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]
     archive = directory.read_archive(source)
     notes += archive.notes
     torch_zip.confirm_the_rest(archive)
-    inflated = sum(record.size for record in archive.records.values() if record.method)
-    if inflated > MAX_INFLATED:
+    compressed = [record for record in archive.records.values() if record.method]
+    if (inflated := sum(record.size for record in compressed)) > MAX_INFLATED:
         what = f"{source}: its compressed files have {inflated:,} bytes when unpacked"
         raise LimitExceeded(what, f"At most {MAX_INFLATED:,} are inflated to be read.", _unpack(source))
-    compressed = [record for record in archive.records.values() if record.method]
-    unpacked = _inflated(source, compressed) if compressed else source
-    at = 0
+    unpacked, at = _inflated(source, compressed) if compressed else source, 0
     for name, record in archive.records.items():
         if not name.endswith("/"):
             yield name, unpacked.part(at, record.size) if record.method else source.part(record.data_at, record.stored)
