@@ -40,9 +40,10 @@ def unjudged(checkpoint: Checkpoint) -> list[str]:
 
 
 def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
-    folder, uses, failed = checkpoint.kept.get(FOLDER), list[tuple[NameUse, str]](), list[str]()
+    folder: str = checkpoint.kept.get(FOLDER, "")
+    uses, failed = list[tuple[NameUse, str]](), list[str]()
     if "beside" not in checkpoint.kept:
-        for name in _names(folder) if folder is not None else ():
+        for name in _names(folder) if folder else ():
             try:
                 source = Source(os.path.join(folder, name))
                 source.share_descriptors()  # there may be thousands of them

@@ -91,13 +91,14 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         checkpoint = formats.read_source(source)
     if isinstance(file, (str, os.PathLike)):
         return Opened(checkpoint, at if at is not None else place, source.path)
+    given: Any = file
     follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
     if follows and isinstance(source, Source):  # another stream, which torch reads next
         from ckptool.formats.torch_legacy import read_stream
 
         _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
         with suppress(OSError, ValueError):  # a pipe stays at its end
-            file.seek(end - source.size, os.SEEK_CUR)
+            given.seek(end - source.size, os.SEEK_CUR)
     return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
 
 

@@ -123,8 +123,8 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     if not little_endian:
         how = "turned" if tables.order == "big" else "little-endian as torch writes them everywhere, and read so"
         notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
-    if left := data.length - end:
-        notes.append(Note("trailing-bytes", f"{left:,} bytes after the last storage are used by nothing", COMPACT))
+    if rest := data.length - end:
+        notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
     if count := len(tables.alone):
         alone = counted(count, "view of a storage stands by itself", "views of storages stand by themselves")
         notes.append(Note("views-apart", f"{alone}; each is read as a storage of its own"))
