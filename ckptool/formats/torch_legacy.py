@@ -21,9 +21,10 @@ from typing import Any, Literal, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.strided import subrange, swapped
+from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     BadTensor,
