@@ -14,10 +14,9 @@ from math import ceil, isqrt, prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
-from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows
+from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows, resolved
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
-from ckptool.checkpoint.strided import resolved
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.transforms.by_rows import once, refuse_wide

@@ -15,8 +15,7 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
+from ckptool.checkpoint.numeric import Array, through
 from ckptool.conventions.adapter_keys import BIAS, LORA
 from ckptool.transforms.by_rows import normed, refuse_wide
 from ckptool.transforms.lora.adapters import Delta
@@ -53,10 +52,10 @@ def changed(
     def sums(start: int, stop: int) -> Array:
         with numpy.errstate(all="ignore"):
             made, total = rows(start, stop), values.rows(start, stop)
-            if experts:
+            if experts and kept:
                 made = through(made, kept)  # there PEFT multiplies in the adapter's type
             made *= made.dtype.type(scale)
-            made = through(made, kept)
+            made = through(made, kept) if kept else made
             if twice:  # PEFT adds it in training and in merging
                 total = through(total + through(made, weight.dtype), weight.dtype)
             return numpy.add(total, made, out=total if total.dtype == made.dtype else None)
@@ -115,18 +114,6 @@ def _experts(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) -> t
         return (right.transpose(), left.transpose()) if is_turned else (left, right)
 
     return is_turned, stacked(height, lambda number: product(*pair(number)))
-
-
-def through(values: Array, dtype: DType | None) -> Array:
-    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
-    import numpy
-
-    if dtype is not None and dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":
-        flat = values.reshape(-1)
-        for at in range(0, len(flat), CHUNK):
-            piece = flat[at : at + CHUNK]
-            numpy.copyto(piece, numbers(rounded(piece, dtype).view("u1"), dtype, "through"))
-    return values
 
 
 def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:
