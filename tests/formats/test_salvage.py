@@ -338,6 +338,25 @@ def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
     assert cut == expected  # the directory's entries are still there
 
 
+@pytest.mark.parametrize("kept", [0.5, 0.75, 0.99])
+def test_a_cut_file_of_an_older_torch_whose_records_are_in_the_order_of_texts(kept: float, tmp_path: Path) -> None:
+    """Up to torch 2.2: data/0, data/1, data/10, data/11, data/2."""
+    state = {f"w{i}": torch.randn(4, 3) for i in range(25)}
+    path = tmp_path / "old.pt"
+    writer = torch._C.PyTorchFileWriter(str(path))
+    with zipfile.ZipFile(io.BytesIO(torch_bytes(state))) as archive:
+        storages = sorted(name for name in archive.namelist() if name.rpartition("/")[2].isdigit())
+        for name in ("archive/data.pkl", *storages):
+            content = archive.read(name)
+            writer.write_record(name.partition("/")[2], content, len(content))
+    writer.write_end_of_file()
+    data, expected = path.read_bytes(), values(read(path).tree)
+    cut = int(len(data) * kept)
+    back = came_back(salvaged(data[:cut], path))
+    assert back == {key: expected[key] for key in back}
+    assert len(back) == sum("/data/" in name for name in whole_before(data, cut)) > 2
+
+
 def test_a_lost_pickle_leaves_records_as_bytes(tmp_path: Path) -> None:
     data = bytearray(PLAIN)
     data[200] ^= 1
