@@ -16,12 +16,12 @@ from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed
-from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
 from ckptool.pickles.objects import ObjectMaker
 from ckptool.pickles.reader import DAMAGED, PickleReader
 from ckptool.pickles.strings import StubbedValue
+from ckptool.pickles.torch_objects import Builder, PerPickle, purse
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000

@@ -18,12 +18,11 @@ from ckptool.checkpoint.nodes import (
     is_hashable,
 )
 from ckptool.errors import CkptoolError, UnsafeObject, counted
-from ckptool.pickles.builders import Builder, TakesState
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.reader import PickleReader
 from ckptool.pickles.strings import key_text, whole
-from ckptool.pickles.torch_objects import set_tensor_state
+from ckptool.pickles.torch_objects import Builder, TakesState, set_tensor_state
 
 MAX_KEY_DEPTH = 4
 MAX_NAME = 1_000  # characters of a module and a name in it

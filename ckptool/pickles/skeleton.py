@@ -26,11 +26,11 @@ from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
-from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.machine import REFUSED, STUB
 from ckptool.pickles.reader import MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
+from ckptool.pickles.torch_objects import Builder
 
 Leaf = TypeVar("Leaf")
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
