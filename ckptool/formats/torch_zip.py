@@ -97,8 +97,21 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
     Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
     what `decode` raises.
     """
-    source, records, pickle = archive.source, archive.records, find_pickle(archive)
-    root = pickle.name.removesuffix("data.pkl")
+    source, records = archive.source, archive.records
+    pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) > 1:
+        what = f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})"
+        raise Ambiguous(what, "Readers would disagree about which of them it is.")
+    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
+    root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
+    if not pickles or f"{root}.data/extern_modules" in records:
+        from ckptool.formats.unrecognized import other_zip
+
+        raise other_zip(source, records)
+    if outside := [name for name in records if not name.startswith(root)]:
+        what = f"{source} has records outside its folder {root}: {outside[0]}"
+        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
         what = f"{source} is a checkpoint that has records of a TorchScript program as well"
@@ -125,28 +138,7 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
             "torch refuses such a file.",
         )
     storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
-    return Pickled(root, small, storages, decoded_record(pickle, storages, builders))
-
-
-def find_pickle(archive: Archive) -> Record:
-    """The one `data.pkl` of an archive; raises `Ambiguous` for two, and says what else a zip without one is."""
-    source, records = archive.source, archive.records
-    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(pickles) > 1:
-        names = " and ".join(str(records[name]) for name in pickles)
-        what = f"{source} holds two checkpoints ({names})"
-        raise Ambiguous(what, "Readers would disagree about which of them it is.")
-    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
-        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
-    root = pickles[0].removesuffix("data.pkl") if pickles else ""
-    if not pickles or f"{root}.data/extern_modules" in records:
-        from ckptool.formats.unrecognized import other_zip
-
-        raise other_zip(source, records)
-    if outside := [name for name in records if not name.startswith(root)]:
-        what = f"{source} has records outside its folder {root}: {outside[0]}"
-        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
-    return records[pickles[0]]
+    return Pickled(root, small, storages, decoded_record(pickles[0], storages, builders))
 
 
 def confirm_the_rest(archive: Archive) -> None:

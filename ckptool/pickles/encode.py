@@ -258,10 +258,8 @@ class _Encoder:
         """
         first = self.types.setdefault(id(storage), dtype)
         if first is not dtype and storage.nbytes and not {first and first.name, dtype and dtype.name} <= {"u8", None}:
-            raise Conflict(
-                f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}",
-                "torch can neither save nor load that: it would read both as one type.",
-            )
+            what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
+            raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
         of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
         size = storage.nbytes // (dtype.itemsize if dtype else 1)
         self._arguments(("storage", of, self.key_of(storage), storage.location, size))
@@ -301,10 +299,8 @@ class _Encoder:
             # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was
             # stored on the way.
             if self.begun.get(key) == len(self.memo):
-                raise Unsupported(
-                    "a set that contains itself cannot be written",
-                    "Protocol 2, which every torch reads, cannot express it.",
-                )
+                what = "a set that contains itself cannot be written"
+                raise Unsupported(what, "Protocol 2, which every torch reads, cannot express it.")
             self.begun[key] = len(self.memo)
             self._leaf(_FROZENSET if value.frozen else _SET)
             out += b"]"
@@ -316,10 +312,8 @@ class _Encoder:
                 out += b"R"
                 self._put(key)
         else:
-            raise Unsupported(
-                f"a value of type {type(value).__name__} cannot be written",
-                "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets.",
-            )
+            why = "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets."
+            raise Unsupported(f"a value of type {type(value).__name__} cannot be written", why)
 
     def _elements(self, values: list[Any], one: bytes = b"a", many: bytes = b"e") -> Iterator[Any]:
         for start in range(0, len(values), _BATCH):

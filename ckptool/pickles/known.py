@@ -20,10 +20,7 @@ from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.checkpoint.numpy_arrays import is_array, is_type
 from ckptool.pickles import arguments as given
-from ckptool.pickles.arguments import every, exactly, up_to
-
-Arguments = tuple[Any, ...]
-
+from ckptool.pickles.arguments import Rule, every, exactly, up_to
 
 NOWHERE = 1 << 30  # of no call's arguments
 
@@ -42,7 +39,7 @@ class Kind(NamedTuple):
     weights_only: `torch.load(weights_only=True)` calls it.
     """
 
-    called: Callable[[Arguments], bool] | None = None
+    called: Rule | None = None
     empty: bool = False
     state: bool = False
     items: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from math import isfinite, prod
 from typing import Any
 
@@ -157,15 +157,10 @@ def dtype_of(name: Any) -> DType | None:
 
 def storage_class(name: Any) -> tuple[bool, DType | None]:
     """True for a name of torch's storage classes, with its element type (None for untyped storages)."""
-    return _storage_class(name) if type(name) is Global else (False, None)
-
-
-@lru_cache(maxsize=256)
-def _storage_class(name: Global) -> tuple[bool, DType | None]:
+    if type(name) is not Global or name.module not in ("torch", "torch.cuda", "torch.storage"):
+        return False, None
     dtype = BY_STORAGE.get(name.name)
-    known = dtype is not None or name.name in ("UntypedStorage", "_UntypedStorage")
-    known = known and name.module in ("torch", "torch.cuda", "torch.storage")
-    return known, dtype if known else None
+    return dtype is not None or name.name in ("UntypedStorage", "_UntypedStorage"), dtype
 
 
 def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
