@@ -510,6 +510,8 @@ class _HeaderWalk:
         while (raw := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(raw) == CENTRAL.size:
             *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
             extra = self._peek(at + CENTRAL.size, n + m)
+            if len(extra) < n + m:
+                break  # the file ends in it
             if FULL in (size, header):
                 size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
             self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
