@@ -275,7 +275,11 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             archive.records[piece.name] = piece.record(archive)
     lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
     known = archive.records.keys() | {record.name for record in lost}
-    lost += [LostRecord(name, None, size, MISSING) for name, _, size in mentions.values() if name not in known]
+    placed = {record.header: record.crc for record in archive.records.values()}
+    for header, (name, crc, size) in mentions.items():
+        is_there = placed.get(header) == crc  # whatever the line calls it
+        if not is_there and name not in known and name.startswith(root):
+            lost.append(LostRecord(name, None, size, MISSING))
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     found = _opened(archive, root, lost)
