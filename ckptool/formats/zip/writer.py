@@ -33,7 +33,10 @@ from ckptool.formats.zip.record import (
 
 @dataclass(slots=True, eq=False)
 class _NewRecord:
-    """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for."""
+    """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for.
+
+    summed: they have its checksum, which is known when it was written.
+    """
 
     name: str
     at: int
@@ -41,6 +44,17 @@ class _NewRecord:
     head: bytes
     data: Data | Deferred
     total: Crc
+    summed: bool
+
+    def descriptor(self) -> bytes:
+        layout = DESCRIPTOR64 if max(self.size, self.at) >= FULL else DESCRIPTOR
+        return layout.pack(b"PK\x07\x08", self.total.value if self.summed else 0, self.size, self.size)
+
+    def entry(self) -> bytes:
+        """Its line of the directory."""
+        crc, short, place = self.total.value if self.summed else 0, min(self.size, FULL), min(self.at, FULL)
+        fields = [b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, 0, 0, 0, 0, 0, 0, place]
+        return _entry(fields, self.name, (self.size, self.size, self.at))
 
 
 class ZipLayout:
@@ -64,12 +78,12 @@ class ZipLayout:
         total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
         if crc is not None and data.length:
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
-        record = _NewRecord(name, self.at, size, head, data, total)
+        record = _NewRecord(name, self.at, size, head, data, total, self.checksums)
         self.sums.append(total)
         self._parts.append(record)
         self._lines.append(record)
-        self._directory_size += len(_new_entry(record, 0))
-        self.at += len(local_header(name, self.at, size, self.alignment)) + size + _descriptor(size, self.at).size
+        self._directory_size += len(record.entry())
+        self.at += len(local_header(name, self.at, size, self.alignment)) + size + len(record.descriptor())
 
     def add_old(self, record: Record, *, copied: bool) -> None:
         """A record of another archive as it is, header and all: copied to here, or left where it stands there."""
@@ -100,19 +114,12 @@ class ZipLayout:
                 yield Deferred(part.size, partial(_summed, part.data, part.total))
             elif part.data.length:
                 yield from checksummed(part.data, part.total)
-            layout = _descriptor(part.size, part.at)
-            yield Deferred(layout.size, partial(self._sum_behind, part, layout))
+            yield Deferred(len(part.descriptor()), part.descriptor)
         yield Deferred(self._directory_size, self._directory)
         yield InlineBytes(end_records(len(self._lines), self.at, self._directory_size))
 
-    def _sum_behind(self, record: _NewRecord, layout: struct.Struct) -> bytes:
-        return layout.pack(b"PK\x07\x08", record.total.value if self.checksums else 0, record.size, record.size)
-
     def _directory(self) -> bytes:
-        return b"".join(
-            line if isinstance(line, bytes) else _new_entry(line, line.total.value if self.checksums else 0)
-            for line in self._lines
-        )
+        return b"".join(line if isinstance(line, bytes) else line.entry() for line in self._lines)
 
 
 def _confirm(records: Sequence[Record]) -> None:
@@ -143,17 +150,6 @@ def local_header(name: str, at: int, size: int, alignment: int) -> bytes:
     padding = -(at + LOCAL.size + len(raw) + len(extra) + 4) % alignment
     extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
-
-
-def _descriptor(size: int, at: int) -> struct.Struct:
-    return DESCRIPTOR64 if max(size, at) >= FULL else DESCRIPTOR
-
-
-def _new_entry(record: _NewRecord, crc: int) -> bytes:
-    """The directory's entry for a record of our own."""
-    short, place = min(record.size, FULL), min(record.at, FULL)
-    fields = [b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, 0, 0, 0, 0, 0, 0, place]
-    return _entry(fields, record.name, (record.size, record.size, record.at))
 
 
 def moved_entry(record: Record, at: int) -> bytes:
