@@ -462,7 +462,7 @@ class _HeaderWalk:
         end = piece.end = piece.data_at + piece.stored
         if end > self.source.size:
             piece.why = CUT
-            return self.source.size
+            return None
         if piece.claims and self._peek(end, 4) != b"PK\x07\x08":
             if piece.stored or self._peek(end, 2) in (b"PK", b""):
                 return end
