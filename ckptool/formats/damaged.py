@@ -3,11 +3,11 @@
 Of a safetensors file, which has no checksums, what its header says. Of a zip, what checksums prove. A record's own
 header stands before its data and, in what torch writes, its size and checksum behind it; so the records of a file that
 lost its directory can be walked one after the other. The pickle is the first of them: it says which storages there are
-and how large each is, and with that the walk jumps from header to header and reads no data. It ends where no header
-follows. Nothing is believed but what is proven: the data by its checksum, the name by the directory or by the place in
-the order in which torch writes records (no checksum covers a name). A zip inside of a tensor is never mistaken for the
-file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: records are given as bytes,
-by name.
+and how large each is, and with that the walk jumps from header to header and reads no data. Where no header follows it
+goes on at the next place that the directory names, if its lines are still there, and else ends. Nothing is believed but
+what is proven: the data by its checksum, the name by the directory or by the place in the order in which torch writes
+records (no checksum covers a name). A zip inside of a tensor is never mistaken for the file itself. Where the pickle is
+lost, nobody can tell which bytes are which tensor: records are given as bytes, by name.
 
 Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
@@ -363,7 +363,7 @@ def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
 
 
 class _HeaderWalk:
-    """Goes through a file from header to header, and ends where there is none. pieces: the records.
+    """Goes through a file from header to header, as far as they or the directory lead. pieces: the records.
 
     states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
     root, sizes: the folder of the pickle, and the storages that it names.  budget: bytes that may be searched.
