@@ -158,7 +158,7 @@ class Diff(Report):
             return
         if all or len(groups) == len(rows):
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-            cells = [(name or WHOLE, *_facts(change.values)) for name, change in rows]
+            cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
             yield Table(cells, title=title, heads=heads, right=range(1, 6))
         else:
             top = max((values.mean_rel or 0 for values in known), default=0)
@@ -243,11 +243,10 @@ def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
     return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
 
 
-def _facts(values: ValueDifference | None) -> tuple[str, ...]:
+def _cells(values: ValueDifference | None) -> tuple[str, ...]:
     if values is None:
         return "differ", "", "", "", "", ""
-    share = f"{values.changed:,} of {values.total:,}"
-    at = "" if values.first is None else str(list(values.first))
+    share, at = f"{values.changed:,} of {values.total:,}", "" if values.first is None else str(list(values.first))
     return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), _cosine(values.cosine), at
 
 
@@ -323,10 +322,9 @@ def diff(
     containers = [named(side.container) for side in (left, right)]
     of_ranks = any(container.is_folder and not container.writable for container in containers)
     pickled = not (left.tensors_only or right.tensors_only or of_ranks)
-    skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
+    skipped = {*ignore} if pickled else {*ignore, *_ONLY_IN_PICKLES}
     lenient = not strict and "metadata" not in skipped
-    comparer = Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
-    comparer.identity, comparer.notes_metadata = identity, lenient
+    comparer = Comparer(skipped, pickled, atol, rtol, statistics, identity=identity, notes_metadata=lenient)
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
@@ -334,11 +332,8 @@ def diff(
     tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
-    changed = {
-        (id(b.storage), b.shape, b.stride, b.offset): values.changed
-        for _, values, _, b in comparer.compared.values()
-        if values is not None and isinstance(b, TensorEntry)
-    }
+    compared = ((values, b) for _, values, _, b in comparer.compared.values() if isinstance(b, TensorEntry))
+    changed = {(id(b.storage), b.layout): values.changed for values, b in compared if values is not None}
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
@@ -397,22 +392,20 @@ def _base(opened: Opened, part: Checkpoint) -> Path:
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:
     """The two trees to compare: what was named, the whole files, or the weights in each; `remarks` say which."""
-    left, right = a.taken, b.taken
-    modules = [module_attributes(side.tree) is not None for side in (left, right)]
+    parts = [a.taken, b.taken]
+    modules = [module_attributes(part.tree) is not None for part in parts]
     if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
-        left = _weights_of(left, remarks) if modules[0] else left
-        right = _weights_of(right, remarks) if modules[1] else right
-    roots = [find_state_dicts(side) for side in (left, right)]
+        parts = [_weights_of(part, remarks) if whole else part for part, whole in zip(parts, modules, strict=True)]
+    roots = [find_state_dicts(part) for part in parts]
     flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
     paths = [[root.path for root in each if root.is_model] for each in roots]
     # One is bare and the other holds weights among other things, or each has its only model under a name of its own, as
     # two engines do (`module`, `model`): the files have no part in common.
     apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
-    if a.at is None and ((b.at is None and apart) or (b.at is not None and flat[1] and not flat[0])):
-        left = _weights_of(left, remarks)
-    if b.at is None and ((a.at is None and apart) or (a.at is not None and flat[0] and not flat[1])):
-        right = _weights_of(right, remarks)
-    return left, right
+    for side, (mine, other) in enumerate(((a, b), (b, a))):
+        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+            parts[side] = _weights_of(parts[side], remarks)
+    return parts[0], parts[1]
 
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:

@@ -47,6 +47,7 @@ from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
+from ckptool.formats.zip.record import LOCAL
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
@@ -394,6 +395,33 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
         return None
     known = getattr(checkpoint.origin, "archive", None)
     return known if isinstance(known, Archive) else read_archive(source, case_matters=True)
+
+
+def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
+    """The first header beside the data that contradicts the tables, and whether torch minds. Reads no data.
+
+    Of a record's own header torch takes the signature and the lengths that lead to the data, and believes the directory
+    for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`).
+    """
+    harmless: CkptoolError | None = None
+    archive = archive_of(checkpoint)
+    for record in archive.by_offset() if archive is not None else ():
+        try:
+            record.confirm()
+        except (Corrupt, Ambiguous) as error:
+            signature, *_, name, extra = LOCAL.unpack(record.archive.source.read(record.header, LOCAL.size))
+            if signature != b"PK\3\4" or record.header + LOCAL.size + name + extra != record.data_at:
+                return error, True
+            harmless = harmless or error
+    if harmless is not None:
+        return harmless, False
+    try:
+        for each in (each for storage in storages(checkpoint.tree) for each in storage.below()):
+            if isinstance(each.data, FileRange):
+                each.data.ready()
+    except (Corrupt, Ambiguous) as error:
+        return error, True
+    return None
 
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:
