@@ -183,20 +183,6 @@ def test_where_a_container_has_no_word_for_arrays_that_is_not_compared(tmp_path:
     assert "1 numpy array" in digests[0].remark and not digests[1].remark
 
 
-def test_the_json_says_what_is_in_one_file_only(tmp_path: Path) -> None:
-    tied = torch.ones(2)
-    more = {"n": 1, 0: torch.ones(3), "s": torch.eye(2).to_sparse()}
-    left = saved({"model": {"a.w": tied, "b.w": tied}, **more}, tmp_path / "a.pt")
-    right = saved({"model": {"a.w": torch.ones(2), "b.w": torch.zeros(2)}}, tmp_path / "b.pt")
-    found = ckptool.diff(left, right).to_dict()
-    rows = [(each["path"], each["type"], each["dtype"], each["shape"], each["nbytes"]) for each in found["only_left"]]
-    assert rows[:2] == [(["n"], "int", None, None, None), ([0], "tensor", "f32", [3], 12)]
-    assert rows[2][1] == "sparse coo" and found["only_right"] == [] and "bases" not in found
-    assert found["ties"] == [{"side": "left", "names": ["model/a.w", "model/b.w"]}]
-    (change,) = found["changed"]
-    assert (change["path"], change["aspects"], change["values"]["changed"]) == (["model", "b.w"], {"values": None}, 2)
-
-
 def test_without_prefixes_names_are_those_of_the_bare_module(tmp_path: Path) -> None:
     left = saved({"module.a.w": torch.ones(2), "module.b.w": torch.ones(1)}, tmp_path / "a.pt")
     right = saved({"a.w": torch.zeros(2)}, tmp_path / "b.pt")
