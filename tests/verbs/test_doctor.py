@@ -25,6 +25,7 @@ from ckptool.analysis.error_texts import recognised
 from ckptool.analysis.findings import Diagnosis
 from ckptool.cli import main
 from tests.support.cli import Run
+from tests.support.dcp_folders import save_dcp
 from tests.support.files import CORPUS, saved
 from tests.support.looped import looped
 from tests.support.programs import programs
@@ -351,6 +352,28 @@ def test_an_unknown_error_says_so() -> None:
     assert finding.code == "unknown-error" and "ckptool doctor FILE" in finding.advice
 
 
+def test_an_error_about_devices_is_compared_with_the_tags_of_the_file(tmp_path: Path) -> None:
+    saved({"w": torch.ones(3)}, tmp_path / "cpu.pt")
+    ckptool.remap(tmp_path / "cpu.pt", tmp_path / "gpu.pt", to="cuda:1")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "gpu.pt").read_bytes()[:200])
+    other = ckptool.doctor(tmp_path / "gpu.pt", error="don't know how to restore data location (tagged with mps)")
+    assert "of another file" in other.findings[0].what and not other.findings[0].certain
+    messages = {
+        "cuda-location": "RuntimeError: Attempting to deserialize object on a CUDA device but …",
+        "device-location": "RuntimeError: don't know how to restore data location of a storage (tagged with cuda:1)",
+        "gpu-memory": "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    }
+    for code, message in messages.items():
+        (alone,) = ckptool.doctor(error=message).findings
+        found = {name: ckptool.doctor(tmp_path / name, error=message).findings[0] for name in ("cpu.pt", "gpu.pt")}
+        assert {each.code for each in found.values()} == {code}
+        assert "gpu.pt is tagged cuda:1" in found["gpu.pt"].what and found["gpu.pt"].what.startswith(alone.what)
+        assert found["gpu.pt"].certain == alone.certain and len(found["gpu.pt"].fixes) == len(alone.fixes)
+        assert "cpu.pt is tagged with no device but the CPU" in found["cpu.pt"].what and not found["cpu.pt"].certain
+        assert "remap" not in str(found["cpu.pt"].fixes)
+        assert ckptool.doctor(tmp_path / "cut.pt", error=message).findings[0].what == alone.what
+
+
 # The commands as they are printed ------------------------------------------------------------------------------------
 
 
@@ -397,6 +420,41 @@ def test_what_is_seen_is_what_the_programs_say(tmp_path: Path) -> None:
         (finding,) = ckptool.doctor(tmp_path / name).findings
         said = f"{type(caught.value).__name__}: {caught.value}"
         assert any(part.partition(": ")[0] in said for part in finding.says.split("; or: ")), (finding.says, said)
+
+
+# Folders of engines: one command writes the weights, and no copy of the rest first ------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = torch.nn.Linear(3, 2)
+    state = {"model": model.state_dict(), "path": Path("x"), "step": 1}  # a Path is none of weights_only's values
+    save_dcp(state, tmp_path / "step-1")
+    return tmp_path / "step-1"
+
+
+def test_one_command_writes_a_file_that_the_model_loads(folder: Path, run: Run) -> None:
+    found = ckptool.doctor(folder)
+    (command,) = [fix for each in found.findings for fix in each.fixes]
+    program, *words = shlex.split(command)
+    assert program == "ckptool" and f"{folder}#model" in words
+    assert run(*words).code == 0
+    out = words[words.index("-o") + 1]
+    torch.nn.Linear(3, 2).load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_what_it_says_to_do_in_python_works(folder: Path, run: Run) -> None:
+    line = next(line for line in run("doctor", str(folder)).out.splitlines() if "Or in Python: " in line)
+    model = torch.nn.Linear(3, 2)
+    exec(line.partition("Or in Python: ")[2], {"model": model, "ckptool": ckptool})
+    assert model.weight.equal(ckptool.load(folder)["model"]["weight"])
+
+
+def test_of_several_models_each_is_named(tmp_path: Path, run: Run) -> None:
+    models = {"actor": torch.nn.Linear(3, 2), "critic": torch.nn.Linear(3, 1)}
+    save_dcp({name: model.state_dict() for name, model in models.items()}, tmp_path / "x")
+    said = run("doctor", str(tmp_path / "x")).out
+    assert "2 sets of weights" in said and "x.fixed.pt#actor" in said
 
 
 # Real files ----------------------------------------------------------------------------------------------------------
