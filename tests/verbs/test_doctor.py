@@ -164,18 +164,6 @@ def test_a_git_lfs_pointer_names_another_program(tmp_path: Path, capsys: pytest.
     assert found.findings[0].fixes == ("git lfs pull",) and not found.loads
     assert main(["doctor", str(file)]) == 1
     assert "git lfs pull   (another program: git)" in capsys.readouterr().out
-    assert main(["doctor", str(file), "--json"]) == 1
-    (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["fixes"] == ["git lfs pull"]
-
-
-def test_an_empty_and_a_cut_file(tmp_path: Path) -> None:
-    (tmp_path / "empty.pt").touch()
-    assert codes(ckptool.doctor(tmp_path / "empty.pt")) == ["truncated"]
-    file = saved({f"w{i}": torch.ones(64) for i in range(8)}, tmp_path / "a.pt")
-    os.truncate(file, os.path.getsize(file) // 2)
-    (finding,) = ckptool.doctor(file).findings
-    assert finding.code == "truncated"
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
@@ -300,13 +288,7 @@ OTHER_MESSAGES = {
 @looped("text", OTHER_MESSAGES)
 def test_a_message_leads_to_its_command(text: str) -> None:
     (finding,) = ckptool.doctor(error=f"Traceback (most recent call last):\n  File x\n{text}\n").findings
-    assert finding.fixes[0] == OTHER_MESSAGES[text] and finding.says
-
-
-def test_the_line_that_says_it_is_shown() -> None:
-    text = TITLE + "size mismatch for fc.weight: copying a param with shape torch.Size([10, 64]) from checkpoint"
-    (finding,) = ckptool.doctor(error=text).findings
-    assert finding.says.startswith("size mismatch for fc.weight")
+    assert finding.fixes[0] == OTHER_MESSAGES[text] and finding.says and finding.says in text
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
