@@ -120,10 +120,8 @@ def test_damage_of_a_header_is_a_problem_just_where_torch_minds(tmp_path: Path) 
 @looped("what", MENDED)
 def test_the_commands_mend_it(what: str, tmp_path: Path) -> None:
     name, make, expected, loads, said = MENDED[what]
-    if callable(make) and not isinstance(make, nn.Module):
-        make(tmp_path / name)
-    else:
-        saved(make, tmp_path / name)
+    is_tree = isinstance(make, (dict, nn.Module))
+    saved(make, tmp_path / name) if is_tree else make(tmp_path / name)
     found = ckptool.doctor(tmp_path / name)
     assert codes(found) == expected.split() and found.loads is loads and said in str(found)
     out = run_all(found)
@@ -167,9 +165,7 @@ def test_a_git_lfs_pointer_names_another_program(tmp_path: Path, capsys: pytest.
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ckptool.CkptoolError, match="cannot read"):
-        ckptool.doctor(tmp_path / "missing.pt")
-    assert main(["doctor"]) == 2
+    assert main(["doctor", str(tmp_path / "missing.pt")]) == main(["doctor"]) == 2
 
 
 # --against -----------------------------------------------------------------------------------------------------------
