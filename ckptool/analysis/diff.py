@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
@@ -16,7 +16,7 @@ from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.tree import Path, walk
+from ckptool.checkpoint.tree import Path
 from ckptool.commands import arg, option, several
 from ckptool.conventions.selection import topmost
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
@@ -138,24 +138,21 @@ class Diff(Report):
             rows = [(entry.address, _entry(entry.node)) for entry in only]
             yield from (block(f"only in {side}", rows), "")
         yield from (block("other than by value", aspect_rows(self)), "")
-        yield from self._values(all)
+        values = tensors_changed(self)
+        if any(change.values is not None for _, change in values):
+            yield from (*self._values(values, all), "")
+        else:  # how far they are apart nobody asked
+            yield from (block("values", [(name, "") for name, _ in values]), "")
         yield from (block("entries", entry_rows(self)), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
         yield from (Table(tied, title="ties"), "")
         others = self.order_differs if order else ()
         yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order")
 
-    def _values(self, all: bool) -> Told:
+    def _values(self, rows: Sequence[tuple[str, Difference]], all: bool) -> Told:
         """A row for each tensor, or for each group of tensors where those are fewer."""
-        rows = tensors_changed(self)
         known = [change.values for _, change in rows if change.values is not None]
-        title = f"values ({len(rows):,})"
-        groups = [] if all else folded(rows)
-        if not known:
-            names = [(name, "") for name, _ in rows]
-            yield Table([(name or WHOLE, "") for name, _ in rows] if all else grouped_rows(names), title=title)
-            yield ""
-            return
+        title, groups = f"values ({len(rows):,})", [] if all else folded(rows)
         if all or len(groups) == len(rows):
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
             cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
@@ -172,7 +169,6 @@ class Diff(Report):
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
         if any(values.max_abs == inf for values in known):
             yield "  inf: NaN or infinite on one side only; cosine and relative change leave it out"
-        yield ""
 
     def _counts(self) -> Told:
         aspects = Counter(name for change in self.changed for name in change.aspects)
@@ -381,13 +377,7 @@ def diff_files(
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         options |= {"ignore": ignored, "remarks": tuple(remarks), "only": several(only), "strict": strict}
         report = diff(parts[0], parts[1], **options)
-    return replace(report, bases=(_base(a, parts[0]), _base(b, parts[1])))
-
-
-def _base(opened: Opened, part: Checkpoint) -> Path:
-    """Where in a file the part lies that is compared; empty for all of it."""
-    walked: Iterator[Any] = iter(()) if opened.checkpoint.tree is part.tree else walk(opened.checkpoint.tree)
-    return next((path for path, node in walked if node is part.tree), ())
+    return replace(report, bases=(parts[0].base, parts[1].base))
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:
@@ -419,7 +409,7 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
         remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
         tree = {key: value for key, value in tree.items() if is_tensor(value)}
-    return replace(checkpoint, tree=tree)
+    return replace(checkpoint, tree=tree, base=(*checkpoint.base, *root.path))
 
 
 def _beside(name: str, others: Sequence[str]) -> str:

@@ -256,7 +256,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     own = {name.partition("/")[0] for name in folder.files} if folder is not None else set()
     files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
     elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
-    problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
+    problems = list(check_by_reading(checkpoint.tree))
     archive = archive_of(checkpoint)
     archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
     for file in files.values() if archive is None and not checkpoint.base else ():
@@ -548,30 +548,6 @@ def check_by_reading(tree: Any) -> Iterator[Problem]:
                     data.read(offset, BLOCK if data.inputs else 1)
             except CkptoolError as error:
                 yield problem_of(error, "", None, (place,))
-
-
-# Structure ------------------------------------------------------------------------------------------------------------
-
-
-def check_views(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Tensors that reach outside of their storage, and storages that reach outside of their file."""
-    fine: set[int] = set()  # one tensor may stand under very many names
-    for path, tensor in tensors(checkpoint.tree):
-        if id(tensor) in fine:
-            continue
-        problems = []
-        for part in stored_parts(tensor):
-            storage, data = part.storage, part.storage.data
-            if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
-                begin, end = part.span()
-                what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
-                problems.append(Problem("bad-tensor", what, "It lies outside its storage.", tensors=(address(path),)))
-            if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
-                what = f"{data.file} ends at byte {data.file.size:,}, before the data"
-                problems.append(Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),)))
-        yield from problems
-        if not problems:
-            fine.add(id(tensor))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
