@@ -257,13 +257,14 @@ def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     kept = tmp_path / "digests.json"
-    verify(saved(weights("a.w", "b.w", "c.w"), tmp_path / "a.pt"), write_digest=kept)
+    verify(saved(weights("a.w", "b.w", "c.w", "e.w"), tmp_path / "a.pt"), write_digest=kept)
     changed = {"a.w": weights("a.w")["a.w"], "b.w": torch.zeros(2, 3), "d.w": torch.ones(1)}
+    changed["e.w"] = torch.zeros(3, dtype=torch.float16)
     path = saved(changed, tmp_path / "b.pt")
     found = verify(path, against=kept)
     assert found.against is not None and not found.fine and not found.problems
     assert (found.against.differing, found.against.missing, found.against.new) == (
-        (("b.w", "values"),),
+        (("b.w", "values"), ("e.w", "type f32 → f16, shape [2, 3] → [3]")),
         ("c.w",),
         ("d.w",),
     )
