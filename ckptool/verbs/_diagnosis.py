@@ -120,8 +120,9 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         if part.kind is PartKind.MEMBERS and not part.is_complete:
             advice = "Copy again what is missing or does not belong to it; or take what is there: "
             take = (command("convert", FILE, part=True, out=OUT_PT),)
-            incomplete = {"advice": advice, "advised": take, "says": ""}
-            findings = [replace(each, **incomplete) if each.code == PART else each for each in findings]
+            findings = [
+                replace(each, advice=advice, advised=take, says="") if each.code == PART else each for each in findings
+            ]
     elif any(not each.commands for each in damage) or (
         any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings)
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
