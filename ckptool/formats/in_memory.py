@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, alike, visit
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.protocols import provide
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Unsupported, UsageError

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from ckptool.checkpoint import Computed, Data, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.strided import subrange, swapped
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import (
     BadTensor,
     Corrupt,

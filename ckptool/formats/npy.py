@@ -17,10 +17,11 @@ import numpy
 from numpy.lib.format import descr_to_dtype
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, LazyBytes, array, array_type, code_of, over_bytes
-from ckptool.checkpoint.strided import resolved, subrange
+from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
 from ckptool.formats.nested_streams import BUILDERS
