@@ -164,9 +164,9 @@ class Unknown:
 _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     TensorEntry: tensors.strided,
     Composite: tensors.composite,
-    StorageRef: tensors.storage_ref,
+    StorageRef: tensors.typed_storage,
     dict: live_objects.dictionary,
-    OrderedDict: live_objects.ordered,
+    OrderedDict: live_objects.dictionary,
     Set: live_objects.set_of,
     bytearray: lambda _, node: bytearray(node),
     ByteString: lambda builder, node: builder.text(node),

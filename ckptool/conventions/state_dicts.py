@@ -413,13 +413,24 @@ COUNTER = "n_averaged"
 
 def without_wrappers(key: str) -> str:
     """The key as the bare module has it: one `module.` off the front, wrappers that begin with `_` off anywhere."""
-    if "_" not in key and not key.startswith(PEELED):
-        return key
+    return key.removeprefix(PEELED) if "_" not in key else ".".join(_peeled(key)[1])
+
+
+def wrappers(key: str) -> str:
+    """The wrapper prefixes of a key, in order: `module._orig_mod.`; the empty text if it has none."""
+    if "_" not in key:
+        return PEELED if key.startswith(PEELED) and key != PEELED else ""
+    return "".join(f"{part}." for part in _peeled(key)[0])
+
+
+def _peeled(key: str) -> tuple[list[str], list[str]]:
+    """The segments of a key that are wrappers', and the others."""
     *modules, name = key.split(".")
-    modules = [part for part in modules if part not in INNER_WRAPPERS]
-    if modules and modules[0] == "module":
-        del modules[0]
-    return ".".join([*modules, name])
+    ours = [part for part in modules if part in INNER_WRAPPERS]
+    others = [part for part in modules if part not in INNER_WRAPPERS]
+    if others[:1] == ["module"]:
+        ours.insert(modules.index("module"), others.pop(0))
+    return ours, [*others, name]
 
 
 def bare(path: Path) -> Path:
@@ -433,14 +444,3 @@ def unwrapped_front(key: str) -> str:
     while len(parts) > 1 and parts[0] in INNER_WRAPPERS:
         del parts[0]
     return ".".join(parts)
-
-
-def wrappers(key: str) -> str:
-    """The wrapper prefixes of a key, in order: `module._orig_mod.`; the empty text if it has none."""
-    if "_" not in key:
-        return PEELED if key.startswith(PEELED) and len(key) > len(PEELED) else ""
-    front = unwrapped_front(key)
-    found = [part for part in key.split(".")[:-1] if part in INNER_WRAPPERS]
-    if front.startswith(PEELED) and len(front) > len(PEELED):
-        found.insert(key.split(".").index("module"), "module")
-    return "".join(f"{part}." for part in found)
