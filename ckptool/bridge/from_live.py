@@ -127,12 +127,7 @@ class TorchMemory(Memory, TorchReader):
 
         Raises `UnsafeObject` for objects of unknown classes in which something changed.
         """
-        builder = _LiveBuilder(tree, self)
-        made = builder.mapper.map(tree)
-        builder.mapper.handlers = {}  # they refer to the builder: without them the tensors live no longer than wanted
-        if builder.unknown:
-            raise builder.refusal()
-        return made
+        return _LiveBuilder(tree, self).build(is_own=True)
 
 
 class _LiveBuilder(Builder):

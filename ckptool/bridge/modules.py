@@ -181,17 +181,8 @@ def load_into(
     are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
     one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
-    options = match_options(
-        rename,
-        rules_file,
-        only,
-        exclude,
-        missing,
-        resize,
-        on_mismatch=on_mismatch,
-        min_loaded=min_loaded,
-        strict=strict,
-    )
+    demands = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
+    options = match_options(rename, rules_file, only, exclude, missing, resize, **demands)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
@@ -215,7 +206,7 @@ def load_into(
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *_notes(bare)))
     report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
-    state = None
+    state, names = None, list[str]()
     if optimizer is not None:
         names = _names_in(optimizer, slots)
         if any(assign or slots[name].on_meta for name in names):
@@ -232,7 +223,7 @@ def load_into(
         raise refusal(report)
     changes = list(_staged(chosen, slots, target, assign))
     if optimizer is not None and state is not None:
-        _load_optimizer(optimizer, state.state, _names_in(optimizer, slots))
+        _load_optimizer(optimizer, state.state, names)
     with torch.no_grad():
         for change in changes:
             change()
