@@ -181,7 +181,7 @@ def load_into(
     are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
     one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
-    demands = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
+    demands: dict[str, Any] = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
     options = match_options(rename, rules_file, only, exclude, missing, resize, **demands)
     if not isinstance(model, nn.Module):
         raise UsageError(
