@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, StorageRef
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Deferred, Plan
-from ckptool.checkpoint.strided import swapped
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import computed
+from ckptool.checkpoint.arrays import TensorValues, computed_tensor, fold
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
+from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
 
@@ -159,7 +159,7 @@ def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
         if not scale:
             import numpy
 
-            norm = numpy.sqrt(_sums(v, shape, lambda values, _: values * values))
+            norm = numpy.sqrt(_sums(v, shape, lambda values: values * values))
             with numpy.errstate(all="ignore"):
                 scale.append(_elements(g)(0, g.numel).reshape(shape) / norm)
         return scale[0]
@@ -182,42 +182,30 @@ def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callab
     if not entry.dtype.is_float or any(not part.dtype.is_float and part.dtype.kind != "bool" for part in inputs):
         raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")
     elements = _elements(entry)
-
-    def chunk(start: int, stop: int) -> bytes:
-        import numpy
-
-        with numpy.errstate(all="ignore"):
-            values = elements(start, stop) * factor(start, stop)
-            return (values if entry.dtype.name == "f64" else rounded(values, entry.dtype)).tobytes()
-
-    data = computed(entry.numel, entry.dtype.itemsize, chunk, *(part.storage for part in inputs))
-    return replace(entry.with_values(data), flags=entry.flags._replace(conj=False, neg=False))
+    made = computed_tensor(
+        entry.dtype, entry.shape, lambda *place: elements(*place) * factor(*place), inputs, entry.location
+    )
+    return made.with_flags(entry.flags._replace(conj=False, neg=False))
 
 
 def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:
-    """A function that gives elements by row-major numbers, as f64, and keeps what it gathered of a strided tensor."""
-    size, data = entry.dtype.itemsize, entry.row_major()
-
-    def read(start: int, stop: int) -> Array:
-        import numpy
-
-        raw = numpy.frombuffer(data.read(start * size, (stop - start) * size), numpy.uint8)
-        values: Array = numbers(raw, entry.dtype).astype(numpy.float64)
-        return -values if entry.flags.neg else values
-
-    return read
+    """A function that gives elements by row-major numbers, as f64."""
+    values = TensorValues(entry)
+    return lambda start, stop: values.read(start, stop).astype("f8")
 
 
-def _sums(entry: TensorEntry, shape: tuple[int, ...], term: Callable[[Array, Array], Array]) -> Array:
-    """Sums over the axes where `shape` has 1, of a term of each element and its row-major number, in f64."""
+def _sums(entry: TensorEntry, shape: tuple[int, ...], term: Callable[[Array], Array]) -> Array:
+    """Sums over the axes where `shape` has 1, of a term of each element, in f64."""
     import numpy
 
-    total, elements = numpy.zeros(prod(shape)), _elements(entry)
-    for start in range(0, entry.numel, CHUNK):
-        stop = min(start + CHUNK, entry.numel)
-        at = numpy.arange(start, stop)
-        places = _places(at, entry.shape, shape)
-        total += numpy.bincount(places, term(elements(start, stop), at), len(total))
+    total = numpy.zeros(prod(shape))
+
+    def add(start: int, raw: Array) -> None:
+        values = numbers(raw, entry.dtype).astype(numpy.float64)
+        places = _places(numpy.arange(start, start + len(values)), entry.shape, shape)
+        numpy.add(total, numpy.bincount(places, term(values), len(total)), out=total)
+
+    fold(add, entry)
     return total.reshape(shape)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_tensor, in_pieces
-from ckptool.checkpoint.numeric import CHUNK, Array
+from ckptool.checkpoint.numeric import Array
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
@@ -24,6 +24,7 @@ from ckptool.transforms.casting import compact
 
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 ROOM = 1 << 18  # elements that are read at once
+KEPT = 1 << 16  # elements of a row that are kept
 
 GRID, ROWS, CHANNELS = "grid", "rows", "channels"
 _FILLS = ("mean", "zero", "copy")
@@ -365,7 +366,7 @@ class _MeanRow:
     def read(self, start: int, stop: int) -> Array:
         import numpy
 
-        if self.width <= CHUNK:
+        if self.width <= KEPT:
             row = self._columns(0, self.width) if self.kept is None else self.kept
             self.kept = row if stop < self.count else None  # a tree has thousands of these
             return row.take(numpy.arange(start, stop) % self.width)

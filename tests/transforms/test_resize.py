@@ -115,7 +115,7 @@ def test_any_part_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         entry = entry_of(torch.randn(old))
         whole = resized(entry, new, parse_resize(how), "x").bytes()
         monkeypatch.setattr(resize, "ROOM", 40)
-        monkeypatch.setattr(resize, "CHUNK", 4)
+        monkeypatch.setattr(resize, "KEPT", 4)
         small = resized(entry, new, parse_resize(how), "x")
         assert small.bytes() == whole
         for _ in range(40):

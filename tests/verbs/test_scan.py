@@ -193,8 +193,7 @@ def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_damaged_file_says_why_and_not_its_own_name_again(tmp_path: Path) -> None:
-    from ckptool.render.lines import text
-    from ckptool.render.style import Style
+    from ckptool.render.lines import Style, text
 
     torch.save({"a": torch.ones(100)}, tmp_path / "good.pt")
     (tmp_path / "bad.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:300])

@@ -15,8 +15,7 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues, computed_rows, computed_tensor
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, Array, numbers, rounded
+from ckptool.checkpoint.numeric import Array, through
 from ckptool.conventions.adapter_keys import BIAS, LORA
 from ckptool.errors import LimitExceeded, counted
 from ckptool.transforms.lora.adapters import Delta
@@ -154,18 +153,6 @@ def _decomposed(total: Numbers, matrix: tuple[int, int], magnitude: TensorEntry,
             return numpy.multiply(factors(numpy.square(made).sum(1), start, stop)[:, None], made)
 
     return rows
-
-
-def through(values: Array, dtype: DType) -> Array:
-    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
-    import numpy
-
-    if dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":
-        flat = values.reshape(-1)
-        for at in range(0, len(flat), CHUNK):
-            piece = flat[at : at + CHUNK]
-            numpy.copyto(piece, numbers(rounded(piece, dtype).view("u1"), dtype, "through"))
-    return values
 
 
 def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:

@@ -14,8 +14,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_tensor
-from ckptool.checkpoint.strided import resolved
+from ckptool.checkpoint.arrays import TensorValues, computed_tensor, resolved
 from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
