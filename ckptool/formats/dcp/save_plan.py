@@ -179,7 +179,7 @@ class _Zip:
         parts = list(segments)
         at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
         bytes_ = parts[at] if shape.nbytes else None
-        self.head = b"".join(part.content for part in parts[:at] if isinstance(part, InlineBytes))
+        self.head = _joined(parts[:at])
         self._crc = bytes_.crc if isinstance(bytes_, Checksummed) else Crc()
         self._after = parts[at + (bytes_ is not None) :]
         self.tail_length = sum(part.length for part in self._after)
