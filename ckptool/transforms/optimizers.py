@@ -11,7 +11,7 @@ and nobody sees it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +22,10 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import MODEL, OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers, without_wrappers
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
+from ckptool.names.ready import paired
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
@@ -142,11 +143,9 @@ def slot_names_in(
 
     advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too many.
     """
-    groups = optimizer["param_groups"]
-    slots = [slot for group in groups for slot in group["params"]]
-    said = said_names(groups, slots)
-    if said is not None:
+    if (said := said_names(optimizer)) is not None:
         return said, BY_NAMES
+    count = sum(len(group["params"]) for group in optimizer["param_groups"])
     if target is not None:
         parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
         return slot_names(optimizer, parameters, place, advice, ordered=in_model_order(target.tensors))
@@ -156,10 +155,10 @@ def slot_names_in(
     for root in roots:
         # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
         holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
-        buffer_names = holder.get("buffer_names") if isinstance(holder, dict) else None
-        beside = [name for name in buffer_names if type(name) is str] if isinstance(buffer_names, list) else []
-        own = parameters_of(root, dict.fromkeys(beside, BUFFER))
-        if len(own) > len(slots):
+        beside = holder.get("buffer_names") if isinstance(holder, dict) else None
+        buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
+        own = parameters_of(root, dict.fromkeys(buffer_names, BUFFER))
+        if len(own) > count:
             own = {name: shape for name, shape in own.items() if name not in buffers}
         try:
             names = slot_names(optimizer, own, place, advice, ordered=in_model_order(root.node))
@@ -171,9 +170,9 @@ def slot_names_in(
         return next(iter(found.values()))
     if wrong is not None and not found:
         raise wrong
+    fits = f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"
     raise Conflict(
-        f"the parameters of {place or 'the optimizer'} are numbered, and "
-        + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
+        f"the parameters of {place or 'the optimizer'} are numbered, and {fits}",
         "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
         f"{advice[:1].upper()}{advice[1:]}",
     )
@@ -195,11 +194,9 @@ def slot_names(
     slots = [slot for group in groups for slot in group["params"]]
     if len(set(slots)) != len(slots):
         raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
-    said = said_names(groups, slots)
-    if said is not None:
-        bare = {without_wrappers(name): name for name in parameters}
-        found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
-        return {slot: name for slot, name in found.items() if name is not None}, BY_NAMES
+    if (said := said_names(optimizer)) is not None:
+        slot_of = {name: slot for slot, name in said.items()}
+        return {slot_of[name]: goal for goal, name in paired(slot_of, parameters).items()}, BY_NAMES
     in_order = _in_order(optimizer, parameters) if ordered else None
     if in_order is not None:
         return in_order, BY_ORDER
@@ -233,19 +230,17 @@ def _in_order(optimizer: Mapping[str, Any], parameters: Shapes) -> dict[Any, str
     return found
 
 
-def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
+def said_names(optimizer: Mapping[str, Any]) -> dict[Any, str] | None:
     """The name of each slot, as the groups give them; None where they do not."""
-    if all(type(slot) is str for slot in slots):
-        return {slot: slot for slot in slots}
-    names: list[Any] = []
-    for group in groups:
-        own = group.get("param_names")
-        if not isinstance(own, (list, tuple)) or len(own) != len(group["params"]):
-            return None
-        names += own
-    if not all(type(name) is str for name in names) or len(set(names)) != len(names):
-        return None
-    return dict(zip(slots, names, strict=True))
+    found: list[tuple[Any, Any]] = []
+    for group in optimizer["param_groups"]:
+        own, params = group.get("param_names"), group["params"]
+        is_named = isinstance(own, (list, tuple)) and len(own) == len(params)
+        found += zip(params, own if is_named else params, strict=True)
+    if all(type(slot) is str for slot, _ in found):
+        return {slot: slot for slot, _ in found}
+    names = {name for _, name in found if type(name) is str}
+    return dict(found) if len(names) == len(found) else None
 
 
 def in_model_order(tensors: Mapping[Any, Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.targets import Expected, Target
-from ckptool.analysis.warm_start import LeftOut, OptimizerReport
+from ckptool.analysis.warm_start import RESIZED, LeftOut, OptimizerReport
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
@@ -258,6 +258,6 @@ def _destinations(
         goal = name if name in taken else target.tensors[name].tied_to
         if goal in taken:
             why = "" if choice.part is None else "only a part of its parameter is loaded"
-            why = "its parameter is resized" if choice.resized else why
+            why = "its parameter is resized" if choice.how == RESIZED else why
             found[first[choice.source]] = (goal, why)
     return found
