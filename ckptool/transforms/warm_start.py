@@ -10,7 +10,6 @@ from typing import Any
 from ckptool.analysis.targets import Expected, Target
 from ckptool.analysis.warm_start import RESIZED, LeftOut, OptimizerReport
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
@@ -18,7 +17,14 @@ from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
-from ckptool.transforms.optimizers import check_groups, first_names, in_model_order, parameters_of, slot_names
+from ckptool.transforms.optimizers import (
+    by_number,
+    check_groups,
+    first_names,
+    in_model_order,
+    parameters_of,
+    slot_names,
+)
 from ckptool.transforms.warm_start_plan import Assignment
 
 
@@ -35,7 +41,8 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill up.
     """
-    own = [name for name in target.values or target.tensors if name not in chosen]
+    values, order = target.values or {}, target.values or target.tensors
+    own = [name for name in order if name not in chosen]
     partly = [name for name, choice in chosen.items() if choice.part not in (None, target.tensors[name].shape)]
     if target.values is None and (own or partly):
         raise Conflict(
@@ -46,18 +53,21 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     made: dict[str, Tensor] = {}  # by the first name of each tensor
     flagged: dict[tuple[str, int], Tensor] = {}
     items: dict[str, Any] = {}
-    for name in target.values or target.tensors:
-        expected = target.tensors.get(name)
+    for name in order:
+        expected, base = target.tensors.get(name), values.get(name)
         if expected is None or name not in chosen:
-            items[name] = (target.values or {})[name]
+            items[name] = base
             continue
         first = expected.tied_to or name
         if first not in made:
-            made[first] = _loaded(target, expected, chosen[name])
-        base = (target.values or {}).get(name)
+            made[first] = _loaded(chosen[name], expected, base)
         place = (first, id(base))  # what is one object in the target stays one
         if place not in flagged:
-            flagged[place] = _flagged(made[first], base)
+            flagged[place] = tensor = made[first]
+            if isinstance(tensor, TensorEntry):  # whose values may be conjugate or negative views
+                flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
+                flags = Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy)
+                flagged[place] = replace(tensor, flags=flags)
         items[name] = flagged[place]
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
 
@@ -67,37 +77,19 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     return Filled(map_storages(OrderedDict(_apart(items, target), attributes), on_cpu), tuple(own))
 
 
-def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
-    """A tensor as the target wants it."""
+def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
+    """A tensor as the target wants it. base: the target's own."""
     tensor = choice.tensor
     if isinstance(tensor, Composite) or expected.dtype is None:
         return tensor
-    base = (target.values or {}).get(expected.name)
-    if choice.part is not None:
-        tensor = _partly(first_part(tensor, choice.part), expected.dtype, base, expected)
-    else:
-        tensor = converted(tensor, expected.dtype)
-    return tensor
-
-
-def _flagged(tensor: Tensor, base: Any) -> Tensor:
-    """The tensor with the flags of the target's own; its values may be conjugate or negative views."""
-    if isinstance(tensor, Composite):
-        return tensor
-    flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
-    return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
-
-
-def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> TensorEntry:
-    part = converted(compact(part), dtype)
+    if choice.part is None:
+        return converted(tensor, expected.dtype)
+    part = converted(compact(first_part(tensor, choice.part)), expected.dtype)
     if part.shape == expected.shape:
         return part
     if not isinstance(base, TensorEntry):
-        raise Conflict(
-            f"{expected.name} is no plain tensor in the target, so nothing can be laid over it",
-            "Nothing was written.",
-            f"Keep the target's: {arg(on_mismatch='skip')}",
-        )
+        what = f"{expected.name} is no plain tensor in the target, so nothing can be laid over it"
+        raise Conflict(what, "Nothing was written.", f"Keep the target's: {arg(on_mismatch='skip')}")
     return laid_over(base, part)
 
 
@@ -132,16 +124,12 @@ def _apart(items: dict[str, Any], target: Target) -> dict[str, Any]:
 
 def _laid_out_alike(names: list[str], items: dict[str, Any], target: Target) -> bool:
     """True if the target's tensors of these names see one storage of the same size in the same way."""
-    bases = [(target.values or {}).get(name) for name in names]
-    if (
-        not all(isinstance(base, TensorEntry) for base in bases)
-        or len({id(base.storage) for base in bases if base}) != 1
-    ):
+    bases = [base for name in names if isinstance(base := (target.values or {}).get(name), TensorEntry)]
+    if len(bases) < len(names) or len({id(base.storage) for base in bases}) != 1:
         return False
     return all(
         (base.storage.nbytes, base.layout) == (items[name].storage.nbytes, items[name].layout)
         for name, base in zip(names, bases, strict=True)
-        if base is not None
     )
 
 
@@ -220,12 +208,9 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
             "The learning rate and weight decay would be a guess. Nothing was written.",
             "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
         )
-    order = {name: number for number, name in enumerate(name for group in members for name in group)}
-    groups = [
-        {**group, "params": [order[name] for name in names], "param_names": list(names)}
-        for group, names in zip(found.groups, members, strict=True)
-    ]
-    return {"state": {order[name]: found.state[name] for name in order if name in found.state}, "param_groups": groups}
+    named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
+    state = {name: found.state[name] for names in members for name in names if name in found.state}
+    return by_number({"state": state, "param_groups": named}, "")
 
 
 def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
