@@ -137,9 +137,9 @@ def _without_torch(name: str) -> "Any":
 
 def _verbs() -> dict[str, str]:
     """The function of every command that has one, and its module."""
-    from ckptool.commands import VERBS, function_name
+    from ckptool.commands import VERBS
 
-    names = [function_name(name) for name, verb in VERBS.items() if verb.in_python]
+    names = [verb.function for verb in VERBS.values() if verb.in_python]
     return {name: f"verbs.{name}" for name in names}
 
 

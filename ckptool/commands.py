@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
@@ -39,16 +40,18 @@ class Use(Enum):
 
 
 class Verb(NamedTuple):
-    """Facts about a verb. group: of the help.  address: None for verbs without files.  about: its line of help."""
+    """Facts about a verb. group: of the help.  address: None for verbs without files.  about: its line of help.
+
+    function: the name of its function, which stands in `module`.  in_python: it is also `ckptool.NAME`; only a shell
+    needs the others.
+    """
 
     group: str
     address: Use | None
     about: str
-
-    @property
-    def in_python(self) -> bool:
-        """True for one that is also a function, `ckptool.NAME`; only a shell needs the others."""
-        return self.group != "setup"
+    function: str
+    module: str
+    in_python: bool
 
 
 # Every verb, in the order of the help: its command, `ckptool.NAME` and `verbs/NAME.py` follow from its line here. Two
@@ -113,7 +116,9 @@ for _line in _TABLE.strip().split("\n"):
         _group, _, _use = _line[1:-1].partition(" ")
     else:
         _name, _, _about = _line.partition(": ")
-        VERBS[_name] = Verb(_group, Use[_use.upper()] if _use else None, _about)
+        _function, _in_python = re.sub("[- ]", "_", _name), _group != "setup"
+        _module = f"ckptool.verbs.{'' if _in_python else '_'}{_function}"
+        VERBS[_name] = Verb(_group, Use[_use.upper()] if _use else None, _about, _function, _module, _in_python)
 
 # What people type for them. Only the command line knows these.
 ALIASES = {
@@ -144,14 +149,9 @@ FLAGS = {
 SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
 
 
-def function_name(verb: str) -> str:
-    """The name of a verb's function and module."""
-    return verb.replace("-", "_").replace(" ", "_")
-
-
-def module_of(verb: str) -> str:
-    """The module with a verb's function."""
-    return f"ckptool.verbs.{'' if VERBS[verb].in_python else '_'}{function_name(verb)}"
+def function_of(verb: str) -> Any:
+    """The function of a verb; imports its module."""
+    return getattr(import_module(VERBS[verb].module), VERBS[verb].function)
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
@@ -375,7 +375,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in given):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)
-    return Command(line, f"ckptool.{function_name(verb)}({', '.join([*positional, *_keywords(given)])})")
+    return Command(line, f"ckptool.{VERBS[verb].function}({', '.join([*positional, *_keywords(given)])})")
 
 
 def arg(name: str = "", /, **options: Value) -> Command:

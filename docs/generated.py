@@ -19,8 +19,8 @@ import ckptool
 from ckptool.analysis.error_texts import KnownError, of_error_text, recognised
 from ckptool.cli.help import about as help_of
 from ckptool.cli.help import called, usage
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, function_name
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import VERBS, function_of
 from ckptool.verbs._explain import all_codes
 from ckptool.verbs._schema import schema
 
@@ -39,7 +39,7 @@ def pages() -> dict[str, str]:
     """The path of every generated page, and its Markdown."""
     found = {there: moved((HOME / here).read_text(encoding="utf-8"), here) for here, there in OUTSIDE.items()}
     found |= {f"errors/{slug(message)}.md": message_page(message) for message in MESSAGES}
-    found |= {f"reference/{function_name(name)}.md": verb_page(name) for name in VERBS}
+    found |= {f"reference/{VERBS[name].function}.md": verb_page(name) for name in VERBS}
     return found | {
         "errors/index.md": messages_page(),
         "reference/index.md": verbs_page(),
@@ -135,7 +135,7 @@ def verb_page(name: str) -> str:
     lines += ["## Exit codes", codes]
     lines += ["## More", f"[{name} in the page of commands](../commands.md#{name.replace(' ', '-')})."]
     if VERBS[name].in_python:
-        call = getattr(ckptool, function_name(name))
+        call = getattr(ckptool, VERBS[name].function)
         doc = inspect.cleandoc(call.__doc__ or "")
         lines += ["## In Python", block("py", f"ckptool.{call.__name__}{signature(call)}"), block("text", doc)]
     printed = [each.schema for each in schema().schemas if name in each.verbs]
@@ -186,7 +186,7 @@ def verbs_page() -> str:
     for group, title in GROUPS.items():
         names = [name for name, verb in VERBS.items() if verb.group == group]
         first = {name: split_exit_codes(VERBS[name].about)[0] for name in names}
-        rows = "\n".join(f"| [{name}]({function_name(name)}.md) | {cell(first[name])} |" for name in names)
+        rows = "\n".join(f"| [{name}]({VERBS[name].function}.md) | {cell(first[name])} |" for name in names)
         lines += [f"## {title}", f"| command | what it does |\n| --- | --- |\n{rows}"] if names else []
     return "\n\n".join(lines) + "\n"
 
@@ -231,7 +231,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_config(config: Any) -> Any:
     """Fills the two chapters of the navigation that have a page for each message and command."""
     errors = ["errors/index.md", *({short(message): f"errors/{slug(message)}.md"} for message in MESSAGES)]
-    verbs: list[Any] = ["reference/index.md", *({name: f"reference/{function_name(name)}.md"} for name in VERBS)]
+    verbs: list[Any] = ["reference/index.md", *({name: f"reference/{VERBS[name].function}.md"} for name in VERBS)]
     config.nav = [filled(each, {"errors/": errors, "reference/": verbs}) for each in config.nav]
     return config
 

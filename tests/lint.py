@@ -23,8 +23,8 @@ from ckptool import errors as _errors
 from ckptool.analysis.error_texts import known_errors
 from ckptool.analysis.findings import table
 from ckptool.cli.parser import parser as parser_of
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, module_of, signature_of
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import VERBS, function_of, signature_of
 from ckptool.verbs._explain import all_codes
 from tests.support.house import House, Module, lost
 
@@ -97,7 +97,7 @@ def spelling(module: Module) -> Iterator[str]:
 
     Looked at are the functions that make errors, and what modules name in capitals.
     """
-    setup = [module_of(name) for name, verb in VERBS.items() if not verb.in_python]
+    setup = [verb.module for verb in VERBS.values() if not verb.in_python]
     if module.room in ("cli", "render", "facts", "commands") or module.name in setup:  # speak to a shell alone
         return
     hooks = {ast.unparse(word.value) for call in calls(module, "verb") for word in call.keywords}

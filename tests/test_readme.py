@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import VERBS, function_of
 from fixtures.readme import make_readme_files
 from tests.support.looped import looped
 from tests.support.programs import TORCH, path_with, python

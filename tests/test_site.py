@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 from ckptool.analysis.error_texts import known_errors, recognised
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import VERBS, function_name
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import VERBS, function_of
 from ckptool.verbs._schema import schema
 from tests.support.looped import looped
 
@@ -62,7 +62,7 @@ def test_every_known_message_has_a_page_that_is_titled_with_it(
 
 @looped("name", VERBS, at_once=13)
 def test_the_page_of_a_command_has_all_that_its_parser_knows(name: str, reference: dict[str, str]) -> None:
-    text = reference[f"reference/{function_name(name)}.md"]
+    text = reference[f"reference/{VERBS[name].function}.md"]
     for parameter in typed_parameters(function_of(name)):
         assert parameter.option.hidden or all(flag in text for flag in parameter.option.flags), parameter
     assert any(each.schema in text for each in schema().schemas if name in each.verbs)

@@ -16,7 +16,7 @@ import torch
 import ckptool
 from ckptool import errors
 from ckptool.cli import main
-from ckptool.cli.verb import function_of, typed_parameters
+from ckptool.cli.parser import typed_parameters
 from ckptool.commands import (
     FILE,
     FOLDER,
@@ -29,6 +29,7 @@ from ckptool.commands import (
     arg,
     command,
     flag,
+    function_of,
     other_program,
     signature_of,
 )

@@ -24,7 +24,7 @@ from ckptool.cli.output import (
     tell,
     unknown_command,
 )
-from ckptool.commands import ALIASES, VERBS, with_verb
+from ckptool.commands import ALIASES, VERBS, function_of, with_verb
 from ckptool.errors import CkptoolError, printable
 from ckptool.render.lines import error_text
 
@@ -94,14 +94,14 @@ def _run(words: list[str], done: list[Json]) -> int:
         return 0
     if first not in VERBS:
         raise unknown_command(" ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES])
-    from ckptool.cli.verb import answers, function_of, typed_parameters  # with the modules of the verb
+    from ckptool.cli.parser import parse, typed_parameters
 
     function = function_of(first)
     parameters = typed_parameters(function)
     if not {*FLAGS}.isdisjoint(asked):
         say(verb_help(first, function.verb, parameters, style_of(sys.stdout)))
         return 0
-    from ckptool.cli.parser import parse
+    from ckptool.cli.answers import answers
 
     return _print(*answers(first, function, parse(first, parameters, words[1:])), done)
 

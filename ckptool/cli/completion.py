@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ckptool.commands import VERBS, Parameter, Use, with_verb
+from ckptool.commands import VERBS, Parameter, Use, function_of, with_verb
 from ckptool.errors import counted, printable
 
 SECONDS = 3
@@ -114,8 +114,7 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
             return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
     if not words or words[0] not in VERBS:
         return _verbs(words, typed)
-    cli = _of("cli.verb")
-    parameters: list[Parameter] = cli.typed_parameters(cli.function_of(words[0]))
+    parameters: list[Parameter] = _of("cli.parser").typed_parameters(function_of(words[0]))
     flags = {name: each for each in parameters for name in each.option.flags}
     asked: Parameter | None = None  # the option whose value comes next
     used: list[Parameter] = []

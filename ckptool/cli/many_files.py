@@ -13,41 +13,20 @@ from typing import Any
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import Progress, in_turn
 from ckptool.cli.output import Answer, progress_bar, style_of
-from ckptool.errors import CkptoolError, Conflict, UsageError, counted, form, printable
+from ckptool.errors import CkptoolError, Conflict, UsageError, form, printable
 from ckptool.render.lines import error_text
 
 Work = Callable[..., Answer]
 Given = Mapping[str, Any]  # what was typed
 Pair = tuple[str, str | None]  # a file and its output
 
-WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
-
-def write_each(verb: str, files: Sequence[str], given: Given, work: Work, ways: str = WAYS) -> Iterator[Answer]:
-    """The answers of `work(file, progress, out=…, …)` for every file. Outputs are checked before the first is written.
-
-    ways: what to say of the places that the verb can write to.
-    """
-    chosen = [flag for flag, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if given.get(name)]
-    if len(chosen) != 1:
-        what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
-        why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
-        raise UsageError(what, why, ways)
-    outs: list[str | None] = [given.get("out")] * len(files)
-    if chosen == ["-o"] and len(files) > 1:
-        what = f"{counted(len(files), 'file')} cannot be written to one"
-        raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")
-    if chosen == ["-d"]:
-        outs = list(_in_folder(verb, files, given))
-    return _written(verb, list(zip(files, outs, strict=True)), given, work)
-
-
-def _written(verb: str, pairs: list[Pair], given: Given, work: Work) -> Iterator[Answer]:
-    """The answers for all files. Of several each is planned before the first is written: where one is refused, none
-    is."""
+def write_many(verb: str, pairs: Sequence[Pair], given: Given, work: Work) -> Iterator[Answer]:
+    """The answers of `work(file, progress, out=…, …)` for all files. Each is planned before the first is written: where
+    one is refused, none is."""
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
     options = {"make_folder": "folder" in given}
-    if count > 1 and not dry_run:
+    if not dry_run:
         refused = set()
         with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
             for pair, plan in zip(pairs, plans, strict=True):
@@ -69,7 +48,7 @@ def _written(verb: str, pairs: list[Pair], given: Given, work: Work) -> Iterator
                 try:
                     answer = task(progress)
                 except CkptoolError as error:
-                    raise error if count == 1 else _stopped(error, file, number, count, jobs) from error
+                    raise _stopped(error, file, number, count, jobs) from error
             yield answer
 
 
@@ -106,7 +85,7 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: int 
     return told
 
 
-def _in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
+def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
     from ckptool import formats
     from ckptool.formats.opening import split

@@ -1,4 +1,4 @@
-"""The command line of a verb, parsed by typer; and what it does not take, in words."""
+"""What is typed for a verb, by the declaration of its function; parsed by typer; and what is not taken, in words."""
 
 from __future__ import annotations
 
@@ -6,62 +6,117 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated, Any, Literal, get_args
 
 from ckptool.cli.help import usage
-from ckptool.commands import Parameter, nearest
+from ckptool.commands import (
+    Declared,
+    Parameter,
+    nearest,
+    option,
+    parameters_of,
+    signature_of,
+    watched,
+)
 from ckptool.errors import UsageError, quoted
-from ckptool.verbs._options import QUOTE_RULES, was_redirected
+from ckptool.facts import Report
+from ckptool.verbs._options import QUOTE_RULES, Folder, Jobs, SkipRefused, was_redirected
 
-# What typer raises when a command line cannot be parsed; of its classes it exports the one below.
-_BadUsage: Any = typer.BadParameter.__mro__[1]
+_FORMS = "text, json, or markdown: for a job summary or a comment."
+
+
+def typed_parameters(function: Any) -> list[Parameter]:
+    """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
+    declared: Declared = function.verb
+    found: dict[str, Parameter] = {}
+    sources = [function, *filter(None, (declared.from_words, declared.first_try))]
+    kinds = [signature_of(source).return_annotation for source in sources]
+    reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
+    sources += [each.told for each in reports if issubclass(each, Report)]
+    taken: set[str] = set()
+    for each in (each for source in sources for each in parameters_of(source)):
+        if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
+            found[each.name] = each
+            taken.update(each.option.flags)
+    names = ["quiet"] if "training" in watched(function).values() else []
+    if writes(function) and not declared.one_output:
+        names += ["folder", "skip_refused", "jobs"]
+    elif any(each.option.each for each in found.values()) and "jobs" not in found:
+        names += ["jobs"]
+    program = {each.name: each for each in parameters_of(_program)}
+    return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
+
+
+def _program(
+    *,
+    folder: Folder = None,
+    skip_refused: SkipRefused = False,
+    jobs: Jobs = 1,
+    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
+    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
+    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS)] = None,
+) -> None:
+    """The options of the program: the first three for many files, the next for runs, the last for all."""
+
+
+def writes(function: Any) -> bool:
+    """True for a verb that writes its output whatever it finds."""
+    whole = signature_of(function)
+    kinds = get_args(whole.return_annotation)
+    return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
+
+
+# With typer, which the help does not need -----------------------------------------------------------------------------
 
 
 def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> dict[str, Any]:
     """What was typed, by the names of the parameters, else their defaults. Raises `UsageError`."""
+    from typer import BadParameter
+
+    bad_usage: Any = BadParameter.__mro__[1]  # what is raised for all that cannot be parsed; typer exports this one
     try:
         typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
-    except _BadUsage as error:
+    except bad_usage as error:
         raise _refusal(verb, parameters, words, error) from error
     values: dict[str, Any] = {}
-    for name, _, default, option in parameters:
-        value = typed[name]
+    for each in parameters:
+        value, parse = typed[each.name], each.option.parse
         if value in (None, ()):
-            values[name] = None if default is inspect.Parameter.empty else default
+            value = None if each.default is inspect.Parameter.empty else each.default
         else:
             value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
-            values[name] = value if option.parse is None else option.parse(option.flags[0], value)
+            value = value if parse is None else parse(each.option.flags[0], value)
+        values[each.name] = value
     return values
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
     """The command of a verb, as typer has it, which gives what was typed."""
+    import typer
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
     def typed(**given: Any) -> dict[str, Any]:
         return given
 
     command: Any = typed
-    command.__signature__ = inspect.Signature([_as_typer_takes(each) for each in parameters])
+    taken = []
+    for each in parameters:
+        option = each.option
+        choices = [(word, word) for word in option.choices]
+        kind: Any = Enum("Choices", choices, type=str) if choices else each.kind
+        declare: Any = typer.Option if option.flags else typer.Argument
+        meta = declare(*option.flags, metavar=option.metavar or None, **({"min": option.least} if option.flags else {}))
+        default: Any = inspect.Parameter.empty if each.is_needed else False if kind is bool else None
+        kind = Annotated[kind | None if default is None else kind, meta]
+        taken.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    command.__signature__ = inspect.Signature(taken)
     command.__annotations__ = {}
     app.command(verb, add_help_option=False)(command)
     made: Any = typer.main.get_command(app)
     for option in made.params:
         option.process_value = _as_typed(option)
     return made
-
-
-def _as_typer_takes(parameter: Parameter) -> inspect.Parameter:
-    name, kind, _, option = parameter
-    declare: Any = typer.Option if option.flags else typer.Argument
-    meta = declare(*option.flags, metavar=option.metavar or None, **({"min": option.least} if option.flags else {}))
-    if option.choices:
-        kind = Enum("Choices", [(each, each) for each in option.choices], type=str)  # type: ignore[misc, no-redef]
-    default: Any = inspect.Parameter.empty if parameter.is_needed else False if kind is bool else None
-    kind = kind | None if default is None else kind
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, meta])
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:

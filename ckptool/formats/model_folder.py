@@ -93,9 +93,10 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     return ModelFolder()
 
 
-def configuration(part: Checkpoint) -> dict[str, Any]:
+def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
-    the file itself: nanoGPT's `model_args`, Megatron's `args`. Empty where there is none that can be read."""
+    the file itself: nanoGPT's `model_args`, Megatron's `args`; else of `like`, a folder of the same model. Empty where
+    there is none that can be read."""
     if found := config_beside(part, CONFIG, PARAMS):
         return found
     tree = part.tree if isinstance(part.tree, dict) else {}
@@ -103,7 +104,9 @@ def configuration(part: Checkpoint) -> dict[str, Any]:
         tree = next((each for each in ranks.values() if isinstance(each, dict)), tree)
     inside = tree.get("model_args", tree.get("args"))
     inside = inside.attributes if isinstance(inside, Object) else inside
-    return inside if isinstance(inside, dict) else {}
+    if isinstance(inside, dict) and inside:
+        return inside
+    return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
 def _places(part: Checkpoint) -> Iterator[str]:

@@ -231,8 +231,7 @@ _PID = (str, Global, str, str, int)
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
     """Notes on the records of an archive, once its pickle was read."""
-    notes = []
-    compact = command("convert", FILE, out=OUT)
+    found = {}
     unused = [
         record
         for name, record in archive.records.items()
@@ -241,15 +240,14 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
     if unused:
         size = sum(record.stored for record in unused)
         records = f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')}"
-        notes.append(Note("unused-record", f"{records} used by no tensor", compact))
+        found["unused-record"] = f"{records} used by no tensor"
     if any(record.method for record in archive.records.values()):
-        notes.append(Note("deflated", "re-zipped with compression: torch cannot map it (mmap=True)", compact))
+        found["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.has_checksums:
-        message = "the archive stores no checksums: damage to its data cannot be noticed"
-        notes.append(Note("no-checksums", message, compact))
+        found["no-checksums"] = "the archive stores no checksums: damage to its data cannot be noticed"
     if storages.big_endian:
-        notes.append(Note("big-endian", "written on a big-endian machine", compact))
-    return notes
+        found["big-endian"] = "written on a big-endian machine"
+    return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in found.items()]
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -74,14 +74,16 @@ def open_joined(
     *,
     part: bool = False,
     given: Mapping[str, int] = {},
+    like: PathLike | None = None,
 ) -> Opened:
     """Opens a folder whose ranks' files are joined by rules; of anything else, the layers are unstacked.
 
-    given: numbers in the rules, beside those of the configuration.
+    given: numbers in the rules, beside those of the configuration, which is that of the folder `like` where none is
+    beside the files.
     Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
     """
     name, place = split(file)
-    found = joined(name, rules, given)
+    found = joined(name, rules, given, like)
     if found is None and not rules.of_layout and (rules.join or rules.layers or not rules.unstack):
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         look = f"See what it is: {command('inspect', name)}"
@@ -102,7 +104,7 @@ def _whole(name: str, rules: Translation, part: bool) -> Checkpoint:
     return found
 
 
-def joined(path: str, rules: Translation, given: Mapping[str, int]) -> Checkpoint | None:
+def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLike | None = None) -> Checkpoint | None:
     """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
 
     Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
@@ -124,7 +126,7 @@ def joined(path: str, rules: Translation, given: Mapping[str, int]) -> Checkpoin
         files.discarded += each.discarded
     ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
-    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source)), {})
+    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
     model = _model(files.joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for _, name, tree in found:

@@ -20,7 +20,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, arg, command, function_name, input_of
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import (
     CkptoolError,
@@ -427,7 +427,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     known = (SaveInPlace if in_place else Save).__annotations__
     if unknown := [name for name in options if name not in known]:
         raise TypeError(
-            f"{function_name(verb)}() got an unexpected keyword argument {unknown[0]!r}; "
+            f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}; "
             f"for its output it takes {', '.join(known)}"
         )
     memory = any(map(in_memory, inputs))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from ckptool.analysis.words import NUMBER
 from ckptool.checkpoint.dtypes import DType
-from ckptool.commands import VERBS, Command, argument, function_name, module_of, nearest, signature_of, verb
+from ckptool.commands import VERBS, Command, argument, function_of, nearest, signature_of, verb
 from ckptool.errors import NoMatch
 from ckptool.facts import TEXT, Report, Told, Unit, bold, facts_of, schema_of
 
@@ -121,7 +121,7 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The classes of the reports that verbs give, each with these verbs, by the names of their schemas."""
     verbs: dict[Any, list[str]] = {}
     for name in VERBS:
-        function = getattr(import_module(module_of(name)), function_name(name))
+        function = function_of(name)
         hooks = filter(None, (function, function.verb.from_words, function.verb.first_try))
         answers = [signature_of(each).return_annotation for each in hooks]
         kinds = [kind for whole in answers for kind in get_args(whole) or (whole,)]

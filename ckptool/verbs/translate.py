@@ -108,12 +108,12 @@ def translate(
     def opening(file: CheckpointLike, at: str | None) -> Opened:
         if not translation.joins or reverse or not isinstance(file, (str, os.PathLike)):
             return open_to_change(file, at)
-        return open_joined(file, translation, at, given=given)
+        return open_joined(file, translation, at, given=given, like=like)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
     there = translation
-    config = configuration(change.part) or configuration(change.original)
+    config = configuration(change.part) or configuration(change.original, like)
     if layout is not None:
         layout = replace(layout, translation=translation)
         sides = {layout.side_of(root.node, reverse, config) for root in roots}

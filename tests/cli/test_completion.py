@@ -22,9 +22,8 @@ import ckptool
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
 from ckptool.cli.completion import VALUES, addresses, candidates
 from ckptool.cli.help import FLAGS
-from ckptool.cli.parser import parse
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import ALIASES, VERBS
+from ckptool.cli.parser import parse, typed_parameters
+from ckptool.commands import ALIASES, VERBS, function_of
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run, done
 from tests.support.looped import examples, looped

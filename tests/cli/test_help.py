@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckptool.cli import main
-from ckptool.cli.verb import function_of
 from ckptool.commands import VERBS as COMMANDS
+from ckptool.commands import function_of
 from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
 from tests.support.looped import looped

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ckptool.cli import main
-from ckptool.cli.verb import function_of
 from ckptool.commands import VERBS as COMMANDS
+from ckptool.commands import function_of
 from ckptool.render.markdown import LIMIT, markdown
 from tests.support.cli import Run, done
 from tests.support.command_options import options_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptool.cli.verb import function_of, typed_parameters
-from ckptool.commands import Parameter
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import Parameter, function_of
 
 
 @dataclass(frozen=True)

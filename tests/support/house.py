@@ -39,7 +39,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckptool.commands import VERBS, function_name
+from ckptool.commands import VERBS
 
 PACKAGE = "ckptool"
 NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")
@@ -213,7 +213,7 @@ class House:
     def repeated_names(self) -> dict[str, list[str]]:
         """Basename, or class at the top of a module -> the modules that share it."""
         verbs = {module.basename for module in self.modules.values() if module.room == "verbs"}
-        verbs |= {function_name(name) for name in VERBS} | {"__init__"}
+        verbs |= {verb.function for verb in VERBS.values()} | {"__init__"}
         files, classes = defaultdict(list), defaultdict(list)
         for module in self.modules.values():
             if module.basename not in verbs:

@@ -107,6 +107,11 @@ def test_without_a_configuration_the_numbers_are_asked_for(tmp_path: Path) -> No
     ckptool.translate(folder, out=tmp_path / "a.safetensors", rules_file=LLAMA, set=["kv_heads=2", "heads=4"])
     case = json.loads((LAYOUT_CASES / LLAMA / "case.json").read_text())
     assert digests(load_file(tmp_path / "a.safetensors")) == case["expected"]
+    (like := tmp_path / "like").mkdir()  # the numbers are also those of the folder that the result is to be like
+    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
+    (like / "config.json").write_text(json.dumps(config))
+    ckptool.translate(folder, out=f"{tmp_path}/new/", rules_file=LLAMA, like=like)
+    assert digests(load_file(tmp_path / "new" / "model.safetensors")) == case["expected"]
     file = LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors"
     refused(file, "llama-megatron-stacked", "[^_]heads=NUMBER", tmp_path)
 

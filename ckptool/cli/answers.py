@@ -1,4 +1,4 @@
-"""What is typed for a verb, by the declaration of its function; and its answers."""
+"""The answers of a verb to what was typed for it: one file after the other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from importlib import import_module
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 from ckptool.checkpoint.workers import Progress, checked_jobs, in_turn
-from ckptool.cli.many_files import WAYS, write_each
 from ckptool.cli.output import (
     FORM,
     Answer,
@@ -25,59 +23,14 @@ from ckptool.cli.output import (
     tell,
     training_progress,
 )
-from ckptool.commands import Declared, Parameter, function_name, module_of, option, parameters_of, signature_of, watched
-from ckptool.errors import CkptoolError, UsageError, printable
+from ckptool.cli.parser import writes
+from ckptool.commands import Declared, parameters_of, signature_of, watched
+from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.facts import Page, Report
 from ckptool.render.style import Style
-from ckptool.verbs._options import Folder, Jobs, SkipRefused
 
 Arguments = Mapping[str, Any]
-_FORMS = "text, json, or markdown: for a job summary or a comment."
-
-
-def function_of(verb: str) -> Any:
-    return getattr(import_module(module_of(verb)), function_name(verb))
-
-
-def typed_parameters(function: Any) -> list[Parameter]:
-    """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
-    declared: Declared = function.verb
-    found: dict[str, Parameter] = {}
-    sources = [function, *filter(None, (declared.from_words, declared.first_try))]
-    kinds = [signature_of(source).return_annotation for source in sources]
-    reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
-    sources += [each.told for each in reports if issubclass(each, Report)]
-    taken: set[str] = set()
-    for each in (each for source in sources for each in parameters_of(source)):
-        if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
-            found[each.name] = each
-            taken.update(each.option.flags)
-    names = ["quiet"] if "training" in watched(function).values() else []
-    if _writes(function) and not declared.one_output:
-        names += ["folder", "skip_refused", "jobs"]
-    elif any(each.option.each for each in found.values()) and "jobs" not in found:
-        names += ["jobs"]
-    program = {each.name: each for each in parameters_of(_program)}
-    return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
-
-
-def _program(
-    *,
-    folder: Folder = None,
-    skip_refused: SkipRefused = False,
-    jobs: Jobs = 1,
-    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
-    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
-    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS)] = None,
-) -> None:
-    """The options of the program: the first three for many files, the next for runs, the last for all."""
-
-
-def _writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds."""
-    whole = signature_of(function)
-    kinds = get_args(whole.return_annotation)
-    return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
+WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
 
 def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer | CkptoolError], bool]:
@@ -103,24 +56,46 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
     work = partial(_answer, verb, function, given, "" if files is None else first, style)
-    if _writes(function):
-        label = next((each for each in (given.get(first), given.get("out")) if isinstance(each, str)), "")
-        return write_each(verb, [label] if files is None else files, given, work, declared.one_output or WAYS), False
+    if writes(function):
+        outs = _outputs(verb, files or [given.get(first)], given, declared.one_output or WAYS)
+        if len(outs) > 1:
+            from ckptool.cli.many_files import write_many
+
+            return write_many(verb, list(zip(files or (), outs, strict=True)), given, work), False
+        given |= {"out": outs[0]} | ({"make_folder": True} if "folder" in given else {})
     given["jobs"] = jobs if files is None or len(files) == 1 else 1  # of the work on one
     return _each(work, files or [given.get(first)], jobs), declared.blank_between and not given.get("quiet")
 
 
-def _each(work: Callable[..., Answer], files: Sequence[str], jobs: int) -> Iterator[Answer | CkptoolError]:
+def _outputs(verb: str, files: Sequence[Any], given: Arguments, ways: str) -> list[str | None]:
+    """Where each file is written to, None for in place; ways: what to say of the places that the verb can write to."""
+    chosen = [flag for flag, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if given.get(name)]
+    if len(chosen) != 1:
+        what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+        why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
+        raise UsageError(what, why, ways)
+    if chosen == ["-d"]:
+        from ckptool.cli.many_files import in_folder
+
+        return list(in_folder(verb, files, given))
+    if chosen == ["-o"] and len(files) > 1:
+        what = f"{counted(len(files), 'file')} cannot be written to one"
+        raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")
+    return [given.get("out")] * len(files)
+
+
+def _each(work: Callable[..., Answer], files: Sequence[Any], jobs: int) -> Iterator[Answer | CkptoolError]:
     """The answers for all files, of which `jobs` are worked on at a time. The error of one of several files is its
     answer: the others are looked at all the same."""
+    if len(files) == 1:
+        yield work(files[0], None)
+        return
     with closing(in_turn(work, files, jobs)) as tasks:
         for task in tasks:
             found: Answer | CkptoolError
             try:
                 found = task(None)
-            except Exception as error:
-                if len(files) < 2:
-                    raise
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
                 found = in_words(error)
             yield found
 
@@ -145,7 +120,7 @@ def _answer(
 ) -> Answer:
     """The answer on one file, which is the function's first argument, or else among what was given.
 
-    output: where a verb writes to, which is told of its progress from outside.
+    output: where a verb that writes many files writes this one, and is told of its progress from outside.
     """
     given = {**given, **({first: file} if first else {}), **output}
     declared: Declared = function.verb
@@ -177,7 +152,7 @@ def _watching(how: str, verb: str, given: Arguments) -> Iterator[Any]:
     elif how == "lines":
         yield lambda text: tell(text + "\n")
     else:
-        file = given.get("file")
-        label = f"{verb} {printable(os.path.basename(file))}" if isinstance(file, str) else verb
+        file = next((each for each in map(given.get, ("file", "out")) if isinstance(each, str)), "")
+        label = f"{verb} {printable(os.path.basename(file))}".rstrip()
         with progress_bar(label) as bar:
             yield bar
