@@ -13,18 +13,10 @@ from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, 
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
-from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
-from ckptool.transforms.optimizers import (
-    by_number,
-    check_groups,
-    first_names,
-    in_model_order,
-    parameters_of,
-    slot_names,
-)
+from ckptool.transforms.optimizers import Slots, first_names, in_model_order, parameters_of
 from ckptool.transforms.warm_start_plan import Assignment
 
 
@@ -160,31 +152,30 @@ def carried(
     parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
     several, `Conflict` where it cannot be known which slot belongs to which parameter.
     """
-    place, optimizer = _only_one(checkpoint)
+    slots = _only_one(checkpoint)
     first = first_names(root)
     told = target.tensors if target.kinds_known else {}
     kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root.node))
+    names, known_by = slots.among(parameters_of(root, kinds), ordered=in_model_order(root.node))
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
     left: list[LeftOut] = []
-    for number, group in enumerate(optimizer["param_groups"]):
+    for number, group in enumerate(slots.groups):
         for slot in group["params"]:
             name = names.get(slot)
             goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
             if goal:
                 group_of[goal] = number
-                if not why and slot in optimizer["state"]:
-                    state[goal] = optimizer["state"][slot]
+                if not why and slot in slots.tree["state"]:
+                    state[goal] = slots.tree["state"][slot]
             if why:
                 left.append(LeftOut(name or str(slot), why))
     fresh = tuple(name for name in parameters if name not in state)
-    report = OptimizerReport(place, known_by, tuple(name for name in parameters if name in state), fresh, tuple(left))
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer["param_groups"]
-    ]
+    kept = tuple(name for name in parameters if name in state)
+    report = OptimizerReport(slots.place, known_by, kept, fresh, tuple(left))
+    without = ("params", "param_names")
+    groups = [{key: value for key, value in group.items() if key not in without} for group in slots.groups]
     return Carried(state, groups, group_of, report)
 
 
@@ -210,10 +201,10 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
         )
     named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
     state = {name: found.state[name] for names in members for name in names if name in found.state}
-    return by_number({"state": state, "param_groups": named}, "")
+    return Slots({"state": state, "param_groups": named}, "").numbered()
 
 
-def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+def _only_one(checkpoint: Checkpoint) -> Slots:
     found = list(optimizers(checkpoint.tree))
     where = checkpoint.source or "the checkpoint"
     if not found:
@@ -228,9 +219,8 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
             "Which one belongs to these weights is not known.",
             f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
         )
-    path, optimizer = found[0]
-    check_groups(address(path), optimizer)
-    return address(path), with_numbers(optimizer)
+    ((path, optimizer),) = found
+    return Slots(optimizer, address(path))
 
 
 def _destinations(

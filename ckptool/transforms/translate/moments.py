@@ -12,10 +12,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.commands import arg
-from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.errors import Conflict, Unsupported
 from ckptool.names.steps import Step
-from ckptool.transforms.optimizers import by_number, check_groups, slot_names_in, with_slots
+from ckptool.transforms.optimizers import Slots
 from ckptool.transforms.translate.apply import TranslatedRoot
 
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
@@ -26,17 +25,13 @@ def translated_optimizer(
 ) -> dict[str, Any]:
     """The state dict of an optimizer for the new parameters. Raises `Conflict` where parameters that become one have
     state that differs beside their moments or are of two groups, `Unsupported` for state of other shapes."""
-    check_groups(place, optimizer)
-    optimizer = with_numbers(optimizer)
-    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
-    is_named = all(type(slot) is str for slot in slots)
+    slots = Slots(optimizer, place)
+    is_named = slots.is_named
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules leave out may be some
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
-        optimizer = with_slots(
-            optimizer, slot_names_in(optimizer, place, whole, None, advice=advice, buffers=buffers)[0]
-        )
-    keys = {slot for group in optimizer["param_groups"] for slot in group["params"]}
+        slots = slots.renamed(slots.names(whole, None, advice, buffers)[0])
+    optimizer, keys = slots.tree, {*slots.slots}
     taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root in roots)
     root = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
@@ -44,7 +39,7 @@ def translated_optimizer(
     state, renamed = _through_steps(by_name, keys, root, place)
     order = {name: number for number, name in enumerate(root.items)}
     groups = []
-    for group in optimizer["param_groups"]:
+    for group in slots.groups:
         new = dict.fromkeys(one for slot in group["params"] for one in renamed[slot])
         groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
     members = [name for group in groups for name in group["params"]]
@@ -52,10 +47,10 @@ def translated_optimizer(
         again = next(name for name in members if members.count(name) > 1)
         what = f"{place}: {again} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
-    if is_named:
-        return {**optimizer, "state": {**state, **beside}, "param_groups": groups}
-    state = {name: state[name] for name in members if name in state}
-    return by_number({**optimizer, "state": {**state, **beside}, "param_groups": groups}, place)
+    if not is_named:
+        state = {name: state[name] for name in members if name in state}
+    made = {**optimizer, "state": {**state, **beside}, "param_groups": groups}
+    return made if is_named else Slots(made, place).numbered()
 
 
 def _through_steps(
