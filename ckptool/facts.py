@@ -244,7 +244,7 @@ class Report:
 
     def __str__(self) -> str:
         """The text that the command prints, with the arguments of functions in place of its options."""
-        style = import_module("ckptool.render.style").PYTHON
+        style = import_module("ckptool.render.lines").PYTHON
         return str(import_module("ckptool.render.lines").text(self, style=style)).rstrip("\n")
 
     def __repr__(self) -> str:

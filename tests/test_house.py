@@ -45,7 +45,7 @@ def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
     assert house.entries == ["cli", "formats", "names", "render", "transforms", "verbs"]
     assert house.repeated_names == {
         "page": ["ckptool.cli.page", "ckptool.render.page"],
-        "Same": ["ckptool.render.slim", "ckptool.render.style"],
+        "Same": ["ckptool.render.slim", "ckptool.render.lines"],
     }
     assert house.loops_over_blocks == ["ckptool.transforms.bake"]
     assert house.designs("ways of joining ranks") == ["ckptool.names.rank_trees.TreeJoiner"]

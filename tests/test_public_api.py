@@ -15,7 +15,7 @@ import pytest
 
 import ckptool
 from ckptool import errors
-from ckptool.checkpoint import registry
+from ckptool.checkpoint.protocols import provide
 from ckptool.facts import Report, facts_of, schema_of
 from ckptool.verbs import _save, _schema
 from tests.support.looped import looped
@@ -192,4 +192,4 @@ def test_the_functions_of_a_noun_are_where_the_package_says(name: str) -> None:
 
 def test_a_type_without_a_renderer_is_named() -> None:
     with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
-        registry.provide("text", {})
+        provide("text", {})

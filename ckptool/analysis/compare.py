@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf, isfinite, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.blocks import fill
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, dot, has_numbers, numbers, scratch
+from ckptool.checkpoint.numeric import dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy
-
     from ckptool.checkpoint.numeric import Array
-
-_READ = 128 << 10  # bytes of each side compared at a time; both stay in the cache
-_WORTH_A_THREAD = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,55 +42,6 @@ class ValueDifference:
     cosine: float | None
     within_tolerance: bool
     first: tuple[int, ...] | None
-
-
-def same_bytes(a: Data, b: Data) -> bool:
-    """True if both hold the same bytes; stops at the first difference."""
-    if a is b:
-        return True
-    if a.length != b.length:
-        return False
-    if isinstance(a, FileRange) and isinstance(b, FileRange) and a.offset == b.offset and a.file.is_same(b.file):
-        return True
-    if isinstance(a, InlineBytes) and isinstance(b, InlineBytes):
-        return a.content == b.content
-    differences: list[int] = []  # where the two parts found one: the other then stops
-    if a.length < _WORTH_A_THREAD or not (isinstance(a, FileRange) and isinstance(b, FileRange)):
-        return _same_part(a, b, 0, a.length, differences)
-    # Nearly all of the time goes into copying from the page cache, which two cores do faster than one.
-    half = a.length // 2
-    later = _second_reader().submit(_same_part, a, b, half, a.length, differences)
-    return _same_part(a, b, 0, half, differences) & later.result()
-
-
-@cache
-def _second_reader() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare")
-
-
-class _Buffers(threading.local):
-    """Two for each thread, kept: fresh memory costs more than the comparison."""
-
-    def __init__(self) -> None:
-        self.pair = bytearray(_READ), bytearray(_READ)
-
-
-_buffers = _Buffers()
-
-
-def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) -> bool:
-    # Two reused bytearrays: comparing memoryviews, or fresh bytes, takes five times as long.
-    left, right = _buffers.pair
-    for place in range(start, stop, _READ):
-        if stop - place < _READ:
-            left, right = bytearray(stop - place), bytearray(stop - place)
-        fill(a, place, memoryview(left))
-        fill(b, place, memoryview(right))
-        if left != right:
-            differences.append(place)
-        if differences:
-            return False
-    return True
 
 
 def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference | None:
@@ -234,7 +177,7 @@ class _Comparison:
             relative[distance == 0] = 0  # 0 / 0
             top = float(relative.max())
         self.max_rel = max(self.max_rel, top)
-        self.sum_rel += dot(relative, _ones(relative.dtype)[: len(relative)])
+        self.sum_rel += total(relative)
 
     def result(self, order: Sequence[int]) -> ValueDifference:
         """The result. `order`: the dimensions of the tensor those of the compared view are."""
@@ -306,10 +249,3 @@ def _products(x: Array, y: Array) -> tuple[float, float, float]:
     wide = numpy.complex128 if x.dtype.kind == "c" else numpy.float64
     x, y = x.astype(wide, copy=False).view(numpy.float64), y.astype(wide, copy=False).view(numpy.float64)
     return dot(x, y), dot(x, x), dot(y, y)
-
-
-@cache
-def _ones(dtype: numpy.dtype[Any]) -> Array:
-    import numpy
-
-    return numpy.ones(CHUNK, dtype)

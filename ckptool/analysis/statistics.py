@@ -9,8 +9,8 @@ from math import gcd, sqrt
 from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.numeric import CHUNK, Array, dot, numbers, scratch
+from ckptool.checkpoint.arrays import comes_whole, fold
+from ckptool.checkpoint.numeric import Array, dot, numbers, scratch
 from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 
 BINS = 24  # of a histogram
@@ -134,7 +134,7 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
             sketch.add(values, zero, zeros_here, shifted if finite is values else None, here)
 
     with numpy.errstate(all="ignore"):
-        fold(add, entry, row=CHUNK if sketch is None else sketch.row)
+        fold(add, entry, row=1 if sketch is None else sketch.row)
     low, high = (int(end) if type(end) is bool else end for end in ends) if ends else (None, None)
     squares, n = squares * times, count * times
     std = sqrt(squares / (n - 1)) if n > 1 else None
@@ -158,7 +158,7 @@ class _Sketch:
         stored, axes = None if entry.is_contiguous else in_storage_order(entry), storage_axes(entry)
         self.is_turned = stored is not None and axes == [*range(1, len(axes)), 0] and self.rows <= MAX_TURNED
         self.inner: tuple[tuple[int, ...], list[int]] | None = None
-        if stored is not None and axes[0] == 0 and self.row <= CHUNK:
+        if stored is not None and axes[0] == 0 and comes_whole(self.row):
             self.inner = stored.shape[1:], [0, *(axes.index(axis) for axis in range(1, len(axes)))]
         self.entry = stored if stored is not None and (self.is_turned or self.inner) else entry
         if self.is_turned:

@@ -15,8 +15,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
-from ckptool.checkpoint.registry import provide
+from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
 from ckptool.errors import BadTensor, printable
 from ckptool.facts import LIVE
 from ckptool.facts import Note as Note
@@ -141,15 +140,6 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-class Layout(NamedTuple):
-    """The elements of a storage that a tensor has, and in which order. Sizes, strides and offset count elements."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
 @dataclass(slots=True, eq=False)
 class TensorEntry(ArrayLike):
     """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
@@ -162,8 +152,9 @@ class TensorEntry(ArrayLike):
     flags: Flags = NO_FLAGS
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.dtype, self.shape, self.stride, self.offset)
+    def layout(self) -> tuple[DType, tuple[int, ...], tuple[int, ...], int]:
+        """The elements of a storage that it has, and in which order: type, shape, stride, offset."""
+        return self.dtype, self.shape, self.stride, self.offset
 
     @property
     def view(self) -> tuple[Any, ...]:
@@ -339,7 +330,9 @@ class Composite(ArrayLike):
     def view(self) -> tuple[Any, ...]:
         """Equal for tensors that are made of the same views, with the same numbers."""
         parts = [part.view if isinstance(part, TensorEntry) else id(part.storage) for part in self.parts()]
-        numbers = [arg for arg in self.made.args if type(arg) is int or (type(arg) is tuple and _are_ints(arg))]
+        numbers = [
+            arg for arg in self.made.args if type(arg) is int or (type(arg) is tuple and {*map(type, arg)} <= {int})
+        ]
         return self.kind, self.dtype, self.shape, *parts, *numbers
 
     @property
@@ -367,10 +360,6 @@ class Composite(ArrayLike):
     def __repr__(self) -> str:
         shape = "" if self.shape is None else list(self.shape)
         return f"<{printable(self.kind)} tensor {self.dtype or ''}{shape}>"
-
-
-def _are_ints(values: tuple[Any, ...]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 Tensor = TensorEntry | Composite

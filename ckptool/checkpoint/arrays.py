@@ -14,14 +14,16 @@ memory that is used again; `numeric.numbers` reads them. `TensorValues` reads nu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import fill
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.blocks import MadeBlocks, fill
+from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.numeric import CHUNK, Array, aligned, numbers, resolve, rounded, scratch
+from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once
 _ROOM, _LEAST = 8 * CHUNK, 512  # elements of all arrays that are in memory together, and of each at least
@@ -50,8 +52,42 @@ def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> Tens
 
     They are rounded as in `computed_tensor`. `make` keeps nothing of what it is given.
     """
-    chunk = _Each(make, _Sources(arrays), dtype).chunk
-    return _array(dtype, arrays[0].shape, chunk, arrays, arrays[-1].location, _step(len(arrays)))
+    values = partial(_side_by_side, make, _Sources(arrays))
+    step = _step(len(arrays))
+    return computed_tensor(dtype, arrays[0].shape, values, arrays, arrays[-1].location, step)
+
+
+def _side_by_side(make: Callable[..., Array], sources: _Sources, start: int, stop: int) -> Array:
+    return make(start, *sources.blocks("each", start, stop))
+
+
+def resolved(entry: TensorEntry) -> TensorEntry:
+    """The tensor with its conjugate and negative bits applied to the values, row-major where there were any."""
+    if not (entry.flags.conj or entry.flags.neg):
+        return entry
+    if entry.dtype.kind not in ("float", "complex"):
+        raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
+    kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
+    made = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
+    return replace(made, flags=entry.flags._replace(conj=False, neg=False))
+
+
+def swapped(storage: Storage, dtype: DType | None) -> Data:
+    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
+    one."""
+    if dtype is None:
+        what = "an untyped storage in a big-endian file"
+        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
+    if dtype.itemsize == 1:
+        return storage.data
+    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
+    return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
+
+
+def comes_whole(row: int) -> bool:
+    """True if a row of so many elements of one array comes in one block of a `fold`."""
+    return row <= CHUNK
 
 
 def _step(arrays: int) -> int:
@@ -83,58 +119,6 @@ class _Sources:
         return blocks
 
 
-class _Each:
-    __slots__ = ("dtype", "make", "sources")
-
-    def __init__(self, make: Callable[..., Array], sources: _Sources, dtype: DType) -> None:
-        self.make, self.sources, self.dtype = make, sources, dtype
-
-    def chunk(self, start: int, stop: int) -> bytes:
-        import numpy
-
-        with numpy.errstate(all="ignore"):
-            return in_type(self.make(start, *self.sources.blocks("each", start, stop)), self.dtype)
-
-
-def _array(
-    dtype: DType,
-    shape: tuple[int, ...],
-    chunk: Callable[[int, int], bytes],
-    inputs: Sequence[TensorEntry],
-    location: str,
-    step: int,
-) -> TensorEntry:
-    """An array in row-major order of which `chunk(start, stop)` makes at most `step` elements at a time."""
-    storages = {id(entry.storage): entry.storage for entry in inputs}.values()
-    data: Data = InlineBytes(b"")
-    if count := prod(shape):
-        data = computed(count, dtype.itemsize, chunk, *storages, step=step)
-    return TensorEntry(Storage(data, location), dtype, shape, row_major_strides(shape))
-
-
-def computed(
-    count: int, itemsize: int, chunk: Callable[[int, int], bytes], *inputs: Storage, step: int = CHUNK
-) -> Computed:
-    """`count` elements of which `chunk(start, stop)` makes at most `step` at a time, from what is in `inputs`."""
-    return Computed(count * itemsize, _Chunks(count, itemsize, chunk, step).read, inputs)
-
-
-class _Chunks:
-    """Elements made a chunk at a time. Not a closure: a checkpoint may have one of these for each of its tensors."""
-
-    __slots__ = ("chunk", "count", "itemsize", "step")
-
-    def __init__(self, count: int, itemsize: int, chunk: Callable[[int, int], bytes], step: int) -> None:
-        self.count, self.itemsize, self.chunk, self.step = count, itemsize, chunk, step
-
-    def read(self, offset: int, length: int) -> bytes:
-        size, step = self.itemsize, self.step
-        stop = min(self.count, -(-(offset + length) // size))
-        parts = [self.chunk(place, min(place + step, stop)) for place in range(offset // size, stop, step)]
-        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % size
-        return data if len(data) == length and not skip else data[skip : skip + length]
-
-
 class TensorValues:
     """The elements of a tensor as numbers: f32 for floats of up to 32 bits, f64 for f64, integers and bool as such."""
 
@@ -163,14 +147,20 @@ class TensorValues:
 
 
 def computed_tensor(
-    dtype: DType, shape: Sequence[int], values: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
+    dtype: DType,
+    shape: Sequence[int],
+    values: Numbers,
+    inputs: Sequence[TensorEntry],
+    location: str = "cpu",
+    step: int = CHUNK,
 ) -> TensorEntry:
-    """A tensor whose elements `values(start, stop)` gives, at most 64 K of them at a time, as floats of any width.
+    """A tensor whose elements `values(start, stop)` gives, at most `step` of them at a time, as floats of any width.
 
     They are rounded once, as torch rounds, if they are of another type than `dtype`; a `dtype` of no numbers takes
     them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
     """
-    return _array(dtype, tuple(shape), _Rounded(dtype, values).chunk, inputs, location, CHUNK)
+    length = prod(shape) * dtype.itemsize
+    return _over(dtype, shape, inputs, location, _Elements(dtype, values, step, length).read)
 
 
 def computed_rows(
@@ -180,8 +170,53 @@ def computed_rows(
 
     For what is quicker a row at a time: products of matrices, scales of blocks of rows.
     """
-    block = _Rows(tuple(shape), rows).read
-    return computed_tensor(dtype, shape, partial(in_pieces, piece=block), inputs, location)
+    import numpy
+
+    width = max(1, prod(shape[1:]) * dtype.itemsize)
+
+    def block(start: int, stop: int) -> memoryview:
+        with numpy.errstate(all="ignore"):
+            return memoryview(in_type(rows(start // width, stop // width), dtype))
+
+    made = MadeBlocks(prod(shape) * dtype.itemsize, max(1, ROWS * dtype.itemsize // width) * width, block)
+    return _over(dtype, shape, inputs, location, made.read, made.view)
+
+
+def _over(
+    dtype: DType,
+    shape: Sequence[int],
+    inputs: Sequence[TensorEntry],
+    location: str,
+    read: Callable[[int, int], bytes],
+    view: Callable[[int, int], memoryview] | None = None,
+) -> TensorEntry:
+    """An array in row-major order whose bytes are computed."""
+    storages = tuple({id(entry.storage): entry.storage for entry in inputs}.values())
+    length = prod(shape) * dtype.itemsize
+    data = Computed(length, read, storages, view) if length else InlineBytes(b"")
+    return TensorEntry(Storage(data, location), dtype, tuple(shape), row_major_strides(tuple(shape)))
+
+
+class _Elements:
+    """Elements made so many at a time. Not a closure: a checkpoint may have one of these for each of its tensors."""
+
+    __slots__ = ("dtype", "length", "step", "values")
+
+    def __init__(self, dtype: DType, values: Numbers, step: int, length: int) -> None:
+        self.dtype, self.values, self.step, self.length = dtype, values, step, length
+
+    def read(self, offset: int, length: int) -> bytes:
+        import numpy
+
+        size, step = self.dtype.itemsize, self.step
+        stop = -(-min(offset + length, self.length) // size)
+        with numpy.errstate(all="ignore"):
+            parts = [
+                in_type(self.values(place, min(place + step, stop)), self.dtype)
+                for place in range(offset // size, stop, step)
+            ]
+        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % size
+        return data if len(data) == length and not skip else data[skip : skip + length]
 
 
 def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
@@ -195,39 +230,6 @@ def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
     return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
 
 
-class _Rows:
-    """The elements of rows that are made several at a time. Keeps the last block of them, as it is read in order."""
-
-    __slots__ = ("_kept", "count", "height", "rows", "width")
-
-    def __init__(self, shape: tuple[int, ...], rows: Numbers) -> None:
-        self.rows, self.width, self.count = rows, prod(shape[1:]), shape[0]
-        self.height = max(1, ROWS // max(1, self.width))
-        self._kept: tuple[int, Array] | None = None
-
-    def read(self, start: int, stop: int) -> Array:
-        block = start // self.width // self.height
-        begin = block * self.height * self.width
-        if self._kept is None or self._kept[0] != block:
-            first = block * self.height
-            self._kept = block, self.rows(first, min(first + self.height, self.count)).reshape(-1)
-        values = self._kept[1]
-        end = min(stop, begin + len(values))
-        if end == begin + len(values):
-            self._kept = None  # a tree has thousands of these
-        return values[start - begin : end - begin]
-
-
-class _Rounded:
-    __slots__ = ("dtype", "values")
-
-    def __init__(self, dtype: DType, values: Numbers) -> None:
-        self.dtype, self.values = dtype, values
-
-    def chunk(self, start: int, stop: int) -> bytes:
-        return in_type(self.values(start, stop), self.dtype)
-
-
 def in_type(values: Array, dtype: DType) -> bytes:
     """The bytes of numbers in a type, rounded as torch rounds where they are floats of another."""
     import numpy
@@ -236,5 +238,4 @@ def in_type(values: Array, dtype: DType) -> bytes:
     if not dtype.is_float or flat.dtype == dtype.to_numpy():
         return flat.tobytes()
     with numpy.errstate(all="ignore"):
-        parts = [rounded(flat[at : at + CHUNK], dtype).tobytes() for at in range(0, len(flat), CHUNK)]
-    return b"".join(parts)
+        return b"".join([rounded(flat[at : at + CHUNK], dtype).tobytes() for at in range(0, len(flat), CHUNK)])

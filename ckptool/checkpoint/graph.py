@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
@@ -268,28 +269,21 @@ def same(value: Any) -> Any:
     return value
 
 
-def copy_dict(node: dict[Any, Any]) -> FillLater:
-    copy: dict[Any, Any] = {}
-    return FillLater(copy, lambda of: copy.update(_items(node, of)))
-
-
-def copy_ordered_dict(node: OrderedDict) -> FillLater:
-    copy = OrderedDict()
+def copy_dict(node: dict[Any, Any], plain: type = dict, ordered: type[OrderedDict] = OrderedDict) -> FillLater:
+    """A dictionary of the results for its keys, values and attributes, of one of two types."""
+    copy: dict[Any, Any] = ordered() if isinstance(node, OrderedDict) else plain()
 
     def fill(of: Of) -> None:
-        copy.update(_items(node, of))
-        copy.attributes = of(node.attributes)
+        dict.update(copy, ((key if type(key) is str else of(key), of(value)) for key, value in node.items()))
+        if isinstance(copy, OrderedDict):
+            copy.attributes = of(node.attributes)  # type: ignore[attr-defined]
 
     return FillLater(copy, fill)
 
 
-def _items(node: dict[Any, Any], of: Of) -> Iterator[tuple[Any, Any]]:
-    return ((key if type(key) is str else of(key), of(value)) for key, value in node.items())
-
-
-def copy_list(node: list[Any]) -> FillLater:
-    copy: list[Any] = []
-    return FillLater(copy, lambda of: copy.extend(map(of, node)))
+def copy_list(node: list[Any], plain: type[list[Any]] = list) -> FillLater:
+    copy = plain()
+    return FillLater(copy, lambda of: list.extend(copy, map(of, node)))
 
 
 def copy_tuple(node: tuple[Any, ...]) -> FromParts:
@@ -316,7 +310,7 @@ def copy_object(node: Object) -> FillLater:
 
 COPY: Mapping[type, Handler] = {
     dict: copy_dict,
-    OrderedDict: copy_ordered_dict,
+    OrderedDict: copy_dict,
     list: copy_list,
     tuple: copy_tuple,
     Set: copy_set,
@@ -332,10 +326,6 @@ def _refuse(self: Any, *_: Any, **__: Any) -> Any:
         "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use "
         "ckptool.edit"
     )
-
-
-_DICT_CHANGES = "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update".split()
-_LIST_CHANGES = "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort".split()
 
 
 class ReadOnlyDict(dict[Any, Any]):
@@ -369,34 +359,18 @@ class ReadOnlyList(list[Any]):
         return list, (), None, iter(self)
 
 
-for _cls, _changes in (
-    (ReadOnlyDict, _DICT_CHANGES),
-    (ReadOnlyOrderedDict, _DICT_CHANGES),
-    (ReadOnlyList, _LIST_CHANGES),
-):
-    for _name in _changes:
-        setattr(_cls, _name, _refuse)
+_CHANGES = """
+    __setitem__ __delitem__ __ior__ clear pop popitem setdefault update
+    __iadd__ __imul__ append extend insert remove reverse sort"""
+for _kind in (ReadOnlyDict, ReadOnlyOrderedDict, ReadOnlyList):
+    for _change in _CHANGES.split():
+        if hasattr(_kind, _change):
+            setattr(_kind, _change, _refuse)
 
 
 def read_only(tree: Any) -> Any:
     """The tree with dictionaries and lists that refuse to be changed. Sharing and cycles stay."""
-    return GraphMapper(_READ_ONLY).map(tree)
-
-
-def _read_only_dict(node: dict[Any, Any]) -> FillLater:
-    copy = ReadOnlyOrderedDict((), node.attributes) if isinstance(node, OrderedDict) else ReadOnlyDict()
-    return FillLater(copy, lambda of: dict.update(copy, ((key, of(item)) for key, item in node.items())))
-
-
-def _read_only_list(node: list[Any]) -> FillLater:
-    copy = ReadOnlyList()
-    return FillLater(copy, lambda of: list.extend(copy, map(of, node)))
-
-
-_READ_ONLY: Mapping[type, Handler] = {
-    dict: _read_only_dict,
-    OrderedDict: _read_only_dict,
-    list: _read_only_list,
-    tuple: copy_tuple,
-    object: same,
-}
+    read_only_dict = partial(copy_dict, plain=ReadOnlyDict, ordered=ReadOnlyOrderedDict)
+    read_only_list = partial(copy_list, plain=ReadOnlyList)
+    kinds: dict[type, Handler] = {dict: read_only_dict, OrderedDict: read_only_dict, list: read_only_list}
+    return GraphMapper({**kinds, tuple: copy_tuple, object: same}).map(tree)

@@ -174,6 +174,30 @@ def dot(x: Array, y: Array) -> float:
     return total if cut == len(x) else total + float(numpy.vecdot(x[cut:], y[cut:]))
 
 
+def total(x: Array) -> float:
+    """The sum of at most CHUNK f32 or f64 values, as `dot` adds."""
+    return dot(x, _ones(x.dtype)[: len(x)])
+
+
+@cache
+def _ones(dtype: numpy.dtype[Any]) -> Array:
+    import numpy
+
+    return numpy.ones(CHUNK, dtype)
+
+
+def through(values: Array, dtype: DType) -> Array:
+    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
+    import numpy
+
+    if dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":
+        flat = values.reshape(-1)
+        for at in range(0, len(flat), CHUNK):
+            piece = flat[at : at + CHUNK]
+            numpy.copyto(piece, numbers(rounded(piece, dtype).view("u1"), dtype, "through"))
+    return values
+
+
 def packed(dtype: DType) -> Unsupported:
     """The refusal to compute with a type that numpy has no numbers for."""
     return Unsupported(

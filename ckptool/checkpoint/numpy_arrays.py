@@ -13,26 +13,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
-from ckptool.checkpoint.strided import swapped
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 
+# The tensors' types by the names of numpy's, without a byte order.
 _CODES: dict[str, DType] = {
     f"{'b' if kind.kind == 'bool' else kind.kind[0]}{kind.itemsize}": kind
     for kind in DTYPES
     if kind.numpy and not kind.ml and kind.kind in ("bool", "int", "uint", "float", "complex")
 }
-
-
-def element_type(kind: ArrayType) -> DType | None:
-    """The tensors' type with the elements of a numpy type; None for texts, dates and records."""
-    return None if kind.fields or kind.unit else _CODES.get(kind.code)
 
 
 def code_of(dtype: DType) -> str | None:
@@ -47,7 +43,7 @@ def over_bytes(
 
     fortran: the first axis runs fastest.  crc: the CRC-32 of `data`, where it is known.
     """
-    dtype = element_type(kind)
+    dtype = None if kind.fields or kind.unit else _CODES.get(kind.code)
     if dtype is None or len(shape) > MAX_RANK:
         return None
     storage = Storage(data, crc=crc)
@@ -147,13 +143,8 @@ class ArrayType:
         if self.fields:
             return f"record of {counted(len(self.fields), 'field')}"
         unit = f"[{self.unit[1] if self.unit[1] != 1 else ''}{self.unit[0]}]" if self.unit else ""
-        return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{_OUR_NAMES.get(self.code, self.code)}{unit}"
-
-
-_OUR_NAMES = {
-    "b1": "bool", "i1": "i8", "i2": "i16", "i4": "i32", "i8": "i64", "u1": "u8", "u2": "u16", "u4": "u32", "u8": "u64",
-    "f2": "f16", "f4": "f32", "f8": "f64", "c8": "c64", "c16": "c128", "M8": "datetime64", "m8": "timedelta64",
-}  # fmt: skip
+        name = _CODES.get(self.code) or {"M8": "datetime64", "m8": "timedelta64"}.get(self.code, self.code)
+        return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{name}{unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,20 +207,27 @@ _NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
 _ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
-def _is_sound(check: Callable[[Object], bool]) -> Callable[[Object], bool]:
-    """The same judgement, which is False for what is not built as numpy builds it."""
+def _where_odd(give: Callable[[], Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """The same function, which gives something else for a description that is not built as numpy builds them."""
 
-    @wraps(check)
-    def judging(node: Object) -> bool:
-        try:
-            return check(node)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-            return False
+    def guarded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(read)
+        def reading(node: Any) -> Any:
+            try:
+                return read(node)
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+                return give()
 
-    return judging
+        return reading
+
+    return guarded
 
 
-@_is_sound
+def _refuse() -> NoReturn:
+    raise Corrupt("a numpy array whose dtype is inconsistent", "numpy does not write this.") from None
+
+
+@_where_odd(bool)
 def is_type(node: Object) -> bool:
     """Whether a pickled `numpy.dtype` agrees with itself; of the types in it, each is judged by itself.
 
@@ -294,7 +292,7 @@ def _fills(data: Any, kind: Any, shape: Any) -> bool:
     return bool(length == width * count)
 
 
-@_is_sound
+@_where_odd(bool)
 def is_array(node: Object) -> bool:
     """Whether a pickled array has the state that numpy gives one, or none."""
     if canonical(node.fn).endswith("._frombuffer"):
@@ -312,20 +310,7 @@ def is_array(node: Object) -> bool:
     return known and _fills(data, kind, shape)
 
 
-def _in_words(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function, which raises `Corrupt` where a description is not built as numpy builds them."""
-
-    @wraps(read)
-    def reading(node: Any) -> Any:
-        try:
-            return read(node)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-            raise Corrupt("a numpy array whose dtype is inconsistent", "numpy does not write this.") from None
-
-    return reading
-
-
-@_in_words
+@_where_odd(_refuse)
 def array_type(node: Any) -> Any:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
     return _array_type(node, 0, {})
@@ -368,7 +353,7 @@ def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
     return unit, count
 
 
-@_in_words
+@_where_odd(_refuse)
 def array(node: Object) -> Any:
     """The `Array` that an object stands for, else `NotImplemented`. Raises `Corrupt` where sizes disagree."""
     called, state = canonical(node.fn), node.state
@@ -401,7 +386,7 @@ def _python2_bytes(data: Any) -> Any:
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
 
 
-@_in_words
+@_where_odd(_refuse)
 def scalar(node: Object) -> Any:
     """The type and bytes of a numpy scalar, as an `Array` without dimensions; `NotImplemented` for anything else."""
     if canonical(node.fn) != "numpy.core.multiarray.scalar" or len(node.args) != 2:

@@ -19,13 +19,18 @@ from ckptool.errors import (
     NotAFolder,
 )
 
-# By the number that the system gives.
-KINDS: dict[int | None, type[FileProblem]] = {
-    errno.ENOENT: FileMissing,
-    errno.EACCES: NoPermission,
-    errno.EPERM: NoPermission,
-    errno.EISDIR: IsAFolder,
-    errno.ENOTDIR: NotAFolder,
+_NO_PERMISSION = "The permissions of the file or its folder do not allow it."
+# By the number that the system gives: the class of the error, and what it means.
+KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
+    errno.ENOENT: (FileMissing, ""),
+    errno.EISDIR: (IsAFolder, ""),
+    errno.EACCES: (NoPermission, _NO_PERMISSION),
+    errno.EPERM: (NoPermission, _NO_PERMISSION),
+    errno.ENOTDIR: (NotAFolder, "A part of the path is a file, not a folder."),
+    errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
+    errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
+    errno.EROFS: (FileProblem, "The file system is mounted read-only."),
+    errno.EIO: (FileProblem, "The disk reported an error; what is on it may be damaged."),
 }
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
@@ -73,33 +78,26 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
         return elsewhere
     name = os.fspath(path)
-    if getattr(error, "errno", None) == errno.ENOENT and os.path.islink(path):
-        return _broken_link(os.fspath(path), doing).about(errno.ENOENT, path)
     number = getattr(error, "errno", None)
+    if number == errno.ENOENT and os.path.islink(path):
+        return BrokenLink(
+            f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there",
+            "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
+            "machine.",
+            f"See where it leads: {other_program('ls -l', name)}; then download the file again, or copy with cp -L.",
+        ).about(errno.ENOENT, path)
     reason = os.strerror(number) if number else str(error)
+    kind, why = KINDS.get(number, (FileProblem, ""))
     fix = ""
-    why = "No file can have such a name." if "null byte" in reason else _MEANINGS.get(number or 0, "")
-    if number == errno.ENOENT:
+    if "null byte" in reason:
+        why = "No file can have such a name."
+    elif number == errno.ENOENT:
         folder = os.path.dirname(absolute(path))
-        there = os.path.isdir(folder)
-        why = (
-            f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}" if there else "No such file."
-        )
-        fix = (
-            f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
-            if there
-            else f"There is no folder {folder} either."
-        )
-    return KINDS.get(number, FileProblem)(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
-
-
-def _broken_link(path: str, doing: str) -> BrokenLink:
-    return BrokenLink(
-        f"cannot {doing} {path}: it is a link to {os.readlink(path)}, which is not there",
-        "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
-        "machine.",
-        f"See where it leads: {other_program('ls -l', path)}; then download the file again, or copy with cp -L.",
-    )
+        why, fix = "No such file.", f"There is no folder {folder} either."
+        if os.path.isdir(folder):
+            why = f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}"
+            fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
+    return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 
 
 def _meant(folder: str, name: str | bytes) -> str:
@@ -111,17 +109,6 @@ def _meant(folder: str, name: str | bytes) -> str:
         close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
         return f"; did you mean {close[0]}?" if close else "."
     return "."
-
-
-_MEANINGS = {
-    errno.EACCES: "The permissions of the file or its folder do not allow it.",
-    errno.EPERM: "The permissions of the file or its folder do not allow it.",
-    errno.ENOTDIR: "A part of the path is a file, not a folder.",
-    errno.ELOOP: "The name is a link that leads to itself.",
-    errno.ENAMETOOLONG: "The name is longer than this file system allows.",
-    errno.EROFS: "The file system is mounted read-only.",
-    errno.EIO: "The disk reported an error; what is on it may be damaged.",
-}
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

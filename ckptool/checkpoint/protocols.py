@@ -1,17 +1,31 @@
-"""The protocols of Python and numpy that the nouns speak: a checkpoint is a mapping, a tensor is array-like."""
+"""The protocols of Python and numpy that the nouns speak: a checkpoint is a mapping, a tensor is array-like.
+
+What a higher layer defines for them (`.torch()`, `.to()`, what notebooks show), `provide` finds: the package itself,
+which is above all layers, knows which function gives a type which form (`ckptool/__init__.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.dtypes import dtype_of
 from ckptool.checkpoint.graph import read_only
-from ckptool.checkpoint.registry import provide
 from ckptool.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Tensor
+
+
+def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
+    """A value of ours in another form: `torch`, `cast`, `html`. Raises `TypeError` for a type that has none."""
+    functions: dict[str, str] = import_module("ckptool").PROVIDERS
+    for kind in type(value).__mro__:
+        if kind.__module__.startswith("ckptool.") and f"{kind.__name__}.{form}" in functions:
+            module, _, name = functions[f"{kind.__name__}.{form}"].partition(":")
+            return getattr(import_module(f"ckptool.{module}"), name)(value, *arguments, **options)
+    raise TypeError(f"nothing gives {type(value).__name__} the form {form!r}")
 
 
 class ArrayLike:

@@ -7,18 +7,17 @@ are read at once (the rest of the span is thrown away), the others run by run, a
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.blocks import blocks, check_files, verify
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import aligned, packed, resolve
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint.blocks import MadeBlocks, check_files, fill, verify
+from ckptool.checkpoint.numeric import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported, counted
+from ckptool.errors import BadTensor, LimitExceeded
 
 if TYPE_CHECKING:
     import numpy
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 _BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
 _PACK = 4 << 20  # bytes read for it at a time
-_KEPT = 2  # blocks kept for the next read, in all: two views can be read side by side
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
 _GAP_FILE = 8 << 10
@@ -50,27 +48,6 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
 
 
-def swapped(storage: Storage, dtype: DType | None) -> Data:
-    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
-    one."""
-    if dtype is None:
-        what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
-    if dtype.itemsize == 1:
-        return storage.data
-    data, width = storage.data, dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
-
-    def read(offset: int, length: int) -> bytes:
-        begin, end = offset - offset % width, min(-(-(offset + length) // width) * width, data.length)
-        raw = data.read(begin, end - begin)
-        turned = bytearray(len(raw))
-        for i in range(width):
-            turned[i::width] = raw[width - 1 - i :: width]
-        return bytes(turned[offset - begin : offset - begin + length])
-
-    return Computed(data.length, read, (storage,))
-
-
 def row_major(entry: TensorEntry) -> Data:
     """The stored values in row-major order, not read yet (conjugate and negative bits not applied).
 
@@ -82,7 +59,12 @@ def row_major(entry: TensorEntry) -> Data:
     whole = subrange(entry.storage.data, start, stop - start)
     if entry.is_contiguous:
         return whole
-    made = _Gather(whole, entry)
+    size = entry.dtype.itemsize
+    sizes, strides = _merged(entry.shape, entry.stride)
+    axis = next(axis for axis in range(len(sizes)) if prod(sizes[axis + 1 :]) <= _BLOCK // size)
+    row = prod(sizes[axis + 1 :]) * size
+    make = partial(_rows, whole, sizes, strides, axis, size)
+    made = MadeBlocks(entry.nbytes, _BLOCK // row * row, make, sizes[axis] * row)
     return Computed(entry.nbytes, made.read, view=made.view)
 
 
@@ -130,86 +112,27 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
             f"Look at a part: {arg(slice='0:4')}.",
         ) from error
     raw = array.view(numpy.uint8)
-    data = row_major(entry)
-    for _ in blocks(data, into=raw.data):
-        pass
+    fill(row_major(entry), 0, raw.data)
     check_files(entry)
     resolve(raw, entry.dtype, entry.flags)
     return array.reshape(entry.shape)
 
 
-class _Gather:
-    """The row-major bytes of a view of `data`, made block by block.
+def _rows(
+    data: Data, sizes: tuple[int, ...], strides: tuple[int, ...], axis: int, itemsize: int, start: int, stop: int
+) -> memoryview:
+    """The bytes from `start` to `stop` of a view: rows of a dimension, with all below, at one place of those above."""
+    import numpy
 
-    A block is `rows` rows of the dimension `axis`, with everything below it, at one place of the dimensions above it.
-    """
-
-    __slots__ = ("axis", "data", "itemsize", "length", "rows", "sizes", "strides", "tail")
-
-    def __init__(self, data: Data, entry: TensorEntry) -> None:
-        self.data = data
-        self.length = entry.nbytes
-        self.itemsize = entry.dtype.itemsize
-        self.sizes, self.strides = _merged(entry.shape, entry.stride)
-        room = _BLOCK // self.itemsize
-        self.axis = next(axis for axis in range(len(self.sizes)) if prod(self.sizes[axis + 1 :]) <= room)
-        self.tail = prod(self.sizes[self.axis + 1 :])
-        self.rows = min(self.sizes[self.axis], room // self.tail)
-
-    def read(self, offset: int, length: int) -> bytes:
-        stop = min(offset + length, self.length)
-        parts = []
-        while offset < stop:
-            start, block = self._block(offset // self.itemsize)
-            end = min(stop, start + len(block))
-            parts.append(block[offset - start : end - start].tobytes())
-            if end == start + len(block):
-                _forget(self)
-            offset = end
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """At most so many bytes, as far as the block goes, without a copy."""
-        start, block = self._block(offset // self.itemsize)
-        end = min(offset + length, start + len(block))
-        if end == start + len(block):
-            _forget(self)
-        return block[offset - start : end - start].data
-
-    def _block(self, element: int) -> tuple[int, Array]:
-        """The block that `element` is in: where it starts in the output, in bytes, and its bytes."""
-        per_lead = self.sizes[self.axis] * self.tail
-        lead, rest = divmod(element, per_lead)
-        row = rest // self.tail // self.rows * self.rows
-        start = (lead * per_lead + row * self.tail) * self.itemsize
-        for owner, kept_start, kept in _recent:
-            if owner is self and kept_start == start:
-                return start, kept
-        block = self._make(lead, row)
-        _forget(self)
-        _recent.append((self, start, block))
-        del _recent[:-_KEPT]
-        return start, block
-
-    def _make(self, lead: int, row: int) -> Array:
-        import numpy
-
-        base = row * self.strides[self.axis]
-        for size, stride in zip(self.sizes[: self.axis][::-1], self.strides[: self.axis][::-1], strict=True):
-            lead, index = divmod(lead, size)
-            base += index * stride
-        count = min(self.rows, self.sizes[self.axis] - row)
-        out = numpy.empty((count, *self.sizes[self.axis + 1 :]), f"V{self.itemsize}")
-        _collect(self.data, base, self.strides[self.axis :], out)
-        return out.reshape(-1).view(numpy.uint8)
-
-
-# Blocks live here and not in their readers: a tree may hold thousands of views, and each would keep its last block.
-_recent: list[tuple[_Gather, int, Array]] = []
-
-
-def _forget(owner: _Gather) -> None:
-    _recent[:] = [kept for kept in _recent if kept[0] is not owner]
+    row = prod(sizes[axis + 1 :]) * itemsize
+    lead, first = divmod(start // row, sizes[axis])
+    base = first * strides[axis]
+    for size, stride in zip(sizes[:axis][::-1], strides[:axis][::-1], strict=True):
+        lead, index = divmod(lead, size)
+        base += index * stride
+    out = numpy.empty(((stop - start) // row, *sizes[axis + 1 :]), f"V{itemsize}")
+    _collect(data, base, strides[axis:], out)
+    return out.reshape(-1).view(numpy.uint8).data
 
 
 def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -230,55 +153,32 @@ def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int,
 
 def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> None:
     """Fills `out` with the elements at `base + sum(index * stride)` of `data`; all counted in elements."""
-    gap = (_GAP_COMPUTED if isinstance(data, Computed) else _GAP_FILE) // out.itemsize
-    outer, span = _runs(out.shape, strides, gap)
-    if span * prod(out.shape[axis] for axis in outer) * out.itemsize <= _PACK:
-        _collect_runs(data, base, strides, outer, span, out)
-        return
-    widest = max(range(out.ndim), key=lambda axis: (out.shape[axis] - 1) * strides[axis])
-    half = out.shape[widest] // 2
-    before = (slice(None),) * widest
-    _collect(data, base, strides, out[(*before, slice(half))])
-    _collect(data, base + half * strides[widest], strides, out[(*before, slice(half, None))])
-
-
-def _runs(shape: tuple[int, ...], strides: tuple[int, ...], gap: int) -> tuple[list[int], int]:
-    """The dimensions whose every index is worth a read of its own, widest first; the elements that one read spans."""
-    axes = sorted(range(len(shape)), key=strides.__getitem__)
-    span = 1
-    while axes and strides[axes[0]] - span <= gap:
-        axis = axes.pop(0)
-        span += (shape[axis] - 1) * strides[axis]
-    return axes[::-1], span
-
-
-def _collect_runs(data: Data, base: int, strides: tuple[int, ...], outer: list[int], span: int, out: Array) -> None:
-    """Reads one run of `span` elements for each index of the `outer` dimensions, then puts the elements in order."""
     import numpy
 
-    starts = numpy.array([base])
-    steps = [stride * out.itemsize for stride in strides]
-    packed_step = span * out.itemsize * prod(out.shape[axis] for axis in outer)
+    size, gap = out.itemsize, (_GAP_COMPUTED if isinstance(data, Computed) else _GAP_FILE) // out.itemsize
+    # The dimensions of which every index is worth a read of its own, widest first; the elements that one read spans.
+    outer, span = sorted(range(out.ndim), key=strides.__getitem__), 1
+    while outer and strides[outer[0]] - span <= gap:
+        axis = outer.pop(0)
+        span += (out.shape[axis] - 1) * strides[axis]
+    outer.reverse()
+    step = span * size * prod(out.shape[axis] for axis in outer)
+    if step > _PACK:
+        widest = max(range(out.ndim), key=lambda axis: (out.shape[axis] - 1) * strides[axis])
+        half = out.shape[widest] // 2
+        before = (slice(None),) * widest
+        _collect(data, base, strides, out[(*before, slice(half))])
+        _collect(data, base + half * strides[widest], strides, out[(*before, slice(half, None))])
+        return
+    # What is computed may need the same memory for what it is computed from.
+    runs = aligned(step) if isinstance(data, Computed) else scratch("runs", "u1", step)
+    starts, steps = numpy.array([base]), [stride * size for stride in strides]
     for axis in outer:
         starts = (starts[:, None] + numpy.arange(out.shape[axis]) * strides[axis]).reshape(-1)
-        packed_step //= out.shape[axis]
-        steps[axis] = packed_step
-    runs = _memory(len(starts) * span * out.itemsize)
-    _read_runs(data, (starts * out.itemsize).tolist(), span * out.itemsize, runs.data)
+        step //= out.shape[axis]
+        steps[axis] = step
+    _read_runs(data, (starts * size).tolist(), span * size, runs.data)
     _copy(numpy.ndarray(out.shape, out.dtype, runs.data, strides=steps), out)
-
-
-_local = threading.local()
-
-
-def _memory(length: int) -> Array:
-    """Memory for what is read at a time, the same for each call: fresh memory costs page faults."""
-    if length > _PACK:
-        return aligned(length)
-    if not hasattr(_local, "runs"):
-        _local.runs = aligned(_PACK)
-    memory: Array = _local.runs[:length]
-    return memory
 
 
 _TILE = 64, 256  # elements along the last dimension of the output, and along that which is last in the input
@@ -326,58 +226,11 @@ def indexed(tensor: Any, key: Any) -> Any:
     kinds = (int, numpy.integer, slice, type(...), type(None))
     if not isinstance(tensor, TensorEntry) or any(type(part) is bool or not isinstance(part, kinds) for part in keys):
         return tensor.numpy()[key]
-    rank, used = len(tensor.shape), sum(part is not None and part is not ... for part in keys)
-    if used > rank or keys.count(...) > 1:
-        raise IndexError(f"{counted(used, 'index', 'indices')} for a tensor of {counted(rank, 'dimension')}: {keys}")
-    place = keys.index(...) if ... in keys else len(keys)
-    order: list[Any] = []
-    view, axis = tensor, 0
-    for part in (*keys[:place], *[slice(None)] * (rank - used), *keys[place + 1 :]):
-        if part is None:
-            order.append(part)
-            continue
-        size = view.shape[axis]
-        if isinstance(part, slice):
-            chosen = range(size)[part]
-            order.append(slice(None, None, -1 if chosen.step < 0 else 1))
-        elif -size <= part < size:
-            chosen = range(size)[part % size :][:1]
-            order.append(0)
-        else:
-            raise IndexError(f"index {part} is out of bounds for dimension {axis} of size {size:,}")
-        # Of these indices along a dimension, the lowest first.
-        shape, stride = list(view.shape), list(view.stride)
-        offset = view.offset + (min(chosen[0], chosen[-1]) * stride[axis] if chosen else 0)
-        shape[axis], stride[axis] = len(chosen), stride[axis] * abs(chosen.step)
-        view, axis = replace(view, shape=tuple(shape), stride=tuple(stride), offset=offset), axis + 1
-    return to_numpy(view, check=False)[tuple(order)]
-
-
-def resolved(entry: TensorEntry) -> TensorEntry:
-    """The tensor with its conjugate and negative bits applied to the values, row-major where there were any."""
-    if not (entry.flags.conj or entry.flags.neg):
-        return entry
-    if entry.dtype.kind not in ("float", "complex"):
-        raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
-    data = flipped(row_major(entry), entry.dtype, entry.flags.conj, entry.flags.neg, entry.storage)
-    return replace(entry.with_values(data), flags=entry.flags._replace(conj=False, neg=False))
-
-
-def flipped(data: Data, dtype: DType, conj: bool, neg: bool, storage: Storage) -> Computed:
-    """The values conjugated or negated, by their sign bits: doing it twice gives the same bits again."""
-    part = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
-    # `neg` flips every part of an element, `conj` the imaginary ones (the second of each pair).
-    flips = [bool(neg) ^ (bool(conj) and dtype.kind == "complex" and i == 1) for i in range(dtype.itemsize // part)]
-
-    def read(offset: int, length: int) -> bytes:
-        raw = bytearray(data.read(offset, length))
-        for i, flip in enumerate(flips):
-            if flip:
-                first = (i * part + part - 1 - offset) % dtype.itemsize
-                raw[first :: dtype.itemsize] = bytes(raw[first :: dtype.itemsize]).translate(_SIGN)
-        return bytes(raw)
-
-    return Computed(data.length, read, (storage,))
-
-
-_SIGN = bytes(byte ^ 0x80 for byte in range(256))
+    # numpy says which elements these are: of an array of which nothing is read, with elements of a byte.
+    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), tensor.shape, tensor.stride)
+    chosen = whole[keys if ... in keys else (*keys, ...)]
+    forward: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in chosen.strides)
+    straight = chosen[(*forward, ...)]
+    offset = tensor.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
+    view = replace(tensor, shape=straight.shape, stride=straight.strides, offset=offset)
+    return to_numpy(view, check=False)[forward]

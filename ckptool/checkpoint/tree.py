@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
-from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set
+from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set, same_kind
 from ckptool.checkpoint.pickled_modules import module_state_dict
 from ckptool.commands import FILE, command
 from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
@@ -162,9 +162,8 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             continue
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
-            names = (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node)))
             where = f"in {address(path)}" if path else "at the top"
-            raise MissingKey.among(part, partial(_shown, names), where)
+            raise MissingKey.among(part, partial(_names_in, node), where)
         if len(matches) > 1:
             raise Ambiguous(
                 f"{part} names {counted(len(matches), 'entry', 'entries')} of "
@@ -175,8 +174,9 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
     return path, node
 
 
-def _shown(names: Iterable[Any]) -> list[str]:
-    return [segment_text(name) for name in names]
+def _names_in(node: Any) -> list[str]:
+    """What an address can name in a node."""
+    return [*map(segment_text, (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node))))]
 
 
 def _is_plain_name(node: Any, part: str) -> bool:
@@ -278,36 +278,26 @@ def holders(tree: Any, path: Path) -> list[Any]:
 
 def _with_part(holder: Any, segment: Any, part: Any) -> Any:
     """A copy of a container with another part under a segment that `children` gives for it."""
-    if isinstance(holder, dict):
-        if not isinstance(holder, OrderedDict):
-            return {**holder, segment: part}
-        if segment in holder:
-            return OrderedDict({**holder, segment: part}, holder.attributes)
+    if isinstance(holder, OrderedDict) and segment not in holder:
         return OrderedDict(holder, {**(holder.attributes or {}), segment: part})
+    if isinstance(holder, dict):
+        return same_kind(holder, {**holder, segment: part})
+    if isinstance(holder, (list, tuple)):
+        return type(holder)(part if number == segment else old for number, old in enumerate(holder))
+    made = copy(holder)
     if isinstance(holder, Set):
-        return Set(_with_item(holder.items, segment, part), holder.frozen)
-    if isinstance(holder, Object):
-        return _with_object_part(holder, segment, part)
-    return type(holder)(_with_item(holder, segment, part))
-
-
-def _with_item(items: Iterable[Any], index: int, item: Any) -> list[Any]:
-    return [item if number == index else old for number, old in enumerate(items)]
-
-
-def _with_object_part(node: Object, segment: Any, part: Any) -> Object:
-    made = copy(node)
-    if segment in _CALL_PARTS:
+        made.items = _with_part(holder.items, segment, part)
+    elif segment in _CALL_PARTS:
         setattr(made, _CALL_PARTS[segment], part)
-    elif segment in (node.items or {}):
-        made.items = {**(node.items or {}), segment: part}
-    elif type(segment) is int and segment < len(node.elements or ()):
-        made.elements = _with_item(node.elements or (), segment, part)
-    elif isinstance(node.state, dict):
-        made.state = _with_part(node.state, segment, part)
+    elif segment in (holder.items or {}):
+        made.items = _with_part(holder.items, segment, part)
+    elif type(segment) is int and segment < len(holder.elements or ()):
+        made.elements = _with_part(holder.elements, segment, part)
+    elif isinstance(holder.state, dict):
+        made.state = _with_part(holder.state, segment, part)
     else:  # (__dict__, __slots__)
-        number = 1 if segment in node.state[1] else 0
-        made.state = tuple(_with_item(node.state, number, _with_part(node.state[number], segment, part)))
+        number = 1 if segment in holder.state[1] else 0
+        made.state = _with_part(holder.state, number, _with_part(holder.state[number], segment, part))
     return made
 
 
@@ -339,11 +329,6 @@ def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
         storage = made.get(id(node.storage))
         if storage is None:
             storage = made[id(node.storage)] = function(node.storage)
-        if storage is node.storage:
-            return node
-        return node.with_storage(storage)
+        return node if storage is node.storage else node.with_storage(storage)
 
     return rebuild(tree, leaf)
-
-
-# What would run ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ckptool.cli.parser import writes
 from ckptool.commands import Declared, parameters_of, signature_of, watched
 from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.facts import Page, Report
-from ckptool.render.style import Style
+from ckptool.render.lines import Style
 
 Arguments = Mapping[str, Any]
 WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ckptool.commands import ALIASES, VERBS, Declared, Parameter
-from ckptool.render.style import Style
+from ckptool.render.lines import Style
 
 FLAGS = ("-h", "--help")
 WIDEST = 100  # columns; longer lines are hard to read

@@ -18,7 +18,7 @@ from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
 from ckptool.facts import bar, size
 from ckptool.render import lines
-from ckptool.render.style import Style
+from ckptool.render.lines import Style
 
 if TYPE_CHECKING:
     from ckptool.output.sink import Progress

@@ -25,11 +25,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Readable
 from ckptool.checkpoint.graph import check_depth
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.strided import flipped, row_major
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, listed
 from ckptool.pickles.torch_objects import REBUILD_JAGGED, check_view, jagged, rebuilt
 
@@ -120,18 +121,14 @@ class _Record:
             return rebuilt(made)
         if kind == "object":
             fn, args, kwargs = self.values(fields[1:4])
-            if (
-                fields[0] not in ("call", "new")
-                or type(args) is not tuple
-                or not isinstance(kwargs, (dict, type(None)))
-            ):
+            known = fields[0] in ("call", "new") and type(args) is tuple
+            if not known or not isinstance(kwargs, (dict, type(None))):
                 raise TypeError("an object")
             return Object(fn, args, fields[0], kwargs)
         if kind == "set":
             return Set([], bool(fields[1]))
-        makers: dict[str, Callable[[], Any]]
-        makers = {"odict": OrderedDict, "dict": dict, "list": list, "bytearray": bytearray}
-        return makers[kind]()
+        empty: Any = {"odict": OrderedDict, "dict": dict, "list": list, "bytearray": bytearray}[kind]
+        return empty()
 
     def _fill(self, node: Any, kind: str, *fields: Any) -> None:
         if kind in ("dict", "odict"):
@@ -156,9 +153,8 @@ class _Record:
         if entry.shape != (shape if width == 1 else (*shape, width)) or entry.dtype.name not in (dtype.name, stand_in):
             what = f"{self.source}: {name} is no longer {dtype} {list(shape)} as in the record of the tree"
             raise Conflict(what, "Another program changed it.")
-        data: Data = entry.storage.data
-        if conj or neg:
-            data = flipped(data, dtype, conj, neg, entry.storage)
+        count, flags = entry.storage.nbytes // dtype.itemsize, Flags(conj=conj, neg=neg)
+        data = resolved(TensorEntry(Storage(entry.storage.data), dtype, (count,), (1,), flags=flags)).storage.data
         if axes is not None:
             strides = row_major_strides(shape)
             view = TensorEntry(Storage(data), dtype, tuple(shape[a] for a in axes), tuple(strides[a] for a in axes))

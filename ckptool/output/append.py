@@ -31,7 +31,7 @@ def append_in_place(
     Raises `Conflict` for a link, a file with several names or one that another process edits, `FileChanged`,
     `DiskFull`, `FileProblem`.
     """
-    path = source.path
+    path, end = source.path, plan.keep + plan.nbytes
     sweep_folder(folder_of(path))
     refuse_links(path)
     try:
@@ -43,7 +43,15 @@ def append_in_place(
             _own(fd, source)
             check_space(plan.nbytes + len(plan.guard), path)
             try:
-                _append(fd, plan, progress)
+                os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
+                places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
+                for place in (*places, end):
+                    write_all(fd, plan.guard, place)
+                os.fsync(fd)  # before what they guard: a power cut may lose any of the writes since the last sync
+                Sink(fd, plan.keep, plan.nbytes, progress).write(plan.files[""], plan.checks)
+                os.fsync(fd)
+                os.ftruncate(fd, end)
+                settle(fd)
                 if verify is not None:
                     verify(path)
             except BaseException as error:
@@ -59,11 +67,9 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
         os.ftruncate(fd, plan.keep)
         os.fsync(fd)
     except OSError as second:
-        reason = os.strerror(second.errno or 0)
         raise FileProblem(
-            f"the edit of {path} was interrupted, and could not be undone: {reason}",
-            "Whoever reads the file finds its old state or the new one, whole; bytes of the other may be left "
-            "behind it.",
+            f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}",
+            "Whoever reads the file finds its old state or the new one, whole; the rest of the other may be behind it.",
             f"Look at it: {command('inspect', path)}. The next in-place edit clears it.",
         ) from error
 
@@ -106,16 +112,3 @@ def _own(fd: int, source: Source) -> None:
     source.check_unchanged()
     if not source.is_of(os.fstat(fd)):
         raise source.changed()
-
-
-def _append(fd: int, plan: Plan, progress: Progress | None) -> None:
-    end = plan.keep + plan.nbytes
-    os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
-    places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
-    for place in (*places, end):
-        write_all(fd, plan.guard, place)
-    os.fsync(fd)  # on disk before what they guard is: a power cut may lose any of the writes since the last sync
-    Sink(fd, plan.keep, plan.nbytes, progress).write(plan.files[""], plan.checks)
-    os.fsync(fd)
-    os.ftruncate(fd, end)
-    settle(fd)

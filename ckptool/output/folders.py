@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
@@ -185,26 +184,21 @@ def _write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> li
 
     Returns what could not be kept of the files in the folder that is replaced.
     """
-    before, checks, lost = 0, plan.checks, []
+    done, checks, lost = 0, plan.checks, []
     for name, segments in plan.files.items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise AssertionError(f"{name!r} is not the name of a file")
         size = sum(segment.length for segment in segments)
-        count = progress and partial(_count_on, progress, before, plan.nbytes)
         fd = new_file(name, folder.fd)
         try:
             lost += keep_attributes(os.path.join(folder.target, name), fd)
             reserve(fd, size)
-            Sink(fd, 0, size, count).write(segments, checks)
+            Sink(fd, 0, plan.nbytes, progress, done=done).write(segments, checks)
             settle(fd)
         finally:
             close(fd)
-        before, checks = before + size, []
+        done, checks = done + size, []
     return lost
-
-
-def _count_on(progress: Progress, before: int, total: int, done: int, _: int) -> None:
-    progress(before + done, total)
 
 
 def remove_folder(path: str, removable: Callable[[str], Any]) -> None:

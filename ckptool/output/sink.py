@@ -34,14 +34,23 @@ COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in 
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges."""
+    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges.
+
+    total, done: the bytes of all files, and of those that were written before, for `progress`.
+    """
 
     def __init__(
-        self, fd: int, at: int, total: int, progress: Progress | None, digest: StreamingSha256 | None = None
+        self,
+        fd: int,
+        at: int,
+        total: int,
+        progress: Progress | None,
+        digest: StreamingSha256 | None = None,
+        done: int = 0,
     ) -> None:
         self.fd, self.digest = fd, digest
         self.at = at  # where the next segment goes
-        self.total, self.done, self.progress = total, 0, progress
+        self.total, self.done, self.progress = total, done, progress
         # What lies before `at` and is not written yet: short segments, or a range of an input that the next may go on.
         self.pending: bytearray | FileRange = bytearray()
         self.late: list[tuple[int, Deferred]] = []
@@ -123,7 +132,7 @@ class Sink:
             done += len(part)
             if len(part) >= LARGE and self.digest is None:
                 self._flush()
-                self.pieces.append(self.writer.submit(self._write_summed, part, self.at, crc))
+                self.pieces.append(self.writer.submit(self._write, part, self.at, crc))
                 self._wait(BEHIND)
                 self.at += len(part)
                 self._passed(len(part))
@@ -140,11 +149,6 @@ class Sink:
     def _wait(self, most: int = 0) -> None:
         while len(self.pieces) > most:
             self.pieces.popleft().result()
-
-    def _write_summed(self, data: bytes | memoryview, at: int, crc: Crc | None) -> None:
-        self._write(data, at)
-        if crc is not None:
-            crc.update(data)
 
     def _take(self, data: bytes | memoryview) -> None:
         """Takes the next bytes: short ones are gathered, long ones are written from where they are."""
@@ -169,12 +173,14 @@ class Sink:
             self._write(pending, self.at - len(pending))
             self._passed(len(pending))
 
-    def _write(self, data: bytes | bytearray | memoryview, at: int) -> None:
+    def _write(self, data: bytes | bytearray | memoryview, at: int, crc: Crc | None = None) -> None:
         if self.digest is not None:
             self.digest.feed(at, data)
         write_all(self.fd, data, at)
         if len(data) >= SMALL:
             start_writeback(self.fd, at, len(data))
+        if crc is not None:
+            crc.update(data)
 
     def _passed(self, size: int) -> None:
         self.done += size

@@ -10,8 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
 from ckptool.facts import Report, Table, Told, Verbatim
-from ckptool.render.lines import lines
-from ckptool.render.style import PYTHON
+from ckptool.render.lines import PYTHON, lines
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"

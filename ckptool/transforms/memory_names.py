@@ -19,8 +19,8 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.strided import resolved
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration

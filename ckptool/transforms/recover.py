@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.strided import row_major

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import prod
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.strided import resolved
+from ckptool.checkpoint.arrays import resolved
 from ckptool.errors import UsageError
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.names.arithmetic import MAX_NUMBER

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.analysis.compare import same_bytes
 from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
 from ckptool.analysis.torch_versions import Accepted, accepted
 from ckptool.analysis.warm_start import (
@@ -36,6 +35,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import Composite, Note, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import row_major

@@ -115,7 +115,7 @@ def test_packed_types_are_refused(name: str) -> None:
 def test_dense_views_are_read_in_storage_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "values"
     numpy.arange(24, dtype="f4").tofile(path)
-    monkeypatch.setattr(strided, "_Gather", None)
+    monkeypatch.setattr(strided, "MadeBlocks", None)
     storage = Storage(FileRange(Source(path), 0, 96))
     for order in itertools.permutations(range(3)):
         shape, stride = (2, 3, 4), (12, 4, 1)

@@ -71,3 +71,13 @@ def test_arrays_are_read_side_by_side(count: int, tmp_path: Path) -> None:
     made = each(total, *sides[:40], dtype=by_name("f64"))
     wanted = array.astype("f8") * min(count, 40)
     assert numpy.allclose(each(lambda _, x: x.view("f8") * 2, made, dtype=by_name("f64")).numpy(), wanted * 2)
+
+
+def test_views_of_what_is_computed_of_views() -> None:
+    """Both gather: the one reads run by run while the other makes the runs."""
+    array = numpy.random.default_rng(1).normal(size=(20, 300, 1000)).astype("f4")
+    stored = Storage(InlineBytes(array.transpose(0, 2, 1).tobytes()))
+    entry = TensorEntry(stored, by_name("f32"), array.shape, (300_000, 1, 300))
+    made = each(lambda _, x: x.view("f4") + 1, entry, dtype=entry.dtype)
+    assert (made[:, :1, 3:5] == array[:, :1, 3:5] + 1).all()
+    assert (made[::-7, 2, -3::-400] == (array + 1)[::-7, 2, -3::-400]).all()

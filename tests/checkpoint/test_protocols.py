@@ -325,7 +325,7 @@ def test_an_expanded_view_is_cast_as_it_is(tmp_path: Path) -> None:
         (lambda entry: entry.to(torch.int64), UsageError, "entry.torch().to(torch.int64)"),
         (lambda entry: entry.item(), UsageError, "entry.tolist()"),
         (lambda entry: entry[40], IndexError, "size 40"),
-        (lambda entry: entry[1, 2, 3], IndexError, "2 dimensions"),
+        (lambda entry: entry[1, 2, 3], IndexError, "2-dimensional"),
         (lambda entry: entry._nothing, AttributeError, "'_nothing'"),
     ],
 )

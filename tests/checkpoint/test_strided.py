@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, blocks, strided
 from ckptool.checkpoint.dtypes import BY_TORCH, by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported
@@ -133,17 +133,19 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
     base.tofile(path)
     storage = Storage(FileRange(Source(path), 0, base.nbytes))
     entry = TensorEntry(storage, by_name("f32"), (5000, 3000), (1, 5000))
-    strided._recent.clear()
+    blocks._made.clear()
     data = entry.row_major()
     found = b"".join(data.read(place, 1 << 20) for place in range(0, data.length, 1 << 20))
     assert found == base.T.tobytes()
-    assert not strided._recent  # nothing stays behind after a reader is through
+    assert not blocks._made  # nothing stays behind after a reader is through
 
 
 def test_blocks_kept_are_few(tmp_path: Path) -> None:
-    for _ in range(5):
-        stored_entry(torch.ones(50, 40).t(), "file", tmp_path).row_major().read(0, 100)
-    assert len(strided._recent) <= 2
+    for count, size in ((100, 40), (5, 3000)):
+        for _ in range(count):
+            stored_entry(torch.ones(size, size).t(), "file", tmp_path).row_major().read(0, 100)
+        assert len(blocks._made) <= 32 and sum(len(block) for _, _, block in blocks._made) <= 16 << 20
+    blocks._made.clear()
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 import ckptool
 from ckptool.cli.output import answer_of
 from ckptool.errors import CkptoolError
-from ckptool.render.style import PLAIN, Style
+from ckptool.render.lines import PLAIN, Style
 from fixtures.make import PRODUCERS, make
 from tests.support.looped import examples
 

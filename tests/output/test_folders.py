@@ -16,7 +16,7 @@ from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists
 from ckptool.formats import read
-from ckptool.output import folders
+from ckptool.output import durable, folders
 from ckptool.output.folders import check_folder, replace_folder
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, weights
@@ -161,6 +161,108 @@ def test_everything_is_on_disk_before_it_is_visible(old: Path, monkeypatch: pyte
     watched(folders, "_commit")
     replace_folder(plan(), old, overwrite=True, replaceable=["b"])
     assert events == ["pwrite", "fsync"] * 2 + ["sync folder", "_commit", "sync folder", "rmdir"]
+
+
+# Others at work ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_put_aside_by_a_killed_run_is_put_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names cannot be exchanged there is an instant without a folder; the next run puts the old one back
+    first."""
+    aside = Path(durable.hidden_name(str(old), folders.ASIDE))
+    old.rename(aside)
+    with pytest.raises(OutputExists):
+        replace_folder(plan(), old)
+    assert contents(old) == OLD and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == NEW and names(old.parent) == ["out"]
+    aside.mkdir()
+    (aside / "a").write_bytes(b"older")
+    old.rename(old.parent / "gone")
+    old.write_bytes(b"a file")
+    with pytest.raises(FileProblem):
+        replace_folder(plan(), old, overwrite=True)
+    assert contents(aside) == {"a": b"older"}  # it may be the only copy
+
+
+def test_a_folder_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is made first and locked then: in between, a second writer takes it for one that was left."""
+    target, make, swept = tmp_path / "out", os.mkdir, []
+
+    def mkdir(path: str, *more: int) -> None:
+        make(path, *more)
+        if not swept:
+            durable.sweep_folder(str(tmp_path))
+            swept.append(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    replace_folder(plan(), target)
+    assert not os.path.exists(swept[0]) and contents(target) == NEW and names(tmp_path) == ["out"]
+
+
+def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(b"x")
+    unlink, listed = os.unlink, os.listdir
+
+    def names_then_one_goes(folder: int) -> list[str]:
+        found = listed(folder)
+        unlink(found[0], dir_fd=folder)
+        return found
+
+    monkeypatch.setattr(os, "listdir", names_then_one_goes)
+    durable.remove(str(folder))
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("removing", ["sweep", "remove"])
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
+    removing: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write into the folder above can put a link to another folder in its place at any instant."""
+    target, mine = tmp_path / "out", tmp_path / "mine"
+    left = Path(durable.hidden_name(str(target)))
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "a.bin").write_bytes(b"x")
+
+    def swapped() -> None:
+        if not left.is_symlink():
+            left.rename(tmp_path / "aside")
+            left.symlink_to(mine)
+
+    real = getattr(os, "listdir" if moment == "between" else "lstat")
+
+    def then_swapped(place: Any, *args: Any) -> Any:
+        found = real(place, *args)
+        if place != str(tmp_path):
+            swapped()
+        return found
+
+    monkeypatch.setattr(os, "listdir" if moment == "between" else "lstat", then_swapped)
+    if removing == "sweep":
+        durable.sweep_folder(str(tmp_path))
+    else:
+        durable.remove(str(left))
+    assert (mine / "a.bin").read_bytes() == b"x"
+
+
+def test_a_folder_that_another_writer_makes_meanwhile_is_one_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = tmp_path / "out", folders.check_target
+
+    def meanwhile(path: str, *, overwrite: bool) -> str:
+        target.mkdir(exist_ok=True)
+        return real(path, overwrite=overwrite)
+
+    monkeypatch.setattr(folders, "check_target", meanwhile)
+    assert folders.check_folder(target, overwrite=True) == str(target)
 
 
 # Through the verbs ---------------------------------------------------------------------------------------------------

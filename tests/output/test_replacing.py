@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from ckptool.output.folders import replace_folder
 from tests.support.errors import three_parts
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, free_space, names
+from tests.support.hostile_system import temporaries
+from tests.support.processes import python_process
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,19 @@ class Target:
     """What is there already, a file or a folder, at `path`; nothing else is in the folder above."""
 
     path: Path
-    is_folder: bool
+    kind: str
+
+    @property
+    def is_folder(self) -> bool:
+        return self.kind != "file"
 
     def write(
-        self, *last: Segment, path: Path | None = None, overwrite: bool = True, **options: Any
+        self,
+        *last: Segment,
+        path: Path | None = None,
+        overwrite: bool = True,
+        replaceable: Iterable[str] = ("b",),
+        **options: Any,
     ) -> tuple[Any, ...]:
         """Writes the new one with these segments at its end."""
         path = path or self.path
@@ -41,7 +56,7 @@ class Target:
             return replace_file(Plan({"": [InlineBytes(b"new"), *last]}), path, overwrite=overwrite, **options)
         files = {name: [InlineBytes(data)] for name, data in NEW.items()}
         files["c"] += last  # type: ignore[arg-type]
-        return replace_folder(Plan(files), path, overwrite=overwrite, replaceable=["b"], **options)
+        return replace_folder(Plan(files), path, overwrite=overwrite, replaceable=[*replaceable], **options)
 
     def make(self, data: bytes) -> None:
         """Makes one with these bytes in it."""
@@ -70,7 +85,7 @@ class Target:
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     if request.param == "folder, put aside":  # as where the file system cannot exchange two names
         monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
-    found = Target(tmp_path / "in" / "out", request.param != "file")
+    found = Target(tmp_path / "in" / "out", request.param)
     found.path.parent.mkdir()
     if found.is_folder:
         found.path.mkdir()
@@ -215,3 +230,173 @@ def test_not_enough_room_is_said_before_anything_is_written(target: Target, monk
     with pytest.raises(DiskFull, match=r"bytes, .* are free"):
         target.write(*halves)
     assert target.is_untouched
+
+
+# Several at once, and those that were killed --------------------------------------------------------------------------
+
+WRITER = """
+    import sys, time
+    from pathlib import Path
+    from ckptool.checkpoint import Computed, InlineBytes
+    from ckptool.checkpoint.plan import Plan
+    from ckptool.output import folders, replace_file
+    kind, target = sys.argv[1:3]
+    if kind == "folder, put aside":
+        folders._exchange = lambda one, other: False
+
+    def write(*segments, names="ab"):
+        if kind == "file":
+            return replace_file(Plan({"": segments}), target, overwrite=True)
+        others = {"a", "b", *(f"{i}-{m}" for i in range(4) for m in range(3))}
+        return folders.replace_folder(Plan(dict.fromkeys(names, segments)), target, overwrite=True, replaceable=others)
+    """
+WAITING = """
+    def wait(at, n):
+        Path(sys.argv[3]).touch()
+        time.sleep(60)
+        return b"y" * n
+    write(InlineBytes(b"x" * 2_000_000), Computed(5, wait))
+    """
+KILLED = """
+    for n in range(int(sys.argv[3]), 100_000):
+        data = b"%08d" % n * 20_000
+        segments = InlineBytes(data[:8]), Computed(len(data), lambda at, size: data[at : at + size])
+        write(*segments, names=[f"{i}-{n % 3}" for i in range(4)])
+        print(n, flush=True)
+    """
+
+
+@pytest.fixture
+def live(target: Target, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A writer that has its temporary file or folder, and waits in the middle."""
+    process = python_process(WRITER, WAITING, target.kind, target.path, tmp_path / "mark")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "mark").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], target: Target) -> None:
+    live.kill()
+    live.wait()
+    assert len(temporaries(target.path.parent)) == 1 and target.holds(target.path, new=False)
+    another = replace(target, path=target.path.with_name("another"), kind="file" if target.is_folder else "folder")
+    another.write()  # nobody may ever write to "out" again, nor anything of its kind
+    assert names(target.path.parent) == ["another", "out"] and another.holds(another.path, new=True)
+
+
+def test_a_refused_run_sweeps_too(live: subprocess.Popen[bytes], target: Target) -> None:
+    live.kill()
+    live.wait()
+    with pytest.raises(OutputExists):
+        target.write(overwrite=False)
+    assert target.is_untouched
+
+
+def test_what_a_living_writer_has_is_left_alone(live: subprocess.Popen[bytes], target: Target) -> None:
+    for path in (target.path, target.path.with_name("another")):
+        target.write(path=path)
+        assert len(temporaries(target.path.parent)) == 1 and target.holds(path, new=True)
+    live.kill()
+    live.wait()
+    target.write()
+    assert names(target.path.parent) == ["another", "out"]
+
+
+def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[bytes], target: Target) -> None:
+    live.send_signal(signal.SIGINT)
+    assert live.wait(20) != 0 and target.is_untouched
+
+
+def kill_writers(target: Target, times: int) -> None:
+    chosen, last = random.Random(times), 0
+    for _ in range(times):
+        process = python_process(WRITER, KILLED, target.kind, target.path, last)
+        assert process.stdout is not None
+        last = int(process.stdout.readline())
+        time.sleep(chosen.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        out = process.stdout.read().split()  # not communicate(), which misses what readline() has buffered
+        process.communicate()
+        last = int(out[-1]) if out else last
+        if target.kind == "folder, put aside" and not target.path.exists():
+            folders._put_back(str(target.path))  # what the next run does first
+        found = contents(target.path) if target.is_folder else {"": target.path.read_bytes()}
+        (data,) = set(found.values())
+        assert data == data[:8] * 20_001 and int(data[:8]) in (last, last + 1), last
+        assert not target.is_folder or found.keys() == {f"{i}-{int(data[:8]) % 3}" for i in range(4)}
+        assert len(names(target.path.parent)) <= 3
+        last += 1
+    target.write(replaceable=["b", *(f"{i}-{m}" for i in range(4) for m in range(3))])
+    assert names(target.path.parent) == ["out"]
+
+
+def test_killed_at_any_time_it_is_old_or_new(target: Target) -> None:
+    kill_writers(target, 6)
+
+
+@pytest.mark.soak
+def test_killed_at_any_time_two_hundred_times(target: Target) -> None:
+    kill_writers(target, 200)
+
+
+def together(work: Callable[[bytes], object]) -> list[threading.Thread]:
+    """Threads that do the work for a letter each."""
+    writers = [threading.Thread(target=work, args=(letter,)) for letter in (b"a", b"b", b"c", b"d")]
+    for writer in writers:
+        writer.start()
+    return writers
+
+
+@pytest.mark.parametrize("target", ["file", "folder, exchanged"], indirect=True)
+def test_of_many_writers_one_wins_completely(target: Target) -> None:
+    target.remove()
+    problems, written = list[BaseException](), {letter: [f"{letter}{i}" for i in range(3)] for letter in "abcd"}
+
+    def write(letter: bytes) -> None:
+        data = letter * 50_000
+        segments = [InlineBytes(data), Computed(50_000, lambda at, n: data[at : at + n])]
+        files = dict.fromkeys(written[letter.decode()] if target.is_folder else [""], segments)
+        options = {"replaceable": [name for those in written.values() for name in those]} if target.is_folder else {}
+        try:
+            for _ in range(6):
+                (replace_folder if target.is_folder else replace_file)(
+                    Plan(files), target.path, overwrite=True, **options
+                )
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+
+    writers = together(write)
+    while any(writer.is_alive() for writer in writers):  # a reader sees what one of them wrote
+        if target.path.exists():
+            place = os.open(target.path, os.O_RDONLY)
+            seen = (
+                "".join(os.listdir(place)).translate({ord(digit): None for digit in "012"}) if target.is_folder else ""
+            )
+            data = b"" if target.is_folder else os.read(place, 200_000)
+            os.close(place)
+            assert len(set(seen)) <= 1 and (target.is_folder or (len(data) == 100_000 and len(set(data)) == 1))
+    assert problems == [] and names(target.path.parent) == ["out"]
+    assert not target.is_folder or [*contents(target.path)] in written.values()
+
+
+@pytest.mark.parametrize("target", ["file", "folder, exchanged"], indirect=True)
+def test_of_several_first_writers_one_wins(target: Target) -> None:
+    target.remove()
+    results: list[bytes] = []
+
+    def write(letter: bytes) -> None:
+        try:
+            target.write(InlineBytes(letter * 1000), overwrite=False)
+            results.append(letter)
+        except OutputExists:
+            results.append(b"")
+
+    for writer in together(write):
+        writer.join()
+    (winner,) = filter(None, results)
+    file = target.path / "c" if target.is_folder else target.path
+    assert len(results) == 4 and file.read_bytes().endswith(winner * 1000) and names(target.path.parent) == ["out"]

@@ -19,8 +19,8 @@ import ckptool
 from ckptool.analysis.diff import LAYERS, STRIP, Diff, diff
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.render.lines import Style
 from ckptool.render.lines import text as told
-from ckptool.render.style import Style
 from tests.support.expanded_keys import expand
 
 

@@ -17,9 +17,8 @@ from ckptool.commands import arg
 from ckptool.errors import quoted
 from ckptool.facts import Note, Table, bar, dim, facts_of, green, short, size
 from ckptool.pickles.plain import to_json
-from ckptool.render.lines import error_text, lines
+from ckptool.render.lines import PLAIN, Style, error_text, lines
 from ckptool.render.lines import text as report_text
-from ckptool.render.style import PLAIN, Style
 from ckptool.verbs._save import Written
 
 F32 = by_name("f32")
@@ -228,8 +227,7 @@ def test_errors_have_three_lines() -> None:
 
 def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
     from ckptool.errors import CkptoolError
-    from ckptool.render.lines import error_text
-    from ckptool.render.style import Style
+    from ckptool.render.lines import Style, error_text
 
     error = CkptoolError(
         "nothing was found in /a/very/long/path/of/some/file.pt " * 3, "It means this. " * 12, "Type that."

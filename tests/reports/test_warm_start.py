@@ -18,8 +18,8 @@ from ckptool.checkpoint.dtypes import DTYPES, by_name
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, PlanRefused
 from ckptool.pickles.reduce import array_entry
+from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
-from ckptool.render.style import Style
 from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizers import Slots

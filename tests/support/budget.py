@@ -161,8 +161,7 @@ def _run(words: list[str]) -> tuple[str, str]:
 def _look(path: str) -> tuple[str, str]:
     from ckptool.errors import CkptoolError
     from ckptool.render.json import dumps
-    from ckptool.render.lines import error_text
-    from ckptool.render.style import PLAIN
+    from ckptool.render.lines import PLAIN, error_text
     from ckptool.verbs.inspect import inspect
 
     try:

@@ -46,7 +46,7 @@ NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")
 SHORT = 5  # lines of a body
 WIDE = 120  # columns
 PATH = ("cli", "verbs", "reports", "analysis", "render", "errors", "commands", "facts", "options")
-WRITERS = ("__init__", "html", "json", "lines", "markdown", "style")  # of every report alike
+WRITERS = ("__init__", "html", "json", "lines", "markdown")  # of every report alike
 BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
 BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.

@@ -207,7 +207,7 @@ def _run(command: str, file: str, other: str, out: str, stream: _Counting) -> No
     import ckptool
     from ckptool.cli.output import answer_of
     from ckptool.render.json import dumps
-    from ckptool.render.style import PLAIN
+    from ckptool.render.lines import PLAIN
 
     verb, _, option = command.partition(" ")
     options: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import ckptool
-from ckptool.render.style import Style
+from ckptool.render.lines import Style
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT

@@ -23,8 +23,8 @@ import ckptool
 from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
 from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
+from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
-from ckptool.render.style import Style
 from ckptool.training.history import RunHistory
 from ckptool.training.start import start
 from tests.support.cli import Ran, done

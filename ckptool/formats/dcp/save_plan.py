@@ -22,10 +22,11 @@ from ckptool.checkpoint import (
     TensorEntry,
     row_major_strides,
 )
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
-from ckptool.checkpoint.strided import in_storage_order, resolved, row_major, subrange
+from ckptool.checkpoint.strided import in_storage_order, row_major, subrange
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed

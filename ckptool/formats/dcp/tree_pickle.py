@@ -14,9 +14,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint import tree as trees
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.graph import SCALARS, alike, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
-from ckptool.checkpoint.strided import resolved, row_major
+from ckptool.checkpoint.strided import row_major
 from ckptool.errors import CkptoolError, Conflict, Corrupt
 from ckptool.formats import marks
 from ckptool.formats.dcp.flat_names import SHARED, FlatNames, flat_names

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues
+from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import CHUNK, has_numbers
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.patterns import selected
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import PEFT
@@ -240,11 +239,13 @@ def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]
 
 
 def _differ(after: TensorEntry, before: TensorEntry) -> bool:
-    sides = TensorValues(after), TensorValues(before)
-    step, count = 8 * CHUNK, prod(after.shape)
-    for start in range(0, count, step):
-        first, second = (side.read(start, min(start + step, count)) for side in sides)
-        same_type = first.dtype == second.dtype
-        if first.tobytes() != second.tobytes() if same_type else (first != second).any():
-            return True
-    return False
+    differs = False
+
+    def look(_: int, first: Array, second: Array) -> bool:
+        nonlocal differs
+        ours, theirs = numbers(first, after.dtype, "wide a"), numbers(second, before.dtype, "wide b")
+        differs = ours.tobytes() != theirs.tobytes() if ours.dtype == theirs.dtype else bool((ours != theirs).any())
+        return differs
+
+    fold(look, after, before)
+    return differs

@@ -6,14 +6,12 @@ three tensors together that of the one they were cut from. Whatever it suggests 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.blocks import fill
-from ckptool.checkpoint.numeric import CHUNK, Array, aligned
-from ckptool.checkpoint.strided import resolved
+from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.numeric import Array
 
 HEAD = 64
 
@@ -29,21 +27,16 @@ class Fingerprint(NamedTuple):
 def fingerprint(entry: TensorEntry) -> Fingerprint:
     """The fingerprint of a tensor. Reads it once."""
     digest, total, head = blake2b(entry.dtype.name.encode(), digest_size=8), 0, b""
-    for raw in _blocks(entry):
+
+    def add(_: int, raw: Array) -> None:
+        nonlocal total, head
         digest.update(raw.data)
         head = head or raw[:HEAD].tobytes()
         total += int(_mixed(raw.view(f"u{min(8, entry.dtype.itemsize)}")).sum())
+
+    fold(add, entry)
     row = entry.nbytes // (entry.shape or (1,))[0] if entry.numel else 0
     return Fingerprint(int.from_bytes(digest.digest(), "little"), total % 2**64, head[:row])
-
-
-def _blocks(entry: TensorEntry) -> Iterator[Array]:
-    data, size = resolved(entry).row_major(), CHUNK * min(8, entry.dtype.itemsize)
-    memory = aligned(min(size, data.length))
-    for place in range(0, data.length, size):
-        raw = memory[: data.length - place]
-        fill(data, place, raw.data)
-        yield raw
 
 
 def _mixed(values: Array) -> Array:

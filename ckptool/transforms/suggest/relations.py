@@ -12,11 +12,10 @@ from itertools import chain as chained
 from itertools import combinations, islice, permutations
 from math import gcd, prod
 
-from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues
+from ckptool.checkpoint.arrays import TensorValues, resolved
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.numeric import Array, has_numbers
-from ckptool.checkpoint.strided import resolved
 from ckptool.errors import CkptoolError
 from ckptool.names.chain import parse_operation
 from ckptool.names.steps import Overs

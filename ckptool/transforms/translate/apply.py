@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.analysis.compare import same_bytes
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
-from ckptool.checkpoint.strided import resolved
+from ckptool.checkpoint.arrays import resolved
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.names.chain import Operation

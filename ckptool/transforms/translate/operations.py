@@ -12,8 +12,7 @@ from itertools import accumulate
 from math import prod
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_tensor
-from ckptool.checkpoint.strided import resolved
+from ckptool.checkpoint.arrays import TensorValues, computed_tensor, resolved
 from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.names.chain import END, Operation

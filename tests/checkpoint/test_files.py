@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 
-from ckptool.checkpoint.descriptors import open_files
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder, Source, open_files
 from ckptool.errors import FileChanged, FileProblem
 from tests.support.sharded_folders import write_index
 
@@ -224,8 +223,7 @@ def test_none_is_closed_that_another_file_has_taken(tmp_path: Path) -> None:
     code = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from ckptool.checkpoint.descriptors import open_files
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder, Source, open_files
 folder = Folder({str(tmp_path)!r})
 sources = [folder.open(name) for name in folder.names]
 assert open_files.limit == 16, open_files.limit
