@@ -24,10 +24,9 @@ from ckptool.names.rules import Translation, parse_rules
 from ckptool.names.steps import Step
 from ckptool.transforms.suggest import Writing
 from ckptool.transforms.suggest.families import VARIABLES, Numbers, Trait, escaped, families, fitted
-from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
 from ckptool.transforms.suggest.groups import NameGroup, fused, groups, is_sayable
 from ckptool.transforms.suggest.links import Link, Search
-from ckptool.transforms.suggest.relations import Ways, applied, is_same, is_tuned
+from ckptool.transforms.suggest.relations import Fingerprint, Ways, applied, fingerprint, is_same, is_tuned
 from ckptool.transforms.translate.apply import DROP, plan_steps
 
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
