@@ -297,8 +297,8 @@ def _fitting(
     chosen: dict[str, Assignment] = {}
     mismatched: list[Mismatch] = []
     ways: dict[str, Resize | None] = {}
-    for pattern, way in reversed(options.resize):
-        ways |= dict.fromkeys(selected(target.tensors, [pattern]), way)
+    for pattern, asked in reversed(options.resize):
+        ways |= dict.fromkeys(selected(target.tensors, [pattern]), asked)
     for names in groups:  # one tensor is resized in one way
         ways |= dict.fromkeys(names, next(iter(filter(None, map(ways.get, names))), None))
     made: dict[Any, TensorEntry] = {}  # by resizing: what is tied in the checkpoint stays so
