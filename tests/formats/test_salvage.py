@@ -368,15 +368,6 @@ def edited(path: Path) -> tuple[bytes, bytes]:
     return before, path.read_bytes()
 
 
-def test_an_edit_that_was_cut_off_gives_the_state_before(tmp_path: Path) -> None:
-    before, after = edited(tmp_path / "e.pt")
-    for cut in (len(before) + 50, (len(before) + len(after)) // 2, len(after) - 1):
-        found = salvaged(after[:cut], tmp_path / "cut.pt")
-        assert (found.prefix, found.how) == (len(before), damaged.UNDONE)
-        assert found.checkpoint.tree["epoch"] == 3 and not found.lost
-    assert salvaged(after, tmp_path / "cut.pt").checkpoint.tree["epoch"] == 4
-
-
 def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
     before, after = edited(tmp_path / "e.pt")
     data = bytearray(after)
