@@ -16,7 +16,7 @@ import ckptool
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
-from ckptool.formats.sharded.writing import NUMBERED, size_in_bytes
+from ckptool.formats.sharded import NUMBERED, size_in_bytes
 from tests.support.files import carry_out, contents, opened, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
