@@ -60,8 +60,12 @@ REFUSED: list[tuple[bytes, Any, str]] = [
     *[(of(storage_id(kind=kind)), Unsupported, kind.__name__) for kind in (torch.nn.Linear, torch.FloatTensor)],
     *[
         (of(storage_id(), other), Corrupt, "")  # a storage described in two ways
-        for other in (storage_id(kind=torch.DoubleStorage), storage_id(numel=5), storage_id(location="cuda:0"))
+        for other in (
+            *(storage_id(kind=torch.DoubleStorage), storage_id(numel=5), storage_id(location="cuda:0")),
+            storage_id(kind=torch.ByteStorage, numel=16),  # as many bytes
+        )
     ],
+    (of(storage_id(kind=torch.ByteStorage), storage_id(kind=torch.UntypedStorage, numel=5)), Corrupt, ""),
     (of(storage_id(numel=-1), sizes=(0,)), BadTensor, ""),
     (of(storage_id(numel=1 << 62)), (Truncated, Corrupt), ""),
     (of(storage_id(), sizes=(5,)), BadTensor, ""),
