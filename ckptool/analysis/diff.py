@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
@@ -16,7 +16,7 @@ from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.tree import Path, walk
+from ckptool.checkpoint.tree import Path
 from ckptool.commands import arg, option, several
 from ckptool.conventions.selection import topmost
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
@@ -138,27 +138,24 @@ class Diff(Report):
             rows = [(entry.address, _entry(entry.node)) for entry in only]
             yield from (block(f"only in {side}", rows), "")
         yield from (block("other than by value", aspect_rows(self)), "")
-        yield from self._values(all)
+        values = tensors_changed(self)
+        if any(change.values is not None for _, change in values):
+            yield from (*self._values(values, all), "")
+        else:  # how far they are apart nobody asked
+            yield from (block("values", [(name, "") for name, _ in values]), "")
         yield from (block("entries", entry_rows(self)), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
         yield from (Table(tied, title="ties"), "")
         others = self.order_differs if order else ()
         yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order")
 
-    def _values(self, all: bool) -> Told:
+    def _values(self, rows: Sequence[tuple[str, Difference]], all: bool) -> Told:
         """A row for each tensor, or for each group of tensors where those are fewer."""
-        rows = tensors_changed(self)
         known = [change.values for _, change in rows if change.values is not None]
-        title = f"values ({len(rows):,})"
-        groups = [] if all else folded(rows)
-        if not known:
-            names = [(name, "") for name, _ in rows]
-            yield Table([(name or WHOLE, "") for name, _ in rows] if all else grouped_rows(names), title=title)
-            yield ""
-            return
+        title, groups = f"values ({len(rows):,})", [] if all else folded(rows)
         if all or len(groups) == len(rows):
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-            cells = [(name or WHOLE, *_facts(change.values)) for name, change in rows]
+            cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
             yield Table(cells, title=title, heads=heads, right=range(1, 6))
         else:
             top = max((values.mean_rel or 0 for values in known), default=0)
@@ -172,7 +169,6 @@ class Diff(Report):
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
         if any(values.max_abs == inf for values in known):
             yield "  inf: NaN or infinite on one side only; cosine and relative change leave it out"
-        yield ""
 
     def _counts(self) -> Told:
         aspects = Counter(name for change in self.changed for name in change.aspects)
@@ -243,11 +239,10 @@ def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
     return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
 
 
-def _facts(values: ValueDifference | None) -> tuple[str, ...]:
+def _cells(values: ValueDifference | None) -> tuple[str, ...]:
     if values is None:
         return "differ", "", "", "", "", ""
-    share = f"{values.changed:,} of {values.total:,}"
-    at = "" if values.first is None else str(list(values.first))
+    share, at = f"{values.changed:,} of {values.total:,}", "" if values.first is None else str(list(values.first))
     return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), _cosine(values.cosine), at
 
 
@@ -323,10 +318,9 @@ def diff(
     containers = [named(side.container) for side in (left, right)]
     of_ranks = any(container.is_folder and not container.writable for container in containers)
     pickled = not (left.tensors_only or right.tensors_only or of_ranks)
-    skipped = set(ignore) | (set() if pickled else set(_ONLY_IN_PICKLES))
+    skipped = {*ignore} if pickled else {*ignore, *_ONLY_IN_PICKLES}
     lenient = not strict and "metadata" not in skipped
-    comparer = Comparer(skipped | ({"metadata"} if lenient else set()), pickled, atol, rtol, statistics)
-    comparer.identity, comparer.notes_metadata = identity, lenient
+    comparer = Comparer(skipped, pickled, atol, rtol, statistics, identity=identity, notes_metadata=lenient)
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
@@ -334,11 +328,8 @@ def diff(
     tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
-    changed = {
-        (id(b.storage), b.shape, b.stride, b.offset): values.changed
-        for _, values, _, b in comparer.compared.values()
-        if values is not None and isinstance(b, TensorEntry)
-    }
+    compared = ((values, b) for _, values, _, b in comparer.compared.values() if isinstance(b, TensorEntry))
+    changed = {(id(b.storage), b.layout): values.changed for values, b in compared if values is not None}
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
@@ -386,33 +377,25 @@ def diff_files(
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         options |= {"ignore": ignored, "remarks": tuple(remarks), "only": several(only), "strict": strict}
         report = diff(parts[0], parts[1], **options)
-    return replace(report, bases=(_base(a, parts[0]), _base(b, parts[1])))
-
-
-def _base(opened: Opened, part: Checkpoint) -> Path:
-    """Where in a file the part lies that is compared; empty for all of it."""
-    walked: Iterator[Any] = iter(()) if opened.checkpoint.tree is part.tree else walk(opened.checkpoint.tree)
-    return next((path for path, node in walked if node is part.tree), ())
+    return replace(report, bases=(parts[0].base, parts[1].base))
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:
     """The two trees to compare: what was named, the whole files, or the weights in each; `remarks` say which."""
-    left, right = a.taken, b.taken
-    modules = [module_attributes(side.tree) is not None for side in (left, right)]
+    parts = [a.taken, b.taken]
+    modules = [module_attributes(part.tree) is not None for part in parts]
     if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
-        left = _weights_of(left, remarks) if modules[0] else left
-        right = _weights_of(right, remarks) if modules[1] else right
-    roots = [find_state_dicts(side) for side in (left, right)]
+        parts = [_weights_of(part, remarks) if whole else part for part, whole in zip(parts, modules, strict=True)]
+    roots = [find_state_dicts(part) for part in parts]
     flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
     paths = [[root.path for root in each if root.is_model] for each in roots]
     # One is bare and the other holds weights among other things, or each has its only model under a name of its own, as
     # two engines do (`module`, `model`): the files have no part in common.
     apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
-    if a.at is None and ((b.at is None and apart) or (b.at is not None and flat[1] and not flat[0])):
-        left = _weights_of(left, remarks)
-    if b.at is None and ((a.at is None and apart) or (a.at is not None and flat[0] and not flat[1])):
-        right = _weights_of(right, remarks)
-    return left, right
+    for side, (mine, other) in enumerate(((a, b), (b, a))):
+        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+            parts[side] = _weights_of(parts[side], remarks)
+    return parts[0], parts[1]
 
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
@@ -426,7 +409,7 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
         remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
         tree = {key: value for key, value in tree.items() if is_tensor(value)}
-    return replace(checkpoint, tree=tree)
+    return replace(checkpoint, tree=tree, base=(*checkpoint.base, *root.path))
 
 
 def _beside(name: str, others: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ count where both containers can express them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.compare import ValueDifference, compare_values
@@ -32,8 +32,10 @@ from ckptool.pickles.plain import summary
 ARRAY = "numpy array"
 Aspects = dict[str, tuple[Any, Any]]
 _Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
+_Pair = tuple[Path, Any, Any]
 # The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
 _NODE, _ATTRIBUTE = object(), object()
+_NODES = (Object, Set, TensorEntry, Composite, StorageRef)
 _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
@@ -104,46 +106,49 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, (TensorEntry, Composite))
 
 
-@dataclass(slots=True, eq=False)
 class Comparer:
-    """The comparison of two trees, as far as it has come.
+    """The comparison of two trees, as far as it has come: its differences, and how many tensors are the same.
 
-    skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors; mixed: one stood for
-    the other, where a container cannot.  identity: what is shared in only one of them counts, too.  notes_metadata: it
-    does not count, but is looked at.  close: bytes that differ were called the same.
+    mixed: an array stood for a tensor, where a container cannot tell them apart.  close: bytes that differ were called
+    the same.  compared: what was found out about pairs of tensors, by their ids.
     """
 
-    skipped: set[str]
-    pickled: bool
-    atol: float
-    rtol: float
-    statistics: bool
-    identity: bool = False
-    notes_metadata: bool = False
-    mixed: bool = False
-    close: bool = False
-    tensors: int = 0
-    elements: int = 0
-    equal: int = 0
-    changed: list[Difference] = field(default_factory=list)
-    only_left: list[Unpaired] = field(default_factory=list)
-    only_right: list[Unpaired] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    metadata: list[str] = field(default_factory=list)
-    compared: dict[tuple[int, int], _Outcome] = field(default_factory=dict)
-    seen: set[tuple[int, int]] = field(default_factory=set)
-    rights: dict[int, Any] = field(default_factory=dict)  # what stands for each object of the left tree, by its id
-    lefts: dict[int, Any] = field(default_factory=dict)
-    # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
-    bare: dict[int, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        skipped: Collection[str],
+        pickled: bool,
+        atol: float = 0.0,
+        rtol: float = 0.0,
+        statistics: bool = True,
+        *,
+        identity: bool = False,
+        notes_metadata: bool = False,
+    ) -> None:
+        """skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors.
 
-    def chosen(self, left: Chosen, right: Chosen) -> list[tuple[Path, Any, Any]]:
+        identity: what is shared in only one of them counts, too.  notes_metadata: it is looked at and does not count.
+        """
+        self.skipped = {*skipped, "metadata"} if notes_metadata else {*skipped}
+        self.pickled, self.identity, self.notes_metadata = pickled, identity, notes_metadata
+        self.atol, self.rtol, self.statistics = atol, rtol, statistics
+        self.strip = "prefix" in self.skipped
+        self.mixed = self.close = False
+        self.tensors = self.elements = self.equal = 0
+        self.changed = list[Difference]()
+        self.only_left, self.only_right = list[Unpaired](), list[Unpaired]()
+        self.order, self.metadata = list[str](), list[str]()
+        self.compared = dict[tuple[int, int], _Outcome]()
+        self._seen = set[tuple[int, int]]()
+        self._rights, self._lefts = dict[int, Any](), dict[int, Any]()  # what stands for each object of the other tree
+        self._bare = dict[int, Any]()  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
+
+    def chosen(self, left: Chosen, right: Chosen) -> list[_Pair]:
         """The nodes that were chosen in both; notes those of one only."""
         self.only_left += [Unpaired(*one) for key, one in left.items() if key not in right]
         self.only_right += [Unpaired(*one) for key, one in right.items() if key not in left]
         return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
 
-    def compare(self, pairs: Sequence[tuple[Path, Any, Any]]) -> bool:
+    def compare(self, pairs: Sequence[_Pair]) -> bool:
         """True where nothing differs; the order of keys and ties do not count here."""
         stack = [iter(pairs)]  # a million plain values are not made a million pairs
         while stack:
@@ -153,11 +158,11 @@ class Comparer:
                 stack.append(self._pair(*pair))
         return not (self.changed or self.only_left or self.only_right)
 
-    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
         """Compares two nodes; gives the pairs of parts that are still to be compared."""
         aspects: Aspects = {}
         has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
-        if has_identity and (self.rights.setdefault(id(a), b) is not b or self.lefts.setdefault(id(b), a) is not a):
+        if has_identity and (self._rights.setdefault(id(a), b) is not b or self._lefts.setdefault(id(b), a) is not a):
             self.changed.append(Difference(path, a, b, {"identity": (None, None)}))
         # Pickled arrays of numpy, of which one may be a tensor, are compared as tensors.
         sides = (a, b) if isinstance(a, Object) or isinstance(b, Object) else ()
@@ -170,30 +175,29 @@ class Comparer:
         elif is_tensor(a) and is_tensor(b):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
-            if a.storage.location != b.storage.location and "device" not in self.skipped:
-                aspects["device"] = (a.storage.location, b.storage.location)
+            aspects |= self._unless_skipped("device", a.storage.location, b.storage.location)
             if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
                 aspects["values"] = (a, b)
         elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
-            if (id(a), id(b)) not in self.seen:
-                self.seen.add((id(a), id(b)))
+            if (id(a), id(b)) not in self._seen:
+                self._seen.add((id(a), id(b)))
                 yield from self._containers(path, a, b)
         elif not _same_plain(a, b):
             # An optimizer has names of one parameter, which may differ by a prefix.
-            named = "prefix" in self.skipped and len(path) > 1 and path[-2] in ("param_names", "params")
-            is_same = named and type(a) is type(b) is str and without_wrappers(a) == without_wrappers(b)
-            aspects |= {} if is_same else {"value": (a, b)}
+            named = self.strip and len(path) > 1 and path[-2] in ("param_names", "params") and type(a) is type(b) is str
+            aspects |= {} if named and without_wrappers(a) == without_wrappers(b) else {"value": (a, b)}
         if aspects:
             self.changed.append(Difference(path, a, b, aspects))
 
+    def _unless_skipped(self, aspect: str, old: Any, new: Any) -> Aspects:
+        return {aspect: (old, new)} if old != new and aspect not in self.skipped else {}
+
     # Containers -------------------------------------------------------------------------------------------------------
 
-    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[tuple[Path, Any, Any]]:
+    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
         (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
-        for parts, segments, other, only in (
-            (left, ours, right, self.only_left),
-            (right, theirs, left, self.only_right),
-        ):
+        sides = (left, ours, right, self.only_left), (right, theirs, left, self.only_right)
+        for parts, segments, other, only in sides:
             only += [Unpaired((*path, segments.get(key, key)), part) for key, part in parts.items() if key not in other]
         common = [key for key in left if key in right]
         if isinstance(a, dict) and common != [key for key in right if key in left]:
@@ -209,36 +213,35 @@ class Comparer:
 
     def _metadata(self, node: Any) -> Any:
         metadata = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
-        return _bare_modules(metadata) if "prefix" in self.skipped and isinstance(metadata, dict) else metadata
+        return _bare_modules(metadata) if self.strip and isinstance(metadata, dict) else metadata
 
     def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """The parts of a node by what their keys are called in both files; and the keys that are no texts."""
-        parts: dict[Any, Any] = {}
-        segments: dict[Any, Any] = {}
-        originals: dict[Any, Any] = {}
-        strip = "prefix" in self.skipped and isinstance(node, dict) and id(node) not in self.bare
-        hidden = {"_metadata"} if "metadata" in self.skipped and isinstance(node, OrderedDict) else set()
-        counts: Counter[str] = Counter()
+        """The parts of a node by what their keys are called in both files; and the keys that are no texts.
+
+        Raises `Conflict` for two that are called the same without their prefixes.
+        """
+        parts, segments, counts = dict[Any, Any](), dict[Any, Any](), Counter[str]()
+        strip = self.strip and isinstance(node, dict) and id(node) not in self._bare
+        hides_metadata = "metadata" in self.skipped and isinstance(node, OrderedDict)
         for segment, part in children(node):
-            if segment in hidden and not (isinstance(node, dict) and segment in node):
+            is_attribute = segment == "_metadata" and not (isinstance(node, dict) and segment in node)
+            if is_attribute and hides_metadata:
                 continue
-            name = without_wrappers(segment) if strip and type(segment) is str else segment
-            if strip and segment == "_metadata" and segment not in node and isinstance(part, dict):
+            if is_attribute and strip and isinstance(part, dict):
                 part = _bare_modules(part)
-                self.bare[id(part)] = part
+                self._bare[id(part)] = part
+            name = without_wrappers(segment) if strip and type(segment) is str else segment
             key = _comparable(name, counts)
-            if key in parts and "prefix" not in self.skipped:
+            if key in parts and not strip:
                 key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
-                one, other = str(originals.get(key, key)), str(segment)
+                names = [each for each, _ in children(node) if type(each) is str and without_wrappers(each) == key]
                 raise Conflict(
-                    f"without their prefixes {one!r} and {other!r} are both {str(key)!r}",
+                    f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}",
                     "Which of the two to compare is not known.",
                     f"Compare them under their own names: without {arg('ignore')} prefix",
                 )
             parts[key] = part
-            if name is not segment:
-                originals[key] = segment
             if key is not name:
                 segments[key] = segment
         return parts, segments
@@ -259,29 +262,27 @@ class Comparer:
 
     def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """In what two tensors differ, and by how much their values do."""
-        aspects: Aspects = {}
-        values = None
-        facts = (("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype), ("device", a.location, b.location))
-        for name, old, new in facts:
-            if old != new and name not in self.skipped:
-                aspects[name] = (old, new)
+        is_same, values = True, None
+        aspects = {
+            **self._unless_skipped("shape", a.shape, b.shape),
+            **self._unless_skipped("dtype", a.dtype, b.dtype),
+            **self._unless_skipped("device", a.location, b.location),
+        }
         if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
             if "strides" not in self.skipped and "shape" not in aspects and _strides(a) != _strides(b):
                 aspects["strides"] = (a.stride, b.stride)
             for name in ("requires_grad", "parameter") if "requires_grad" not in self.skipped else ():
-                if getattr(a.flags, name) != getattr(b.flags, name):
-                    aspects[name] = (getattr(a.flags, name), getattr(b.flags, name))
-            is_same, values = (True, None) if "shape" in aspects else self._values(a, b)
+                aspects |= self._unless_skipped(name, getattr(a.flags, name), getattr(b.flags, name))
+            if "shape" not in aspects:
+                is_same, values = self._values(a, b)
         elif isinstance(a, Composite) and isinstance(b, Composite):
-            inner = Comparer(self.skipped | {"order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
+            inner = Comparer({*self.skipped, "order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
             is_same = inner.compare([((), a.made, b.made)])
             self.close |= inner.close
         else:
-            is_same = True
-            aspects["kind"] = (_kind(a), _kind(b))
-        if not is_same:
-            aspects["values"] = (None, None)
-        return aspects, values
+            old, new = (each.kind if isinstance(each, Composite) else "plain" for each in (a, b))
+            aspects["kind"] = (old, new)
+        return (aspects if is_same else {**aspects, "values": (None, None)}), values
 
     def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
         """True where values differ by no more than the tolerance, and the difference if it was asked for."""
@@ -326,24 +327,23 @@ def _comparable(key: Any, counts: Counter[str]) -> Any:
     place among those alike."""
     if type(key) is str or type(key) is int:
         return key
-    if not _holds_node(key):
+
+    def holds_node(key: Any) -> bool:  # the decoder bounds how deep keys are nested
+        return any(map(holds_node, key)) if type(key) is tuple else isinstance(key, _NODES)
+
+    if not holds_node(key):
         return type(key), key
     text = summary(key, 200)
     counts[text] += 1
     return _NODE, (text, counts[text])
 
 
-def _holds_node(key: Any) -> bool:
-    if type(key) is tuple:
-        return any(map(_holds_node, key))  # the decoder bounds how deep keys are nested
-    return isinstance(key, (Object, Set, TensorEntry, Composite, StorageRef))
-
-
 def _same_plain(a: Any, b: Any) -> bool:
     """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
-    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):
-        one, other = _long_data(a), _long_data(b)
-        return one is not None and other is not None and same_bytes(one, other)
+    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):  # the bytes of an array, wherever they are
+        data = [InlineBytes(bytes(side)) if isinstance(side, (bytes, bytearray)) else side for side in (a, b)]
+        one, other = (side.data if isinstance(side, LazyBytes) else side for side in data)
+        return isinstance(one, Data) and isinstance(other, Data) and same_bytes(one, other)
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -356,17 +356,6 @@ def _same_plain(a: Any, b: Any) -> bool:
 def _in_python_3(value: Any) -> Any:
     """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
     return Global(*in_python_3(value)) if type(value) is Global else value
-
-
-def _long_data(value: Any) -> Data | None:
-    """The bytes of an array, wherever they are."""
-    if isinstance(value, LazyBytes):
-        return value.data
-    return InlineBytes(bytes(value)) if isinstance(value, (bytes, bytearray)) else None
-
-
-def _kind(tensor: Tensor) -> str:
-    return tensor.kind if isinstance(tensor, Composite) else "plain"
 
 
 def _strides(entry: TensorEntry) -> tuple[int, ...]:

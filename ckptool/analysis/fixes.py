@@ -69,9 +69,8 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
 
 def _beside(path: str) -> str:
     """The path with which a new name beside the file or folder begins, also for `runs/` and `.`."""
-    if os.path.basename(path) not in ("", ".", ".."):
-        return path
-    path = os.path.normpath(path)
-    if os.path.basename(path) not in (".", ".."):
-        return path
-    return os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
+    name = os.path.basename(path)
+    path = path if name not in ("", ".", "..") else os.path.normpath(path)
+    if os.path.basename(path) in (".", ".."):
+        return os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
+    return path

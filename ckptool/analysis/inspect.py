@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -15,7 +15,7 @@ from ckptool.analysis.fixes import runnable
 from ckptool.analysis.memory import MemoryNeeds, memory_needs
 from ckptool.analysis.outline import LINES, Branch, overview
 from ckptool.analysis.quantization import quantized_notes
-from ckptool.analysis.words import Json, PathFact, type_name, value_text
+from ckptool.analysis.words import Json, PathFact, type_name, value_json, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
@@ -100,6 +100,12 @@ class EntryRow:
     def address(self) -> str:
         return address(self.path)
 
+    @property
+    def text(self) -> str:
+        if self.same_as is None:
+            return value_text(self.value)
+        return f"the same {type_name(self.value)} as {address(self.same_as) or WHOLE}"
+
 
 def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
     """Every tensor with its path, and its statistics where they were asked for."""
@@ -148,7 +154,7 @@ class Listing(Report):
     roots: Annotated[tuple[StateDict, ...], LIVE]
     tensor_bytes: Bytes
     storages: int
-    metadata: Annotated[dict[str, Any], Unit(json=words.value_json, schema={"type": "object"})]
+    metadata: Annotated[dict[str, Any], Unit(json=value_json, schema={"type": "object"})]
     tensors: Annotated[tuple[TensorRow, ...], Unit(json=_rows_json, schema=words.several(_ROW))]
     entries: Annotated[tuple[EntryRow, ...], Unit(json=_entries_json, schema=words.several(_ENTRY))]
     unlisted: int
@@ -160,12 +166,10 @@ class Listing(Report):
         """Every root, in order, with its tensors. Those outside of all roots belong to none."""
         if len(self.roots) == 1:
             return [summary_of(self.roots[0], self.tensors)]
-        rows: dict[tuple[object, ...], list[TensorRow]] = {root.path: [] for root in self.roots}
-        depths = sorted({len(path) for path in rows}, reverse=True)  # of an optimizer within weights, it
+        rows: dict[Path | None, list[TensorRow]] = {root.path: [] for root in self.roots}
+        owner = owners(self.roots)
         for row in self.tensors:
-            path = next((row.path[:depth] for depth in depths if row.path[:depth] in rows), None)
-            if path is not None:
-                rows[path].append(row)
+            rows.setdefault(owner(row.path), []).append(row)
         return [summary_of(root, rows[root.path]) for root in self.roots]
 
     @property
@@ -212,7 +216,7 @@ class Listing(Report):
             yield from _outlined(self.parts, depth)
         yield ""
         if (all and not self.statistics) or (self.only and not all):
-            yield Table([(row.address or WHOLE, _said(row)) for row in entries], title="entries")
+            yield Table([(row.address or WHOLE, row.text) for row in entries], title="entries")
         yield ""
         if all and self.unlisted and not self.statistics:
             yield f"… and {counted(self.unlisted, 'more entry', 'more entries')}"
@@ -255,16 +259,16 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
     if hidden:
         lines.append((bold("…"), None, f"{hidden:,} more (--all lists every tensor)"))
     biggest = max((row.bytes or 0 for row in shown), default=0)
+    sized = any(nbytes is not None for _, nbytes, _ in lines)
 
     def aligned(width: int | None) -> Told:
-        length = BAR if width is None or width >= 100 else BAR // 2
-        sized = any(nbytes is not None for _, nbytes, _ in lines)
-        rows: list[tuple[str, ...]] = [(label, detail) for label, _, detail in lines]
-        if sized:
-            sizes = ["" if nbytes is None else size(nbytes) for _, nbytes, _ in lines]
-            bars = [blue(bar(nbytes or 0, biggest, length)) for _, nbytes, _ in lines]
-            rows = [(label, *cells, detail) for (label, detail), *cells in zip(rows, sizes, bars, strict=True)]
-        yield Table(rows, right=(1,) if sized else (), indent=0, hang=min(NAMES, max((width or 1_000) - 40, 12)))
+        length, hang = BAR if width is None or width >= 100 else BAR // 2, min(NAMES, max((width or 1_000) - 40, 12))
+
+        def cells(nbytes: int | None) -> tuple[str, ...]:
+            return ("" if nbytes is None else size(nbytes), blue(bar(nbytes or 0, biggest, length))) if sized else ()
+
+        rows = [(label, *cells(nbytes), detail) for label, nbytes, detail in lines]
+        yield Table(rows, right=(1,) if sized else (), indent=0, hang=hang)
 
     yield aligned
 
@@ -293,12 +297,6 @@ def _numbers(row: TensorRow) -> tuple[str, ...]:
 
 def _type(tensor: Tensor) -> tuple[str, str]:
     return tensor.dtype.name if tensor.dtype else "?", "" if tensor.shape is None else str(list(tensor.shape))
-
-
-def _said(row: EntryRow) -> str:
-    if row.same_as is None:
-        return value_text(row.value)
-    return f"the same {type_name(row.value)} as {address(row.same_as) or WHOLE}"
 
 
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
@@ -361,29 +359,18 @@ def matching_only(found: Listing, only: Sequence[str]) -> Listing:
     """
     if not only:
         return found
-    paths = {root.path for root in found.roots}
-    lengths = sorted({len(path) for path in paths}, reverse=True)
-
-    def owner(row: TensorRow | EntryRow) -> Path:
-        return next((row.path[:length] for length in lengths if row.path[:length] in paths), ())
-
+    owner = owners(found.roots)
     everything: list[TensorRow | EntryRow] = [*found.tensors, *found.entries]
-    names = {id(row): {row.address, address(row.path[len(owner(row)) :])} for row in everything}
+    names = {id(row): {row.address, address(row.path[len(owner(row.path) or ()) :])} for row in everything}
     chosen = selected(set().union(*names.values()), only)
     rows = tuple(row for row in found.tensors if names[id(row)] & chosen)
     # A part of what stands in an earlier place, too, is asked for by name: it is printed.
     entries = (replace(row, repeated=False) for row in found.entries if names[id(row)] & chosen)
     sizes = {id(part.storage): part.storage.nbytes for row in rows for part in stored_parts(row.tensor)}
-    kept = set(map(owner, rows))
-    return replace(
-        found,
-        tensors=rows,
-        entries=tuple(entries),
-        roots=tuple(root for root in found.roots if root.path in kept),
-        storages=len(sizes),
-        tensor_bytes=sum(sizes.values()),
-        only=tuple(only),
-    )
+    kept = {owner(row.path) or () for row in rows}
+    roots = tuple(root for root in found.roots if root.path in kept)
+    found = replace(found, storages=len(sizes), tensor_bytes=sum(sizes.values()))
+    return replace(found, tensors=rows, entries=tuple(entries), roots=roots, only=tuple(only))
 
 
 def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str) -> Listing:
@@ -395,6 +382,13 @@ def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str
         holding = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
         notes = (Note("non-finite", f"{holding} NaN or Inf: {listed(bad, 3)}"), *notes)
     return replace(found, tensors=tuple(rows), notes=notes)
+
+
+def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
+    """What gives the root that a path leads into: of an optimizer within weights, it."""
+    paths = {root.path for root in roots}
+    depths = sorted({len(path) for path in paths}, reverse=True)
+    return lambda path: next((path[:depth] for depth in depths if path[:depth] in paths), None)
 
 
 def engine_of(metadata: Mapping[str, Any]) -> str:
@@ -414,15 +408,13 @@ def engine_of(metadata: Mapping[str, Any]) -> str:
 def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict[int, int]) -> list[TensorRow]:
     """The rows with those of whole modules under the names of their state dicts, else under their addresses."""
     modules = {root.path: root for root in roots if root.module is not None}
-    depths = sorted({len(path) for path in modules})
-    named: list[TensorRow] = []
-    begun: set[Path] = set()
+    if not modules:
+        return rows
+    owner, named = owners(modules.values()), list[TensorRow]()
     for row in rows:
-        root = next((modules[row.path[:depth]] for depth in depths if row.path[:depth] in modules), None)
-        if root is None:
+        if (place := owner(row.path)) is None:
             named.append(row)
-        elif root.path not in begun:
-            begun.add(root.path)
+        elif (root := modules.pop(place, None)) is not None:  # its first row
             for path, tensor in (*(((*root.path, k), v) for k, v in root.node.items()), *unnamed_tensors(root)):
                 number = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
                 named.append(TensorRow(path, tensor, number))

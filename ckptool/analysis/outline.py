@@ -46,7 +46,7 @@ class Branch:
 
     depth: how many pieces they share.  times: how often this structure is repeated, here and further out; `run`: here.
     size: bytes, repetitions included.
-    hidden: children that are left out.  start: the piece with which the labels of children begin.
+    hidden: children that are left out.
     """
 
     part: PartSummary
@@ -55,7 +55,6 @@ class Branch:
     label: str
     times: int
     size: int
-    start: int
     run: int = 1
     expanded: list[Branch] = field(default_factory=list)
     hidden: int = 0
@@ -94,7 +93,7 @@ class Branch:
         branches = []
         for key, items in groups.items():
             label, size = key if isinstance(key, str) else key[0], sum([sizes[item[1]] for item in items])
-            branches.append(Branch(self.part, items, depth + 1, label, self.times, size * self.times, depth + 1))
+            branches.append(Branch(self.part, items, depth + 1, label, self.times, size * self.times))
         return _folded(branches)
 
     @cached_property
@@ -125,19 +124,16 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
         is_plain = isinstance(first, str) and "/" not in first and "~" not in first
         names.append(str(first) if is_plain else address(row.path[base:]))
     items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(names)]
-    top = Branch(part, items, 0, "", 1, part.bytes, 0)
+    top = Branch(part, items, 0, "", 1, part.bytes)
     while items and len(top.children) == 1 and top.children[0].leaf is None and "{" not in top.children[0].label:
         top = top.children[0]  # what all names have in common stands before each of them
-    top.start = 0
-    if not items:
-        return top
     # Level by level, the largest first, as long as there is room.
-    queue, count = [(0, 0, 0, top)], 0
+    queue, count = [(0, 0, 0, top)] if items else [], 0
     while queue:
         level, _, _, branch = heapq.heappop(queue)
         if depth is not None and level == depth:
             break
-        below = [_compressed(child, branch.start) for child in branch.children]
+        below = [_compressed(child, 0 if branch is top else branch.depth) for child in branch.children]
         if depth is None and len(below) > lines:
             if branch is not top:
                 continue
@@ -189,7 +185,7 @@ def _folded(branches: list[Branch]) -> list[Branch]:
                 continue
             first, label = run[0], f"{prefix}{{{run[0].label[at:]}..{run[-1].label[at:]}}}"
             times, size = first.times * len(run), sum(each.size for each in run)
-            folded.append(Branch(first.part, first.items, first.depth, label, times, size, first.depth, len(run)))
+            folded.append(Branch(first.part, first.items, first.depth, label, times, size, len(run)))
     return folded
 
 

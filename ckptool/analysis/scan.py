@@ -73,6 +73,12 @@ class Call:
     count: int
     is_custom: bool = False
 
+    @property
+    def name_in_folder(self) -> Annotated[str, LIVE]:
+        """With the file that makes it, where its place names one."""
+        file, colon, _ = self.places[0].partition(": ")
+        return f"{self.name} in {file}" if file and colon else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
@@ -104,6 +110,10 @@ class ScannedFile:
     def is_good(self) -> bool:
         return self.state == GOOD
 
+    @property
+    def is_wrong(self) -> Annotated[bool, LIVE]:
+        return self.state not in (GOOD, MEMBER)
+
     def row(self, name: str) -> tuple[str, ...]:
         """What a table says of it; red where something is wrong."""
         if self.is_good:
@@ -114,7 +124,7 @@ class ScannedFile:
             about = self.problem[len(own) :].lstrip(": ") if self.problem.startswith(own) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
         cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), about)
-        return cells if self.state in (GOOD, MEMBER) else tuple(map(red, cells))
+        return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
         """What loading it with pickle would do."""
@@ -168,7 +178,7 @@ class Scan(Report):
     @property
     def findings(self) -> int:
         """Files that are not good, or whose pickles would call something unknown; of one named file only the latter."""
-        return sum(1 for file in self.files if (file.state not in (GOOD, MEMBER) and self.is_folder) or file.calls)
+        return sum(1 for file in self.files if (file.is_wrong and self.is_folder) or file.calls)
 
     def exit(self) -> int:
         """1 where something is damaged or would run code; with `latest_only` where none is good."""
@@ -195,7 +205,7 @@ class Scan(Report):
 
     def _of_folder(self) -> Told:
         count = sum(file.state != MEMBER for file in self.files)
-        damaged = sum(file.state not in (GOOD, MEMBER) for file in self.files)
+        damaged = sum(file.is_wrong for file in self.files)
         wrong = [", ", red(f"{damaged:,} not good")] if damaged else []
         others = f", {counted(self.other_files, 'other file')}" if self.other_files else ""
         yield bold(self.path), f": {counted(count, 'checkpoint')}", *wrong, others
@@ -215,18 +225,11 @@ class Scan(Report):
                 yield ""
                 yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
                 for file, some in calls:
-                    in_folder = os.path.isdir(file.path)
-                    names = [_with_file(call) if in_folder else call.name for call in some]
+                    names = [call.name_in_folder if os.path.isdir(file.path) else call.name for call in some]
                     yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)
-
-
-def _with_file(call: Call) -> str:
-    """The name of a call in a folder, with the file that makes it where its place names one."""
-    file, colon, _ = call.places[0].partition(": ")
-    return f"{call.name} in {file}" if file and colon else call.name
 
 
 # What is looked at ----------------------------------------------------------------------------------------------------
@@ -422,19 +425,18 @@ def _size_of(path: str) -> tuple[int, float]:
 def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
     """The step and the epoch that a tree says it was saved at, at the top or one level below it, else those in the
     file's name."""
-    top = dict(_named(tree))
-    levels = [top, *(dict(_named(value)) for value in top.values() if isinstance(value, (dict, Object)))]
-    stem = os.path.splitext(os.path.basename(path))[0]
+
+    def named(node: Any) -> dict[str, Any]:
+        pairs = children(node) if isinstance(node, (dict, Object)) else ()
+        return {key: value for key, value in pairs if type(key) is str and "." not in key}
+
+    top = named(tree)
+    levels = [top, *map(named, top.values())]
 
     def counter(keys: Iterable[str], in_name: re.Pattern[str]) -> int | None:
         values = (level.get(key) for level in levels for key in keys)
-        match = in_name.search(stem)
+        match = in_name.search(os.path.splitext(os.path.basename(path))[0])
         stated = (value for value in values if type(value) is int and value >= 0)
         return next(stated, int(match[1]) if match else None)
 
     return counter(_STEPS, _STEP_IN_NAME), counter(_EPOCHS, _EPOCH_IN_NAME)
-
-
-def _named(node: Any) -> Iterator[tuple[str, Any]]:
-    pairs = children(node) if isinstance(node, (dict, Object)) else ()
-    return ((key, value) for key, value in pairs if type(key) is str and "." not in key)

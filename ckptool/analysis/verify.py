@@ -47,6 +47,7 @@ from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
+from ckptool.formats.zip.record import LOCAL
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
@@ -255,7 +256,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     own = {name.partition("/")[0] for name in folder.files} if folder is not None else set()
     files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
     elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
-    problems = [*check_views(checkpoint), *check_by_reading(checkpoint.tree)]
+    problems = list(check_by_reading(checkpoint.tree))
     archive = archive_of(checkpoint)
     archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
     for file in files.values() if archive is None and not checkpoint.base else ():
@@ -396,6 +397,33 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
     return known if isinstance(known, Archive) else read_archive(source, case_matters=True)
 
 
+def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
+    """The first header beside the data that contradicts the tables, and whether torch minds. Reads no data.
+
+    Of a record's own header torch takes the signature and the lengths that lead to the data, and believes the directory
+    for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`).
+    """
+    harmless: CkptoolError | None = None
+    archive = archive_of(checkpoint)
+    for record in archive.by_offset() if archive is not None else ():
+        try:
+            record.confirm()
+        except (Corrupt, Ambiguous) as error:
+            signature, *_, name, extra = LOCAL.unpack(record.archive.source.read(record.header, LOCAL.size))
+            if signature != b"PK\3\4" or record.header + LOCAL.size + name + extra != record.data_at:
+                return error, True
+            harmless = harmless or error
+    if harmless is not None:
+        return harmless, False
+    try:
+        for each in (each for storage in storages(checkpoint.tree) for each in storage.below()):
+            if isinstance(each.data, FileRange):
+                each.data.ready()
+    except (Corrupt, Ambiguous) as error:
+        return error, True
+    return None
+
+
 def refuse_damaged(checkpoint: Checkpoint) -> None:
     """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
     archive = archive_of(checkpoint)
@@ -520,30 +548,6 @@ def check_by_reading(tree: Any) -> Iterator[Problem]:
                     data.read(offset, BLOCK if data.inputs else 1)
             except CkptoolError as error:
                 yield problem_of(error, "", None, (place,))
-
-
-# Structure ------------------------------------------------------------------------------------------------------------
-
-
-def check_views(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Tensors that reach outside of their storage, and storages that reach outside of their file."""
-    fine: set[int] = set()  # one tensor may stand under very many names
-    for path, tensor in tensors(checkpoint.tree):
-        if id(tensor) in fine:
-            continue
-        problems = []
-        for part in stored_parts(tensor):
-            storage, data = part.storage, part.storage.data
-            if isinstance(part, TensorEntry) and not 0 <= part.span()[0] <= part.span()[1] <= storage.nbytes:
-                begin, end = part.span()
-                what = f"a view of bytes {begin:,} to {end:,} of a storage of {storage.nbytes:,} bytes"
-                problems.append(Problem("bad-tensor", what, "It lies outside its storage.", tensors=(address(path),)))
-            if isinstance(data, FileRange) and data.offset + data.length > data.file.size:
-                what = f"{data.file} ends at byte {data.file.size:,}, before the data"
-                problems.append(Problem("truncated", what, "The file was cut off.", "", data.offset, (address(path),)))
-        yield from problems
-        if not problems:
-            fine.add(id(tensor))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

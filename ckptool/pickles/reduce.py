@@ -75,15 +75,10 @@ class LiveReader:
         wanted = {id(node): name for node, name, _ in self.refused}
         places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
         names = [f"{name} at {places[key] or 'the top'}" for key, name in wanted.items() if key in places]
-        fix = next(
-            (fix for _, _, fix in self.refused if fix),
-            "Save what it holds as plain values: vars(object), dict(object), str(object).",
-        )
-        return Unsupported(
-            f"cannot save {listed(names)}",
-            "Loading the file would run code of its class, and fail where that class is missing.",
-            fix,
-        )
+        fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
+        fix = next((fix for _, _, fix in self.refused if fix), fix)
+        why = "Loading the file would run code of its class, and fail where that class is missing."
+        return Unsupported(f"cannot save {listed(names)}", why, fix)
 
     def special(self, value: Any) -> Any:
         """The result for what is neither a scalar nor a container."""
@@ -106,17 +101,10 @@ class LiveReader:
             return name if _found(name.module, name.name) is value else self.refuse(value)
         return self.called(value, *answer) if isinstance(answer, tuple) and len(answer) > 1 else self.refuse(value)
 
-    def called(
-        self,
-        value: Any,
-        function: Any,
-        args: tuple[Any, ...],
-        state: Any = None,
-        elements: Any = None,
-        items: Any = None,
-        *rest: Any,
-    ) -> Any:
+    def called(self, value: Any, function: Any, args: tuple[Any, ...], *after: Any) -> Any:
         """A call of `function`, and what is done to its result; refused where the function is not known."""
+        more: tuple[Any, ...] = (*after, None, None, None, None)
+        state, elements, items, setter = more[:4]
         how, kwargs = "call", None
         if function.__name__ == "__newobj__":
             how, function, args = "new", args[0], args[1:]
@@ -127,7 +115,7 @@ class LiveReader:
         plain = kind is not None and kind.called is not None and not kind.custom
         # with no other classes or functions as its arguments
         plain = plain and all(kind_of(self.name_of(arg)) for arg in args if isinstance(arg, _NAMED))
-        if name is None or (rest and rest[0] is not None) or not (plain or self.keep_unknown):
+        if name is None or setter is not None or not (plain or self.keep_unknown):
             return self.refuse(value)
         made = Object(name, (), how)
 
@@ -235,11 +223,8 @@ def array_entry(value: Any) -> TensorEntry:
     given = numpy.asarray(value)
     dtype = next((each for each in DTYPES if each.numpy == given.dtype.name and each.kind != "quantized"), None)
     if dtype is None:
-        raise Unsupported(
-            f"a numpy array of type {given.dtype} is no tensor",
-            "Tensors hold numbers and booleans.",
-            "Convert it first: array.astype('float32').",
-        )
+        what, fix = f"a numpy array of type {given.dtype} is no tensor", "Convert it first: array.astype('float32')."
+        raise Unsupported(what, "Tensors hold numbers and booleans.", fix)
     array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)
     strides = row_major_strides(array.shape)
     return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)

@@ -1,29 +1,194 @@
-"""The diagnosis of a file, for `doctor` and the page of `report`."""
+"""Why a checkpoint does not load, and the commands that fix it: for `doctor`, and the page of `report`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
-from ckptool.analysis.doctor import RefusedValues, of_checkpoint, of_folder, of_problem
-from ckptool.analysis.findings import Diagnosis
-from ckptool.analysis.inspect import Listing, listing
+from ckptool.analysis.findings import Diagnosis, Finding, Stage, finding, in_order, table
+from ckptool.analysis.fit import Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.analysis.fixes import Chain
+from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint
+from ckptool.analysis.verify import header_damage
+from ckptool.checkpoint import Checkpoint, PartKind
+from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.tree import address
+from ckptool.commands import FILE, OUT, OUT_PT, Command, command
+from ckptool.conventions.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
+from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, Text, listed
 from ckptool.formats import named
 from ckptool.formats.opening import Opened
+from ckptool.formats.parts import CODE as PART
+from ckptool.formats.parts import MEMBERS
 from ckptool.pickles.weights_only import weights_only
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors
 
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".th", ".pkl")
+FOLDER = "folder"  # code of a finding
+# What keeps stock torch from loading values: they would run unknown code, need their class, or are refused by default.
+UNSAFE, CUSTOM_CLASS = "unsafe-global", "custom-class"
+
+# The findings on containers that stock torch.load does not read as it reads its own.
+_CONTAINERS = {
+    "archive": "archive",
+    "npy": "numpy-archive",
+    "npz": "numpy-archive",
+    "pickle": "bare-pickle",
+    "torch-legacy": "legacy-format",
+    "torch-tar": "legacy-tar",
+    "torchscript": "torchscript",
+}
+
+
+class RefusedValues(NamedTuple):
+    """Values of a checkpoint that `weights_only` refuses, in words.
+
+    lossy: `convert --weights-only` would write nothing, or lose a tensor; plain_parts: the addresses of the sets of
+    weights without such values.  dropped: the addresses of what it leaves out, as it has no plain form.
+    """
+
+    refused: tuple[str, ...]
+    lossy: bool
+    dropped: tuple[str, ...]
+    plain_parts: frozenset[str]
+
+
+def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
+    """The diagnosis of what could not be opened: what it is instead, or what is wrong with it.
+
+    Raises the problem where the file cannot be read at all.
+    """
+    if isinstance(problem, FileProblem) and not os.path.islink(path):
+        raise problem
+    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):  # a run, or several checkpoints
+        from ckptool.analysis.scan import scan
+
+        newest, run = scan(path).latest, is_run(path)
+        if newest is not None or run:
+            fixes = [command("inspect", path) if run else command("scan", path)]
+            fixes += [command("doctor", newest.path)] if newest is not None else []
+            each = finding("run" if run else "folder-of-checkpoints")
+            return Diagnosis(path, "", (replace(each, commands=tuple(fixes)),))
+    return Diagnosis(path, "", (_of_problem(problem, path).filled(Chain(path)),))
+
+
+def _of_problem(error: CkptoolError, file: str) -> Finding:
+    says = table("findings")["errors"].get(error.code, ("", ""))[file.endswith(".safetensors")]
+    if os.path.isdir(file):  # of several that are there, transformers takes one without a word
+        missing = "OSError: … does not appear to have a file named …; or: FileNotFoundError"
+        says = "" if error.code == "ambiguous" else missing
+    elif error.code == "truncated" and " is empty" in error.what:
+        says = "EOFError: Ran out of input"
+    commands, advice = error.fix.commands[:1] if isinstance(error.fix, Text) else (), str(error.fix)
+    if isinstance(error.fix, Text) and commands:  # what stands after the first command, as a sentence of its own
+        after = error.fix.parts[error.fix.parts.index(commands[0]) + 1 :]
+        advice = "".join(map(str, after)).lstrip("; .")
+        advice = advice[:1].upper() + advice[1:]
+    what = f"{error.what}. {error.why}" if error.why else error.what
+    return Finding(error.code, what, says, True, commands, advice, stage=Stage.CONTAINER)
+
 
 def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
-    """The diagnosis of a checkpoint that is open already. known: its listing, if that is made.
-
-    What `weights_only` refuses is lossy where `convert --weights-only` would write nothing, or lose a tensor.
-    """
-    checkpoint = opened.taken
+    """The diagnosis of a checkpoint that is open already. target: the model that it is for.  known: its listing, if
+    that is made."""
+    checkpoint, file = opened.taken, opened.path
     found = known if known is not None and opened.at is None else listing(checkpoint)
+    values = _refused_values(checkpoint, found)
+    chosen = best_root(mains(found), target) if target is not None else None
+    taken = _taken_alone(found, chosen, values)
+    way = find_way(chosen, target) if chosen is not None and target is not None else None
+    gone = values.dropped if taken is None and not values.lossy else ()
+    damage = _of_damage(opened)
+    findings = [
+        *damage,
+        *_of_container(found, file, values, taken),
+        *_of_values(values, found, taken),
+        *_of_notes(found, way),
+        *of_layout(found, chosen, target is None, taken, gone),
+    ]
+    if chosen is not None and target is not None and way is not None:
+        from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
+
+        findings += of_target(chosen, target, way, translation_to)
+    if (part := found.part) is not None:  # no verb that writes takes one, so only the look at the whole helps
+        others = [each for each in findings if each.code != FOLDER]
+        findings = [each if each.code == PART else replace(each, commands=()) for each in others]
+        if part.kind is PartKind.MEMBERS and not part.is_complete:
+            advice = "Copy again what is missing or does not belong to it; or take what is there: "
+            take = (command("convert", FILE, part=True, out=OUT_PT),)
+            findings = [
+                replace(each, advice=advice, advised=take, says="") if each.code == PART else each for each in findings
+            ]
+    elif any(not each.commands for each in damage) or (
+        any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings)
+    ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
+        findings = [replace(each, commands=tuple(c for c in each.commands if not c.writes)) for each in findings]
+    compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
+    ordered = tuple(in_order(findings, compact, Chain(file, address(checkpoint.base))))
+    unread = str(command("verify", file or FILE, finite=True))
+    engine, parts = engine_of(found.metadata), kinds_of(found.roots)
+    is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
+    is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
+    return Diagnosis(file, is_a, ordered, unread, target.name if target is not None else "")
+
+
+def _of_damage(opened: Opened) -> list[Finding]:
+    """What the other verbs find when they copy the data: a header of its own that contradicts the tables."""
+    if (found := header_damage(opened.checkpoint)) is None:
+        return []
+    error, blocks = found
+    each = _of_problem(error, opened.path)
+    fixes = (command("recover", FILE, out=OUT),) if isinstance(opened.checkpoint.source, Source) else each.commands
+    return [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
+
+
+# The container --------------------------------------------------------------------------------------------------------
+
+
+def _is_of_folder(found: Listing) -> bool:
+    return named(found.container).is_folder and found.container not in _CONTAINERS
+
+
+def _is_rewritten(found: Listing) -> bool:
+    """True for a container whose own finding has the command that leaves out what is refused."""
+    return found.container in _CONTAINERS and finding(_CONTAINERS[found.container]).inert
+
+
+def _of_container(found: Listing, file: str, values: RefusedValues, taken: StateDict | None) -> Iterator[Finding]:
+    suffix, container = os.path.splitext(file)[1].lower(), named(found.container)
+    facts = {"container": found.container, "suffix": suffix}
+    if suffix in TORCH_SUFFIXES and container.tensors_only and container.keeps_tree:
+        yield finding("misnamed, torch", **facts)
+    elif suffix in (".safetensors", ".sft") and not (container.tensors_only and container.suffixes):
+        # The suffix's own container holds one set of weights and nothing else.
+        weights_alone = any(root.path == () and root.is_model for root in found.roots)
+        yield finding("misnamed, weights" if weights_alone else "misnamed, safetensors", **facts)
+    code = FOLDER if _is_of_folder(found) else _CONTAINERS.get(found.container)
+    if code is None:
+        return
+    each = finding(code)
+    if container.is_program and not any(root.is_model for root in found.roots):
+        each = replace(each, commands=(), advice="It has no weights: run it with torch.jit.load.")
+    elif code == "numpy-archive" and not found.tensors:
+        each = replace(each, commands=())
+    elif code == FOLDER and taken is not None:
+        take = command("convert", FILE / address(taken.path), out=OUT_PT)
+        advice = f"It takes the weights alone; without #{address(taken.path)}, everything."
+        each = replace(each, commands=(take,), advice=advice)
+    elif not container.is_program and each.inert and values.refused:
+        plain = command("convert", FILE, weights_only=True, out=OUT_PT)
+        each = replace(each, commands=() if values.lossy else (plain,))
+    yield each
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def _refused_values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
     try:
         plain = weights_only(checkpoint)
     except Conflict:
@@ -37,20 +202,65 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
     parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
     plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
-    values = RefusedValues(tuple(refused), lossy, dropped, plain_parts)
-    if target is None:
-        return of_checkpoint(checkpoint, found, opened.path, values)
-    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
-
-    return of_checkpoint(checkpoint, found, opened.path, values, target, translation_to)
+    return RefusedValues(tuple(refused), lossy, dropped, plain_parts)
 
 
-def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
-    """The diagnosis of what could not be opened. Raises the problem where the file cannot be read at all."""
-    if isinstance(problem, FileProblem) and not os.path.islink(path):
-        raise problem
-    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):
-        from ckptool.analysis.scan import scan
+def _taken_alone(found: Listing, chosen: StateDict | None, values: RefusedValues) -> StateDict | None:
+    """The weights that are written alone, because plain values in place of what is refused would lose tensors."""
+    candidates = mains(found)
+    root = chosen or next(iter(candidates), None)
+    is_plain = root is not None and root.address in values.plain_parts
+    if root is not None and root.path and _is_of_folder(found):  # once, and not the whole folder first
+        alone = chosen is not None or len(candidates) == 1
+        return root if alone and (not values.refused or is_plain) else None
+    if not values.lossy or root is None or _is_rewritten(found):
+        return None
+    if root.module is not None:
+        return None if quantized_outside(root) else root
+    return root if root.path and is_plain else None
 
-        return of_folder(problem, path, is_run(path), scan(path).latest)
-    return of_problem(problem, path)
+
+def _of_values(values: RefusedValues, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
+    if not values.refused or _is_rewritten(found):
+        calls = [note.message for note in found.notes if note.code == UNSAFE and not values.refused]
+        yield from (Finding(UNSAFE, what, stage=Stage.VALUES, inert=True) for what in calls)  # beside it
+        return
+    whole = any(root.module is not None for root in found.roots)
+    holds = "a whole model, pickled with its class, which" if whole else "values that"
+    said = {note.code: note.message for note in found.notes}
+    code = next((code for code in (UNSAFE, CUSTOM_CLASS) if code in said), WEIGHTS_ONLY)
+    what = said[UNSAFE] if code == UNSAFE else f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
+    if taken is not None and _is_of_folder(found):
+        each = finding("weights-only, beside the weights of a folder", what=what)
+    elif taken is not None:
+        each = finding("weights-only, beside the weights", what=what, place=address(taken.path) or "/")
+    else:
+        each = finding("weights-only, of which plain ones lose some" if values.lossy else "weights-only", what=what)
+    # Engines read their folders with loaders of their own.
+    yield replace(each, code=code, blocks=not named(found.container).is_folder or code == UNSAFE)
+
+
+# Notes ----------------------------------------------------------------------------------------------------------------
+
+
+def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
+    """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may
+    be right."""
+    seen = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
+    for note in found.notes:
+        row = table("findings")["notes"].get(note.code, {"notes": True})
+        stage = Stage[row.get("stage", "BETTER")]
+        if note.code in seen or (stage is Stage.WRAPPERS and way is not None and not way.unwraps):
+            continue
+        seen.add(note.code)
+        fixes = (note.fix,) if isinstance(note.fix, Command) else ()
+        each = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
+        if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
+            each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
+        elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
+            each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
+            each = replace(each, code=note.code)
+        yield each
+    kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
+    if kinds and (way is None or way.unwraps) and not named(found.container).is_program:
+        yield finding("prefix-module, of a pickled model", wrappers=listed(sorted(kinds)))

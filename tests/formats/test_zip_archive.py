@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,6 @@ def test_zip64_sizes_that_would_fit_32_bits_keep_their_fields(wide: tuple[int, i
 def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     """Each state inside the file is looked at by the reader: a file with more than a hundred is refused, without
     recursion's own error."""
-    from ckptool.checkpoint import Checkpoint
     from ckptool.errors import Conflict
     from ckptool.formats import torch_zip
     from ckptool.output.sink import Sink
@@ -155,10 +155,7 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     for edits in range(directory.MAX_EDITS):
         checkpoint = read(path)
         assert checkpoint.origin.archive.edits == edits
-        changed = {**checkpoint.tree, "n": edits}
-        plan = torch_zip.append(
-            Checkpoint(changed, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin)
-        )
+        plan = torch_zip.append(replace(checkpoint, tree={**checkpoint.tree, "n": edits}))
         assert plan is not None
         with path.open("r+b") as file:
             Sink(file.fileno(), plan.keep, plan.nbytes, None).write(plan.files[""])

@@ -72,10 +72,43 @@ def test_f32_of_any_size(scale: float) -> None:
     assert_as_f64_says((a * scale).float(), (b * scale).float())
 
 
-def test_max_abs_is_exact() -> None:
-    a = torch.tensor([1.0, 16777216.0, 1.0])
-    b = torch.tensor([1.0, 0.99999994, 2.0])  # 16777216 - 0.99999994 is rounded in f32
-    assert difference(a, b).max_abs == 16777216 - float(numpy.float32(0.99999994))
+LOW, HIGH = -(2**63), 2**63 - 1
+LATER = torch.zeros(3, 100_000)
+LATER[2, 17] = 1
+# Two tensors, and the facts of their difference.
+EXACT: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, object]]] = {
+    "what f32 would round": (  # 16777216 - 0.99999994
+        torch.tensor([1.0, 16777216.0, 1.0]),
+        torch.tensor([1.0, 0.99999994, 2.0]),
+        {"max_abs": 16777216 - float(numpy.float32(0.99999994))},
+    ),
+    "NaN and infinities of both": (
+        torch.tensor([nan, inf, 1.0]),
+        torch.tensor([nan, inf, 1.5]),
+        {"max_abs": 0.5, "within_tolerance": True},
+    ),
+    "64 bits": (torch.tensor([LOW]), torch.tensor([HIGH]), {"max_abs": 2**64 - 1}),
+    "what f64 would round": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), {"max_abs": 1}),
+    "what would wrap": (torch.tensor([1], dtype=torch.uint8), torch.tensor([255], dtype=torch.uint8), {"max_abs": 254}),
+    "bool": (
+        torch.tensor([True, False, True]),
+        torch.tensor([True, True, True]),
+        {"changed": 1, "max_abs": 1, "first": (1,)},
+    ),
+    "in a later chunk": (
+        torch.zeros(3, 100_000),
+        LATER,
+        {"changed": 1, "first": (2, 17), "cosine": None, "max_rel": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXACT)
+def test_what_is_exact(what: str) -> None:
+    a, b, facts = EXACT[what]
+    found = difference(a, b, atol=0.5)
+    assert {name: getattr(found, name) for name in facts} == facts
+    assert (type(found.max_abs) is int) is not a.is_floating_point()
 
 
 def test_the_same_bytes_are_no_difference() -> None:
@@ -107,18 +140,6 @@ def test_what_is_not_finite(dtype: torch.dtype, left: float, right: float, dista
     assert found.cosine == pytest.approx(1)
 
 
-def test_nan_agrees_with_nan() -> None:
-    found = difference(torch.tensor([nan, inf, 1.0]), torch.tensor([nan, inf, 1.5]), atol=0.5)
-    assert (found.max_abs, found.within_tolerance) == (0.5, True)
-
-
-def test_64_bit_integers_are_exact() -> None:
-    low, high = -(2**63), 2**63 - 1
-    assert difference(torch.tensor([low]), torch.tensor([high])).max_abs == 2**64 - 1
-    assert difference(torch.tensor([2**53]), torch.tensor([2**53 + 1])).max_abs == 1
-    assert type(difference(torch.tensor([0]), torch.tensor([1])).max_abs) is int
-
-
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1)), min_size=1))
 def test_signed_against_unsigned(pairs: list[tuple[int, int]]) -> None:
     left, right = zip(*pairs, strict=True)
@@ -128,15 +149,6 @@ def test_signed_against_unsigned(pairs: list[tuple[int, int]]) -> None:
     assert found is not None
     assert found.max_abs == max(abs(x - y) for x, y in pairs)
     assert found.changed == sum(x != y for x, y in pairs)
-
-
-def test_unsigned_does_not_wrap() -> None:
-    assert difference(torch.tensor([1], dtype=torch.uint8), torch.tensor([255], dtype=torch.uint8)).max_abs == 254
-
-
-def test_bool() -> None:
-    found = difference(torch.tensor([True, False, True]), torch.tensor([True, True, True]))
-    assert (found.changed, found.max_abs, found.first) == (1, 1, (1,))
 
 
 def test_quantized_are_integers() -> None:
@@ -219,14 +231,6 @@ def test_conjugate_and_negative_bits_count() -> None:
     assert same(torch._neg_view(z.real.clone()), -z.real)
     assert_as_f64_says(z, z.conj())
     assert_as_f64_says(z.real, torch._neg_view(z.real))
-
-
-def test_first_is_found_in_a_later_chunk() -> None:
-    a = torch.zeros(3, 100_000)
-    b = a.clone()
-    b[2, 17] = 1
-    found = difference(a, b)
-    assert (found.changed, found.first, found.cosine, found.max_rel) == (1, (2, 17), None, 1.0)
 
 
 def test_shapes_must_agree() -> None:

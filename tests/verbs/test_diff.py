@@ -12,11 +12,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import nn
 
 import ckptool
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from fixtures.make import make
+from tests.support.cli import Run
 from tests.support.files import saved, weights
 from tests.support.zip_benign import rezipped_mutant, without_checksums
 
@@ -183,20 +185,6 @@ def test_where_a_container_has_no_word_for_arrays_that_is_not_compared(tmp_path:
     assert "1 numpy array" in digests[0].remark and not digests[1].remark
 
 
-def test_the_json_says_what_is_in_one_file_only(tmp_path: Path) -> None:
-    tied = torch.ones(2)
-    more = {"n": 1, 0: torch.ones(3), "s": torch.eye(2).to_sparse()}
-    left = saved({"model": {"a.w": tied, "b.w": tied}, **more}, tmp_path / "a.pt")
-    right = saved({"model": {"a.w": torch.ones(2), "b.w": torch.zeros(2)}}, tmp_path / "b.pt")
-    found = ckptool.diff(left, right).to_dict()
-    rows = [(each["path"], each["type"], each["dtype"], each["shape"], each["nbytes"]) for each in found["only_left"]]
-    assert rows[:2] == [(["n"], "int", None, None, None), ([0], "tensor", "f32", [3], 12)]
-    assert rows[2][1] == "sparse coo" and found["only_right"] == [] and "bases" not in found
-    assert found["ties"] == [{"side": "left", "names": ["model/a.w", "model/b.w"]}]
-    (change,) = found["changed"]
-    assert (change["path"], change["aspects"], change["values"]["changed"]) == (["model", "b.w"], {"values": None}, 2)
-
-
 def test_without_prefixes_names_are_those_of_the_bare_module(tmp_path: Path) -> None:
     left = saved({"module.a.w": torch.ones(2), "module.b.w": torch.ones(1)}, tmp_path / "a.pt")
     right = saved({"a.w": torch.zeros(2)}, tmp_path / "b.pt")
@@ -204,3 +192,25 @@ def test_without_prefixes_names_are_those_of_the_bare_module(tmp_path: Path) -> 
         found = ckptool.diff(one, other, ignore="prefix")
         assert [change.address for change in found.changed] == ["a.w"]
         assert [entry.address for entry in getattr(found, side)] == ["b.w"]
+
+
+def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> None:
+    full = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
+    made: dict[str, tuple[Any, Any]] = {
+        "metadata": ({"model": full}, {"model": dict(full)}),
+        "order": ({"model": dict(full), "step": 1}, {"step": 1, "model": dict(reversed(full.items()))}),
+        "both": (full, dict(reversed(full.items()))),
+    }
+    for name, (one, other) in made.items():
+        paths = [tmp_path / f"{name}{side}.pt" for side in "ab"]
+        for tree, path in zip((one, other), paths, strict=True):
+            torch.save(tree, path)
+        found, strict = ckptool.diff(*paths), ckptool.diff(*paths, strict=True)
+        assert (found.same, strict.same) == (True, False), name
+        assert bool(found.metadata_differs) == (name != "order") and bool(found.order_differs) == (name != "metadata")
+        said = run("diff", *paths)
+        assert said.code == 0 and "--strict" in said.out
+        assert run("diff", *paths, "--strict").code == 1
+        assert ckptool.diff(*paths, strict=True, ignore="order,metadata").same
+    same = ckptool.diff(paths[0], paths[0])
+    assert not same.metadata_differs and not same.order_differs

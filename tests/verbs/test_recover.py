@@ -4,6 +4,7 @@ filled says so."""
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -370,6 +371,7 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: recover(tmp_path, tmp_path / "out.pt"), UsageError),
         (lambda: recover(written(b"text of a reader", tmp_path / "x.txt"), tmp_path / "out.pt"), NotACheckpoint),
         (lambda: recover(written(b"PK\x03\x04" + bytes(99), tmp_path / "x.pt"), tmp_path / "out.pt"), CkptoolError),
+        (lambda: recover(written(pickle.dumps({"a": 1}), tmp_path / "x.pkl"), tmp_path / "out.pt"), UsageError),
     ):
         with pytest.raises(error) as caught:
             action()

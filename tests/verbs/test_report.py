@@ -24,7 +24,6 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, FileProblem, OutputExists, UsageError
 from ckptool.training.start import start
 from ckptool.verbs.report import CheckpointReport
-from fixtures.make import PRODUCERS, make
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved
 from tests.support.looped import looped
@@ -345,17 +344,6 @@ def test_every_file_of_others_gives_a_report(path: Path) -> None:
         assert one.pictures.keys() | one.health.skipped.keys() == rows and one.health.tensors >= one.health.read
     json.dumps(found.to_dict(), allow_nan=False)
     assert len(found._repr_html_().encode()) <= 30_000 and "<title>" in found.html()
-
-
-@looped("name", sorted(PRODUCERS), here=1 / 3)
-def test_every_kind_of_fixture_gives_a_report(name: str, tmp_path: Path) -> None:
-    try:
-        found = ckptool.report(make(name, tmp_path), out=tmp_path / "page.html")
-    except CkptoolError as error:
-        assert error.what and error.code != "bug"
-        assert not (tmp_path / "page.html").exists()
-    else:
-        assert found.bytes == (tmp_path / "page.html").stat().st_size
 
 
 # What would run, as scan says it -------------------------------------------------------------------------------------

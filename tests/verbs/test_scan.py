@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.cli import main
 from ckptool.errors import CkptoolError
+from tests.support.cli import Run
 
 
 class Foreign:
@@ -98,31 +97,27 @@ def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any, tmp_path:
     assert (file.step, file.epoch) == expected
 
 
-def test_latest_good_for_scripts(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", str(run_folder), "--latest-good", "-q"]) == 0
-    assert capsys.readouterr().out == f"{run_folder / 'd.pt'}\n"
-
-
-def test_no_good_checkpoint_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.pt").touch()
-    assert main(["scan", str(tmp_path), "--latest-good", "-q"]) == 1
-    assert capsys.readouterr().out == ""
-    assert main(["scan", str(tmp_path)]) == 1
-    assert "1 not good" in capsys.readouterr().out
-
-
-def test_an_empty_folder_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", str(tmp_path)]) == 0
-    assert "0 checkpoints" in capsys.readouterr().out
-
-
-def test_json_of_a_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scan", str(run_folder), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "ckptool.scan/2" and found["findings"] == 2
-    assert found["latest_good"] == str(run_folder / "d.pt")
-    assert [file["state"] for file in found["files"]].count("good") == 3
-    assert all(file["modified"].endswith("+00:00") for file in found["files"]) and "latest" not in found
+def test_the_command(run_folder: Path, tmp_path: Path, run: Run) -> None:
+    bad, empty, files = (tmp_path / name for name in ("bad", "empty", "files"))
+    for folder in (bad, empty, files):
+        folder.mkdir()
+    (bad / "a.pt").touch()
+    clean, foreign = checkpoint(files / "clean.pt"), checkpoint(files / "foreign.pt", config=Foreign())
+    unread = "not compared with its checksums"
+    for words, code, said in (
+        ((run_folder, "--latest-good", "-q"), 0, f"{run_folder / 'd.pt'}\n"),
+        ((bad, "--latest-good", "-q"), 1, ""),
+        ((bad,), 1, "1 not good"),
+        ((empty,), 0, "0 checkpoints"),
+        ((clean,), 0, "nothing in it would run"),
+        ((foreign,), 1, f"makes objects of  {__name__}.Foreign  at config"),
+        ((clean, foreign, "-q"), 1, ""),
+        ((files,), 1, unread),
+        ((files, "--full"), 1, ""),
+    ):
+        found = run("scan", *map(str, words))
+        assert found.code == code and (said in found.out if said else unread not in found.out), (words, found)
+        assert "-q" not in words or found.out == said, (words, found)
 
 
 # What would run ------------------------------------------------------------------------------------------------------
@@ -160,30 +155,12 @@ def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:
     assert [(call.name, call.how) for call in file.calls] == [("builtins.breakpoint", "called")]
 
 
-def test_exit_codes_and_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    clean, foreign = checkpoint(tmp_path / "clean.pt"), checkpoint(tmp_path / "foreign.pt", config=Foreign())
-    assert main(["scan", str(clean)]) == 0
-    assert "nothing in it would run" in capsys.readouterr().out
-    assert main(["scan", str(foreign)]) == 1
-    out = capsys.readouterr().out
-    assert f"makes objects of  {__name__}.Foreign  at config" in out
-    assert main(["scan", str(clean), str(foreign), "-q"]) == 1
-    assert capsys.readouterr().out == ""
-
-
 def test_a_file_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_text("hello")
     with pytest.raises(CkptoolError, match="text file"):
         ckptool.scan(tmp_path / "a.pt")
     with pytest.raises(CkptoolError, match="cannot read"):
         ckptool.scan(tmp_path / "missing")
-
-
-def test_names_cannot_forge_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint(tmp_path / "a\n\x1b[31mfake.pt")
-    assert main(["scan", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "a\\n\\x1b[31mfake.pt" in out
 
 
 def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
@@ -204,14 +181,6 @@ def test_a_row_of_a_damaged_file_says_why_and_not_its_own_name_again(tmp_path: P
             assert str(tmp_path) not in row
     told = str(ckptool.scan(tmp_path))
     assert "is empty" in told or "empty" in told
-
-
-def test_what_good_means_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"a.w": torch.ones(2)}, tmp_path / "a.pt")
-    for words, told in ((["scan", str(tmp_path)], True), (["scan", str(tmp_path), "--full"], False)):
-        assert main(words) == 0
-        assert ("not compared with its checksums" in capsys.readouterr().out) is told
-    assert ckptool.scan(tmp_path, full=True).full and not ckptool.scan(tmp_path).full
 
 
 def test_one_file_is_the_latest_good_one_where_it_is_good(tmp_path: Path) -> None:

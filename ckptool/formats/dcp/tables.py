@@ -30,9 +30,9 @@ from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.pieces import Box
 from ckptool.formats.placements import sizes_of
-from ckptool.pickles.builders import TakesState
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
+from ckptool.pickles.torch_objects import TakesState
 
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")

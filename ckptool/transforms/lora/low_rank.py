@@ -22,7 +22,7 @@ from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.lora.products import once
+from ckptool.transforms.by_rows import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
