@@ -119,7 +119,8 @@ class Written(Report):
         facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:
-            yield bold(self.verb), f": {self.summary}; would be {where} ({facts})"
+            what = f"{self.output} would stay as it is" if self.how == "nothing" else f"would be {where} ({facts})"
+            yield bold(self.verb), f": {self.summary}; {what}"
             yield "  dry run: nothing was written"
         else:
             yield bold(self.verb), f": {self.summary} → {self.output or where} ({facts})"
