@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import ROWS, Numbers, TensorValues
+from ckptool.checkpoint.arrays import Numbers, TensorValues, stretches
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import LimitExceeded, counted
 
@@ -55,9 +55,8 @@ def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0)
             if 0 not in axes:
                 return x * factors(squares(x), start, stop)
             if not of_all:  # one pass over all rows
-                step = max(1, ROWS // max(1, x[0].size))
-                blocks = (rows(at, min(at + step, height)) for at in range(0, height, step))
-                of_all.append(factors(sum(map(squares, blocks)), 0, 1))
+                total = sum(squares(rows(*at)) for at in stretches(0, height, x[0].size))
+                of_all.append(factors(total, 0, 1))
             return x * of_all[0]
 
     return made

@@ -14,7 +14,7 @@ from math import ceil, isqrt, prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Flags, TensorEntry
-from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows, resolved
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, resolved, stretches
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.commands import NAME, arg
@@ -211,13 +211,12 @@ def _mean_row(entry: TensorEntry) -> TensorEntry:
 
     count, width = entry.shape[0], prod(entry.shape[1:])
     refuse_wide(entry.shape, width)
-    values, step = TensorValues(entry), max(1, ROWS // max(1, width))
+    values = TensorValues(entry)
 
     def mean() -> Array:
         total = numpy.zeros((1, *entry.shape[1:]))
-        for at in range(0, count, step):
-            block = values.rows(at, min(at + step, count))
-            total += numpy.add.reduce(block, axis=0, dtype=numpy.float64, keepdims=True)
+        for at in stretches(0, count, width):
+            total += numpy.add.reduce(values.rows(*at), axis=0, dtype=numpy.float64, keepdims=True)
         return total / count
 
     owner = object()
@@ -308,7 +307,7 @@ def _along(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> Ten
     refuse_wide(entry.shape, taps * inner)
     lead = prod(entry.shape[:axis])
     values = TensorValues(entry.reshape((lead * size, inner)))
-    step = max(1, ROWS // max(1, inner * max(taps, size // new)))
+    width = inner * max(taps, size // new)  # of what is read for a row
 
     def block(start: int, stop: int) -> Array:
         number, place = numpy.divmod(numpy.arange(start, stop), new)
@@ -322,7 +321,7 @@ def _along(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> Ten
 
     def rows(start: int, stop: int) -> Array:
         with numpy.errstate(all="ignore"):
-            return numpy.concatenate([block(at, min(at + step, stop)) for at in range(start, stop, step)])
+            return numpy.concatenate([block(*at) for at in stretches(start, stop, width)])
 
     made = computed_rows(by_name("f64"), (lead * new, inner), rows, [entry], entry.location)
     return made.reshape((*entry.shape[:axis], new, *entry.shape[axis + 1 :]))

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings, strategies
 from torch.nn import functional
 
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, arrays
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import LimitExceeded, Unsupported, UsageError
-from ckptool.transforms import resize
 from ckptool.transforms.resize import parse_resize, resized
 from tests.support.entries import entry_of
 from tests.support.looped import examples, looped
@@ -114,7 +113,7 @@ def test_any_part_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         old = (2, 49, 30) if how == "bicubic" else old
         entry = entry_of(torch.randn(old))
         whole = resized(entry, new, parse_resize(how), "x").bytes()
-        monkeypatch.setattr(resize, "ROWS", 1)
+        monkeypatch.setattr(arrays, "ROWS", 1)
         small = resized(entry, new, parse_resize(how), "x")
         assert small.bytes() == whole
         for _ in range(40):
