@@ -42,7 +42,7 @@ from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.names.arithmetic import Lookup
-from ckptool.names.joining import JOIN_WAYS
+from ckptool.names.chain import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
 from ckptool.names.scope import Scope

@@ -247,7 +247,7 @@ class Change:
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             if container.writes_folder and container.tensors_only:
                 from ckptool.formats.model_folder import model_folder
-                from ckptool.formats.sharded.writing import divided
+                from ckptool.formats.sharded import divided
 
                 beside = beside or model_folder(original, changed.tree)
                 if changed.origin is None:  # with the names that the library of the configuration looks for
