@@ -40,12 +40,13 @@ MAX_METADATA = 256 << 20
 class TableRow(TakesState):
     """An object of the tables' classes, kept as the values of its fields; one that it lacks is None.
 
-    odd: of all rows of a table, the states in which there was more.
+    odd: of all rows of a table, the states in which there was more.  lengths: those of its places, each number once.
     """
 
     __slots__ = ()
     fields: ClassVar[tuple[str, ...]] = ()
     odd: ClassVar[list[Any]]
+    lengths: ClassVar[dict[int, int]]
 
     def __init__(self, *values: Any) -> None:
         for name, value in zip_longest(self.fields, values):
@@ -71,6 +72,11 @@ class Place(TableRow):
     length: Any
     transform_descriptors: Any
 
+    def fill(self, state: Any) -> None:
+        super().fill(state)
+        if type(self.length) is int:
+            self.length = self.lengths.setdefault(self.length, self.length)
+
     @property
     def is_damaged(self) -> bool:
         packed = self.transform_descriptors or ()
@@ -89,10 +95,15 @@ class _Block(TableRow):
 class _Index(TableRow):
     """What a place is of: a name, and the offsets of a chunk, None for an object."""
 
-    __slots__ = fields = ("fqn", "offset", "index")
+    __slots__ = fields = ("fqn", "offset")
     fqn: Any
     offset: Any
-    index: Any
+
+    def fill(self, state: Any) -> None:
+        number = state.pop("index", None) if type(state) is dict else None  # a hint, which nothing needs
+        super().fill(state)
+        if type(number) not in (int, type(None)):
+            self.fqn = None
 
 
 class _Tensor(TableRow):
@@ -125,7 +136,8 @@ def _builders(odd: list[Any]) -> dict[Global, Any]:
     def size(args: tuple[Any, ...]) -> Any:
         return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else NotImplemented
 
-    rows = {name: type(name, (row,), {"__slots__": (), "odd": odd}) for name, row in _ROWS.items()}
+    lengths: dict[int, int] = {}
+    rows = {name: type(name, (row,), {"__slots__": (), "odd": odd, "lengths": lengths}) for name, row in _ROWS.items()}
     found = {Global(module, name): partial(made, row) for module in _MODULES for name, row in rows.items()}
     return {**BUILDERS, Global("torch", "Size"): size, **found}
 
@@ -224,8 +236,8 @@ class Tables:
             raise self.damaged("does not say where its values are", name)
         places: dict[str, dict[Any, Place]] = {}
         for number, (index, place) in enumerate(table.items()):
-            fits = isinstance(index, _Index) and type(index.fqn) is str and type(index.index) in (int, type(None))
-            if not fits or not isinstance(place, Place) or place.is_damaged:
+            named = isinstance(index, _Index) and type(index.fqn) is str
+            if not named or not isinstance(place, Place) or place.is_damaged:
                 raise self.damaged(f"has an entry {number:,} without a place", name)
             offsets = None if index.offset is None else sizes_of(index.offset)
             if (index.offset is None) != (offsets is None):
