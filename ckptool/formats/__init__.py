@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, cast
@@ -144,34 +143,34 @@ def read_source(source: Input) -> Checkpoint:
 
     with unchanged(source):
         found = with_part(read_alone(source), source)
-    if isinstance(source, Folder) and (links := [*_led_elsewhere(source)]):
-        kept, found = found.kept, replace(found, notes=(*found.notes, *links))
+    if isinstance(source, Folder) and (links := _led_elsewhere(source)):
+        what = counted(len(links), "file is a link that leads", "files are links that lead")
+        note = Note("link-elsewhere", f"{what} out of the folder: {listed(links, 3)}")
+        kept, found = found.kept, replace(found, notes=(*found.notes, note))
         found.kept.update(kept)
     return found
 
 
-def _led_elsewhere(folder: Folder) -> Iterator[Note]:
-    """A note on the files of a folder that are links to files outside of it, but for the `blobs` of a hub's cache."""
+def _led_elsewhere(folder: Folder) -> list[str]:
+    """The files of a folder that are links to files outside of it, but for the `blobs` of a hub's cache."""
     here = os.path.realpath(folder.path)
     cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
     real = {name: os.path.realpath(os.path.join(here, name)) for name in folder.files}
-    links = [name for name, path in real.items() if not path.startswith((here + os.sep, cache + os.sep))]
-    if links:
-        shown = listed([f"{name} → {real[name]}" for name in links], 3)
-        what = counted(len(links), "file is a link that leads", "files are links that lead")
-        yield Note("link-elsewhere", f"{what} out of the folder: {shown}")
+    return [f"{name} → {real[name]}" for name in real if not real[name].startswith((here + os.sep, cache + os.sep))]
 
 
 def read_alone(source: Input) -> Checkpoint:
     """Opens one of the files that a checkpoint is put together from, without asking whether it is a part."""
-    if isinstance(source, Source) and not source.size:
-        what = f"{source} is empty (0 bytes)"
-        raise Truncated(what, "It was never written, or lost in a crash or a full disk.", "Copy or download it again.")
-    head = source.read(0, min(HEAD, source.size)) if isinstance(source, Source) else b""
-    if isinstance(source, Source) and head[:4] not in (b"PK\3\4", b"PK\5\6"):
-        from ckptool.formats.zip.directory import refuse_zip_behind
+    head = b""
+    if isinstance(source, Source):
+        if not source.size:
+            why = "It was never written, or lost in a crash or a full disk."
+            raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
+        head = source.read(0, min(HEAD, source.size))
+        if head[:4] not in (b"PK\3\4", b"PK\5\6"):
+            from ckptool.formats.zip.directory import refuse_zip_behind
 
-        refuse_zip_behind(head, source)
+            refuse_zip_behind(head, source)
     for container in FORMATS:
         if container.detect(head, source):
             if isinstance(source, Source) and re.match(_DISGUISES.get(container.name, b"(?!)"), head, re.DOTALL):
@@ -238,12 +237,9 @@ def refuse_name(
 
         near = difflib.get_close_matches(suffix, [each for each in SUFFIXES if len(each) > 5], 1, 0.8)
         if near or suffix in NOT_WRITTEN or not torch:
-            raise UsageError(
-                f"{suffix} is not the suffix of a container that ckptool writes",
-                _WRITABLE,
-                "".join(f"Did you mean {each}? " for each in near)
-                + f"To write a torch file of that name: {arg(container='torch-zip')}",
-            )
+            meant = f"Did you mean {near[0]}? " if near else ""
+            fix = f"{meant}To write a torch file of that name: {arg(container='torch-zip')}"
+            raise UsageError(f"{suffix} is not the suffix of a container that ckptool writes", _WRITABLE, fix)
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is the name of an index, and shards are written as a folder"
         why = "The index is one of the files in it."

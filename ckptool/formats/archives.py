@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
@@ -70,18 +71,35 @@ def read(source: Source) -> Checkpoint:
             notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
             discarded += found.discarded
             values[name] = found.tree
-        elif (text := _text(part)) is None:
+            continue
+        try:
+            text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
             others.append(name)
-        else:
-            values[name] = _json(text) if name == "data" or name.endswith(".json") else text
-            pickles += text.count('":serialized:"')
+            continue
+        values[name] = text
+        if name == "data" or name.endswith(".json"):
+            with suppress(ValueError, RecursionError):
+                values[name] = json.loads(text)
+        pickles += text.count('":serialized:"')
     if others:
         shown = listed(others, 3)
         notes.append(Note(OTHERS, f"{counted(len(others), 'file is', 'files are')} no checkpoint: {shown}"))
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
         notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
-    return Checkpoint(_nested(source, values), NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+    tree: dict[Any, Any] = {}
+    for name, value in values.items():  # with a dictionary for each folder in their names
+        *folders, last = name.split("/")
+        node = tree
+        for depth, folder in enumerate(folders):
+            if "/".join(folders[: depth + 1]) in values:
+                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
+            node = node.setdefault(folder, {})
+        node[last] = value
+    return Checkpoint(tree, NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
 
 
 def _check(source: Source, name: str, before: set[str]) -> None:
@@ -102,8 +120,7 @@ def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
         if torch_zip.detect(head, source):
             return torch_zip.read(part)
         if torch_legacy.begins_stream(head):
-            stream = torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))
-            return Checkpoint(stream.root, "", notes=tuple(stream.notes), discarded=stream.discarded)
+            return torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))[0]
         if name.endswith(safetensors.SUFFIXES):
             return safetensors.read(part)
     except CkptoolError as error:
@@ -117,36 +134,6 @@ def _unpack(source: Source) -> str:
     return f"Unpack it, and name the file: {other_program(program, source.path)}"
 
 
-def _text(part: Readable) -> str | None:
-    """The text that a small file is; None for anything else."""
-    try:
-        text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _nested(source: Source, values: dict[str, Any]) -> dict[Any, Any]:
-    """The values with a dictionary for each folder in their names."""
-    tree: dict[Any, Any] = {}
-    for name, value in values.items():
-        *folders, last = name.split("/")
-        node = tree
-        for depth, folder in enumerate(folders):
-            if "/".join(folders[: depth + 1]) in values:
-                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
-            node = node.setdefault(folder, {})
-        node[last] = value
-    return tree
-
-
 # The files -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,13 +142,11 @@ def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]
     archive = directory.read_archive(source)
     notes += archive.notes
     torch_zip.confirm_the_rest(archive)
-    inflated = sum(record.size for record in archive.records.values() if record.method)
-    if inflated > MAX_INFLATED:
+    compressed = [record for record in archive.records.values() if record.method]
+    if (inflated := sum(record.size for record in compressed)) > MAX_INFLATED:
         what = f"{source}: its compressed files have {inflated:,} bytes when unpacked"
         raise LimitExceeded(what, f"At most {MAX_INFLATED:,} are inflated to be read.", _unpack(source))
-    compressed = [record for record in archive.records.values() if record.method]
-    unpacked = _inflated(source, compressed) if compressed else source
-    at = 0
+    unpacked, at = _inflated(source, compressed) if compressed else source, 0
     for name, record in archive.records.items():
         if not name.endswith("/"):
             yield name, unpacked.part(at, record.size) if record.method else source.part(record.data_at, record.stored)
@@ -184,15 +169,14 @@ def _inflated(source: Source, records: list[Record]) -> Source:
 
 def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
     """The files in a tar, by name. Raises `Unsupported` for links and the like."""
-    end = 0
-    for header in torch_tar.headers(source):
+    archive = torch_tar.Tar(source)
+    for header in archive.headers():
         kind = torch_tar.odd_kind(header)
         if kind is None:
             yield header.name, source.part(header.offset_data, header.size)
         elif not header.isdir():
             what = f"{source}: {header.name[:120]!r} in it is {kind}"
             raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
-        end = header.offset_data + header.size + -header.size % 512
-    if (end := torch_tar.end_of(source, end)) != source.size:
-        what = f"{source} has {source.size - end:,} bytes after its end"
+    if archive.end != source.size:
+        what = f"{source} has {source.size - archive.end:,} bytes after its end"
         raise Ambiguous(what, "Some readers would see another archive there.")

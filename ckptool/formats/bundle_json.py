@@ -57,41 +57,38 @@ def text(record: BundleRecord) -> bytes:
     fields |= {"ties": record.ties} if record.ties else {}
     made = json.dumps(fields, indent=1, ensure_ascii=False)
     if not is_text(made):
-        raise Unsupported(
-            "names or values with half a surrogate pair cannot be written to bundle.json", "No program could read it."
-        )
+        what = "names or values with half a surrogate pair cannot be written to bundle.json"
+        raise Unsupported(what, "No program could read it.")
     return made.encode() + b"\n"
 
 
 def read(folder: Folder) -> BundleRecord:
     """The record in a folder. Raises `Corrupt`, `Unsupported` or `LimitExceeded` where it is not one of ours."""
     if NAME not in folder:
-        raise Unsupported(
-            f"{folder} has no {NAME}",
-            "It says which files make up a bundle, and in what order; ckptool unbundle writes it.",
-            "Name the members instead: ckptool bundle NAME=FILE … -o OUT",
-        )
+        why = "It says which files make up a bundle, and in what order; ckptool unbundle writes it."
+        raise Unsupported(f"{folder} has no {NAME}", why, "Name the members instead: ckptool bundle NAME=FILE … -o OUT")
     source = folder.open(NAME)
     if source.size > MAX_BYTES:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"A record of a bundle has at most {MAX_BYTES:,}.")
     fields = parse_object(source.read(0, source.size), str(source))
-    schema = fields.get("schema")
-    if schema != SCHEMA:
+    if (schema := fields.get("schema")) != SCHEMA:
         raise Unsupported(f"{source} is a record of the version {str(schema)[:80]}", f"This version reads {SCHEMA}.")
+
+    def damaged(problem: str) -> Corrupt:
+        return Corrupt(f"{source} is damaged: {problem[:200]}", "It is not what ckptool unbundle writes.")
+
     members, ties = fields.get("members"), fields.get("ties", [])
+    if type(members) is not list:
+        raise damaged("a list of members was expected")
     parts: dict[str, BundleMember] = {}
-    problem = "" if type(members) is list else "a list of members was expected"
-    for member in members if type(members) is list else ():
+    for member in members:
         name, file = (member.get("name"), member.get("file", "")) if type(member) is dict else (None, "")
         if not (type(name) is str or type(name) is int) or type(file) is not str or bool(file) == ("value" in member):
-            problem = f"the member {name!r} has no name, or not exactly one of a file and a value"
-            break
+            raise damaged(f"the member {name!r} has no name, or not exactly one of a file and a value")
         if str(name) in parts:
-            problem = f"it names {name} twice"
+            raise damaged(f"it names {name} twice")
         parts[str(name)] = BundleMember(name, file, member.get("value"))
     if type(ties) is not list or not all(type(each) is list and all(type(t) is str for t in each) for each in ties):
-        problem = "its ties are not lists of strings"
-    if problem:
-        raise Corrupt(f"{source} is damaged: {problem[:200]}", "It is not what ckptool unbundle writes.")
+        raise damaged("its ties are not lists of strings")
     ordered = fields.get("ordered") is True
     return BundleRecord(str(fields.get("container")), tuple(parts.values()), tuple(map(tuple, ties)), ordered)

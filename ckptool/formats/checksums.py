@@ -32,12 +32,23 @@ def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> li
 
     Raises `FileChanged`.
     """
+    batches: list[list[Piece]] = [[]]
+    size = 0
+    for index, data in enumerate(stretches):
+        # What is computed may keep its place in a stream: one thread reads all of it.
+        step = max(data.length, 1) if isinstance(data, Computed) else PIECE
+        for at in range(0, max(data.length, 1), step):
+            length = min(step, data.length - at)
+            if batches[-1] and (size + length > BATCH or len(batches[-1]) == BATCHED):
+                batches.append([])
+                size = 0
+            batches[-1].append((index, at, length))
+            size += length
 
     def sums_of(batch: list[Piece]) -> list[Sum]:
         return [_sum(stretches[index], at, length) for index, at, length in batch]
 
     sums: list[Sum] = [0] * len(stretches)
-    batches = [*_batches(stretches)]
     # Most of the time goes into copying from the page cache.
     pool = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc")
     try:
@@ -52,23 +63,6 @@ def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> li
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return sums
-
-
-def _batches(stretches: Sequence[Data]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for index, data in enumerate(stretches):
-        # What is computed may keep its place in a stream: one thread reads all of it.
-        step = max(data.length, 1) if isinstance(data, Computed) else PIECE
-        for at in range(0, max(data.length, 1), step):
-            length = min(step, data.length - at)
-            if batch and (size + length > BATCH or len(batch) == BATCHED):
-                yield batch
-                batch, size = [], 0
-            batch.append((index, at, length))
-            size += length
-    if batch:
-        yield batch
 
 
 def _sum(data: Data, at: int, length: int) -> Sum:

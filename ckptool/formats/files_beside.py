@@ -40,17 +40,14 @@ def unjudged(checkpoint: Checkpoint) -> list[str]:
 
 
 def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
-    folder = checkpoint.kept.get(FOLDER)
-    if folder is not None and "beside" not in checkpoint.kept:
-        uses: list[tuple[NameUse, str]] = []
-        failed = []
-        for name in _names(folder):
+    folder: str = checkpoint.kept.get(FOLDER, "")
+    uses, failed = list[tuple[NameUse, str]](), list[str]()
+    if "beside" not in checkpoint.kept:
+        for name in _names(folder) if folder else ():
             try:
-                # The checkpoint in a file that is a pickle, or has one inside; an empty one for any other.
-                path = os.path.join(folder, name)
-                source = Source(path)
+                source = Source(os.path.join(folder, name))
                 source.share_descriptors()  # there may be thousands of them
-                found = list(uses_of(read_alone(source) if is_pickled(source) else Checkpoint(None, "")))
+                found = list(uses_of(read_alone(source))) if is_pickled(source) else []
             except NotACheckpoint:
                 continue
             except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
@@ -58,7 +55,7 @@ def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str
                 continue
             uses += ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
         checkpoint.kept["beside"] = uses, failed
-    judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept.get("beside", ([], []))
+    judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept["beside"]
     return judged
 
 
@@ -74,14 +71,14 @@ def _names(folder: str) -> Iterator[str]:
     while stack:
         below, depth = stack.pop()
         try:
-            inside = Folder(os.path.join(folder, below)).names
+            inside = [os.path.join(below, name) for name in Folder(os.path.join(folder, below)).names]
         except CkptoolError:
             continue
         for name in inside:
-            path = os.path.join(folder, below, name)
+            path = os.path.join(folder, name)
             if os.path.isdir(path):
-                if depth < MAX_DEPTH and not name.startswith(".") and not os.path.islink(path):
-                    stack.append((os.path.join(below, name), depth + 1))
+                if depth < MAX_DEPTH and not os.path.basename(name).startswith(".") and not os.path.islink(path):
+                    stack.append((name, depth + 1))
             elif not name.endswith(_OF_DCP) and count < MAX_FILES:
                 count += 1
-                yield os.path.join(below, name)
+                yield name

@@ -43,7 +43,7 @@ class Memory(LiveReader):
     def contents(self, given: Any) -> Any:
         """The dictionary that is meant by an argument. Raises `UsageError` where none is."""
         if isinstance(given, Mapping):
-            if type(given) in _DICTIONARIES or isinstance(given, OrderedDict):
+            if type(given) in (dict, collections.OrderedDict, OrderedDict):
                 return given
             made = (collections.OrderedDict if isinstance(given, collections.OrderedDict) else dict)(given)
             if isinstance(made, collections.OrderedDict):  # with `_metadata`
@@ -54,10 +54,9 @@ class Memory(LiveReader):
             fix = "Take its state: .state_dict()"
         elif isinstance(given, (bytes, bytearray, memoryview)):
             fix = "Open the bytes of a file: io.BytesIO(data)"
-        short = (
-            repr(given) if isinstance(given, (bool, int, float)) else f"an object of the type {type(given).__name__}"
-        )
-        raise UsageError(f"{short} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
+        is_short = isinstance(given, (bool, int, float))
+        what = repr(given) if is_short else f"an object of the type {type(given).__name__}"
+        raise UsageError(f"{what} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
 
     def read(self, tree: Any) -> Any:
         try:
@@ -80,15 +79,13 @@ class Memory(LiveReader):
     def _remember(self, value: Any, node: Any) -> Any:
         self.pairs[id(node)] = node, value
         self.nodes[id(value)] = node
-        call = _call(node)
-        if call is not None:
+        if (call := _call(node)) is not None:
             call.live = value
         return node
 
     def known(self, node: Any) -> Any:
         """The object that a node stands for, if nothing about it changed; else `MISSING`."""
-        call = _call(node)
-        if call is not None:
+        if (call := _call(node)) is not None:
             before = self.nodes.get(id(call.live))
             return call.live if before is not None and alike(node, before) else MISSING
         return self.pairs[id(node)][1] if id(node) in self.pairs else MISSING
@@ -122,7 +119,6 @@ def holds_containers(node: Any) -> bool:
 
 
 _LEAVES = (TensorEntry, Composite, StorageRef, Object, Global)
-_DICTIONARIES = (dict, collections.OrderedDict)
 
 
 def _ordered(node: OrderedDict) -> FillLater:

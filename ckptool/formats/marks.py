@@ -11,7 +11,8 @@ goes along into every file made of this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import Note, Storage, TensorEntry
@@ -31,14 +32,10 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
 
     Raises `Corrupt` for a record of another shape. Addresses that lead to no tensor are passed over: it is gone.
     """
+    owner: dict[Any, tuple[int, int]] = {}
     try:
-        groups = json.loads(record)
-        owner = {
-            place: (number, index)
-            for number, storages in enumerate(groups)
-            for index, names in enumerate(storages)
-            for place in names
-        }
+        for number, group in enumerate(json.loads(record)):
+            owner |= {place: (number, index) for index, names in enumerate(group) for place in names}
     except (ValueError, TypeError, RecursionError) as error:
         raise Corrupt(_DAMAGED, "It is not the text that ckptool writes.") from error
     if not all(type(place) is str for place in owner):
@@ -78,34 +75,24 @@ def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def recovered_in_part(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The mark of a part of a checkpoint, as metadata: of the tensors below `path`; empty if there are none."""
-    if not isinstance(text := metadata.get(RECOVERED), str):
+def recovered(
+    metadata: Mapping[str, Any], at: Path = (), to: Path = (), before: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The mark of what is at one address of a checkpoint with this metadata, as metadata of what has it at another.
+
+    With the mark that is there before; empty where nothing of it was lost.
+    """
+    text, old = metadata.get(RECOVERED), before.get(RECOVERED, "")
+    if not isinstance(text, str):
         return {}
-    if not path:
+    if not (at or to or old):
         return {RECOVERED: text}
-    facts, above = recovered_facts(text), f"{address(path)}/"
+    facts, above, below = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
     lost, filled = (
-        [place.removeprefix(above) for place in facts[kind] if place.startswith(above)] for kind in ("lost", "filled")
+        [below + place.removeprefix(above) for place in facts[kind] if place.startswith(above)]
+        for kind in ("lost", "filled")
     )
-    return {RECOVERED: recovered_mark(lost, filled)} if lost or filled else {}
-
-
-def recovered_in_parts(parts: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, Any]:
-    """The mark of what is made of several parts with the same names, each with the metadata of its checkpoint."""
-    found: dict[str, Any] = {}
-    for metadata, path in parts:
-        found = with_recovered_part(found, (), recovered_in_part(metadata, path))
-    return found
-
-
-def with_recovered_part(metadata: Mapping[str, Any], path: Path, part: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a checkpoint that gets a part with other metadata at `path`: its mark goes into the whole's."""
-    if not isinstance(text := part.get(RECOVERED), str):
-        return dict(metadata)
-    facts, above = recovered_facts(text), f"{address(path)}/" if path else ""
-    lost, filled = ([above + place for place in facts[kind]] for kind in ("lost", "filled"))
-    return {**metadata, RECOVERED: recovered_mark(lost, filled, metadata.get(RECOVERED, ""))}
+    return {RECOVERED: recovered_mark(lost, filled, old)} if lost or filled or not at else {}
 
 
 def recovered_facts(text: str) -> dict[str, Any]:

@@ -86,11 +86,8 @@ def detect(head: bytes, source: Input) -> bool:
 
 def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """The members of a folder; None where it has none. beside: another format reads it, and stands for it."""
-    for kind, engine, find, by_rules in () if beside else _KINDS:
-        names, missing = find(folder)
-        if names:
-            return MemberFiles(kind, engine, tuple(names), tuple(missing), by_rules=by_rules)
-    return _training(folder, beside)
+    alone = () if beside else (_model_parallel, _consolidated, _pipeline, _collection)
+    return next((found for kind in alone if (found := kind(folder)).names), None) or _training(folder, beside)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
@@ -98,15 +95,15 @@ def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
     if checkpoint.container == NAME:
         return layout_of(folder)
     layout = layout_of(folder, beside=True)
+    if layout is None or not layout.names:
+        return layout
     own = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
     tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
     read_by_it = {name.partition("/")[0] for name in own}.difference(tree)
-    if layout is None or not layout.names:
-        return layout
     if checkpoint.container.startswith("deepspeed"):  # which reads one tag; the others are checkpoints of their own
         read_by_it |= {name for name in layout.names if name.startswith("global_step")}
-    layout = replace(layout, names=tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it))
-    return layout if layout.names else None
+    names = tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it)
+    return replace(layout, names=names) if names else None
 
 
 def read(source: Folder) -> Checkpoint:
@@ -142,7 +139,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         try:
             whole[name] = each = open_member(folder, name)
         except CkptoolError as error:
-            wrong[name] = error.what
+            wrong[name] = error.what.replace(printable(os.path.join(folder.path, name)), printable(name))
             continue
         if (part := each.part or part_of(each)) is not None:
             parts.append(part)
@@ -162,19 +159,17 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     joined = checkpoint.container != NAME or not parts
     number, count = layout.count - len(wrong), layout.count + len(missing)
     label = f"{number:,} of {counted(count, 'member')}"
-    if isinstance(checkpoint.source, Folder) and not named(checkpoint.container).tensors_only:
+    only_weights = named(checkpoint.container).tensors_only
+    if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _joined(checkpoint, checkpoint.source, whole)
     if checkpoint.container == NAME:
         facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and joined:
-        names = [*layout.names]
-        if layout.beside:
-            names.insert(0, "the weights" if named(checkpoint.container).tensors_only else "what the ranks saved")
-        note = Note(MEMBERS, f"{label} are whole: {listed(names, 4)}")
+        first = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
+        note = Note(MEMBERS, f"{label} are whole: {listed([*first, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    problems = [what.replace(printable(os.path.join(folder.path, n)), printable(n)) for n, what in wrong.items()]
-    problems += [f"{printable(name)} is missing" for name in missing]
+    problems = [*wrong.values(), *(f"{printable(name)} is missing" for name in missing)]
     told = listed(problems, 3) or "all of its files are there" + ("" if joined else f"; {_NOT_JOINED[layout.by_rules]}")
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {told}"
@@ -189,23 +184,18 @@ _NOT_JOINED = (
 
 def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]) -> Checkpoint:
     """The checkpoint with the members in its tree, and their notes."""
-    own = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    tree = dict(checkpoint.tree) if isinstance(checkpoint.tree, dict) else {}
+    notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, each in whole.items():
-        if name in own:
-            raise Corrupt(
-                f"{source} holds a member {name}, and its tensors have one of that name, too", "No program writes both."
-            )
+        if name in tree:
+            what = f"{source} holds a member {name}, and its tensors have one of that name, too"
+            raise Corrupt(what, "No program writes both.")
         if each.source is not None:
             source.adopt(name, each.source)
-    notes = [
-        replace(note, message=f"{name}: {note.message}", fix=()) for name, each in whole.items() for note in each.notes
-    ]
-    return replace(
-        checkpoint,
-        tree={**own, **{name: each.tree for name, each in whole.items()}},
-        notes=(*checkpoint.notes, *notes),
-        discarded=(*checkpoint.discarded, *(call for each in whole.values() for call in each.discarded)),
-    )
+        tree[name] = each.tree
+        notes += [replace(note, message=f"{name}: {note.message}", fix=()) for note in each.notes]
+        discarded += each.discarded
+    return replace(checkpoint, tree=tree, notes=tuple(notes), discarded=tuple(discarded))
 
 
 def with_all(checkpoint: Checkpoint) -> Checkpoint:
@@ -216,9 +206,8 @@ def with_all(checkpoint: Checkpoint) -> Checkpoint:
     names, source = beside(checkpoint), checkpoint.source
     if not names or source is None:
         return checkpoint
-    is_folder = isinstance(source, Folder)
-    folder = Folder(source.path if is_folder else os.path.dirname(source.path))
-    weights = "weights" if is_folder else os.path.basename(source.path)
+    folder = _around(source)
+    weights = "weights" if isinstance(source, Folder) else os.path.basename(source.path)
     for name, file in source.files.items() if isinstance(source, Folder) else [(weights, source)]:
         folder.adopt(name, file)
     whole = replace(checkpoint, tree={weights: checkpoint.tree}, container=NAME, source=folder, tensors_only=False)
@@ -228,14 +217,17 @@ def with_all(checkpoint: Checkpoint) -> Checkpoint:
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the named folder that are not in the tree, as weights stand for it; none for a file."""
     source, part = checkpoint.source, checkpoint.part
-    is_folder = (part is not None and part.kind is PartKind.MEMBERS) or any(
-        note.code == MEMBERS for note in checkpoint.notes
-    )
+    is_folder = part is not None and part.kind is PartKind.MEMBERS
+    is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
-    folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path) or os.curdir)
-    layout = members_of(checkpoint, folder)
+    layout = members_of(checkpoint, source if isinstance(source, Folder) else _around(source))
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
+
+
+def _around(source: Input) -> Folder:
+    """The folder anew, or that of a file."""
+    return Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) or os.curdir)
 
 
 def open_member(folder: Folder, name: str) -> Checkpoint:
@@ -275,39 +267,38 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
             steps[name] = step
     if not any(name.startswith("optimizer") for name in steps):
         return {}  # under DeepSpeed the scheduler takes a step for each rank
-    late = {name: step for name, step in steps.items() if step > total}
-    if not late and len(set(steps.values())) > 1:
-        late = {name: step for name, step in steps.items() if step != max(steps.values())}
+    latest = max(steps.values())
+    late = {name for name, step in steps.items() if step > total} or {n for n, step in steps.items() if step < latest}
     others = {name: step for name, step in steps.items() if name not in late} or {STATE: total}
     other, at = max(others.items(), key=lambda item: item[1])
-    return {
-        name: f"{printable(name)} is of step {step:,}, and {printable(other)} of step {at:,}"
-        for name, step in late.items()
-    }
+    beside = f"and {printable(other)} of step {at:,}"
+    return {name: f"{printable(name)} is of step {steps[name]:,}, {beside}" for name in steps if name in late}
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------
 
 
-# Each gives the members that are there, and those that are missing; no members for a folder of another kind.
+# Each gives the members that are there, and those that are missing; no members for a folder of another kind. Of the
+# first four no other format reads the folder.
 
 
-def _model_parallel(folder: Folder) -> tuple[list[str], list[str]]:
+def _model_parallel(folder: Folder) -> MemberFiles:
     """Megatron's legacy layout: a folder for each rank."""
     ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
     ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
     lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
-    files = [f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt")]
-    return files, [f"{rank}/" for rank in lost]
+    files = tuple(f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt"))
+    return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{rank}/" for rank in lost), by_rules=True)
 
 
-def _consolidated(folder: Folder) -> tuple[list[str], list[str]]:
+def _consolidated(folder: Folder) -> MemberFiles:
     """Llama's files, one for each rank of tensor parallelism; one alone is the model."""
-    names = [name for name in folder.names if CONSOLIDATED.fullmatch(name)]
-    return (names, missing_names(names, CONSOLIDATED)) if len(names) > 1 else ([], [])
+    names = tuple(name for name in folder.names if CONSOLIDATED.fullmatch(name))
+    missing = tuple(missing_names(names, CONSOLIDATED))
+    return MemberFiles("a Llama checkpoint", "", names if len(names) > 1 else (), missing, by_rules=True)
 
 
-def _pipeline(folder: Folder) -> tuple[list[str], list[str]]:
+def _pipeline(folder: Folder) -> MemberFiles:
     """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
     names, missing = [], []
     for name, value in (_table(folder, "model_index.json") or {}).items():
@@ -318,13 +309,14 @@ def _pipeline(folder: Folder) -> tuple[list[str], list[str]]:
             names.append(name)
         elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
             missing.append(name)
-    return names, missing
+    return MemberFiles("a diffusers pipeline", "diffusers", tuple(names), tuple(missing))
 
 
-def _collection(folder: Folder) -> tuple[list[str], list[str]]:
+def _collection(folder: Folder) -> MemberFiles:
     """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
-    names = [name for name in ("model", "optimizer", "extra_state") if _is_set(folder, name)]
-    return (names if "model" in names and len(names) > 1 else [], [])
+    names = tuple(name for name in ("model", "optimizer", "extra_state") if _is_set(folder, name))
+    is_one = "model" in names and len(names) > 1
+    return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())
 
 
 def _is_weights(name: str) -> bool:
@@ -380,15 +372,6 @@ def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
             inside = _names_in(folder, path.strip("/"))
             has = any(_is_weights(name) for name in inside)
             yield path.strip("/"), "weights" if has else "files" if inside else ""
-
-
-# Kinds of which no other format reads the folder: the kind and its program, and whether rules join its members.
-_KINDS = (
-    ("a Megatron checkpoint", "Megatron", _model_parallel, True),
-    ("a Llama checkpoint", "", _consolidated, True),
-    ("a diffusers pipeline", "diffusers", _pipeline, False),
-    ("a checkpoint of ByteCheckpoint", "ByteCheckpoint", _collection, False),
-)
 
 
 def _table(folder: Folder, name: str, kind: type = dict) -> Any:

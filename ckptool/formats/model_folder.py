@@ -87,10 +87,10 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
             found = _described(place, names, tree if isinstance(tree, dict) else {}, dequantized)
             if found.library or like is None:
                 return found
-    if like is not None:
-        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
-        raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
-    return ModelFolder()
+    if like is None:
+        return ModelFolder()
+    what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
+    raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
 
 
 def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -135,15 +135,14 @@ def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantiz
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
         elif _COMPANION.fullmatch(name):
-            data, why = _companion(place, name)
-            if data is None:
-                left.append(f"{printable(name)} ({why})")
+            data = _companion(place, name)
+            if isinstance(data, str):
+                left.append(f"{printable(name)} ({data})")
                 continue
             files[name] = data
             if name == CONFIG:
                 config, changes = _made_true(data.read(0, data.length), tree, dequantized)
-                if changes:
-                    files[name] = InlineBytes(config)
+                files[name] = InlineBytes(config) if changes else data
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
@@ -172,23 +171,23 @@ def _json(place: str, name: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _companion(place: str, name: str) -> tuple[FileRange | None, str]:
+def _companion(place: str, name: str) -> FileRange | str:
     """A file beside weights, or the reason why it is not carried along."""
     path = os.path.join(place, name)
     if not os.path.isfile(path):
-        return None, "not a file"
+        return "not a file"
     # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
     folder, real = os.path.realpath(place), os.path.realpath(path)
     snapshots = os.path.dirname(folder)
     blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
     if os.path.dirname(real) not in (folder, blobs):
-        return None, "a link that leads outside of the folder"
+        return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:
-        return None, f"{source.size:,} bytes, more than a tokenizer or a configuration has"
+        return f"{source.size:,} bytes, more than a tokenizer or a configuration has"
     if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
-        return None, "a checkpoint, not a tokenizer"
-    return FileRange(source, 0, source.size), ""
+        return "a checkpoint, not a tokenizer"
+    return FileRange(source, 0, source.size)
 
 
 # The configuration of changed weights ---------------------------------------------------------------------------------
@@ -209,43 +208,39 @@ def _made_true(raw: bytes, tree: dict[Any, Any], dequantized: bool) -> tuple[byt
         config = json.loads(raw) if dequantized else {}
         taken = [key for node in _sections(config) for key in QUANTIZATION if node.pop(key, None) is not None]
         if taken:
-            raw = _written(config)
+            raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
             changes.append(f"{CONFIG}: without its {taken[0]}")
     return raw, changes
+
+
+def with_dtype(raw: bytes, dtype: str) -> bytes:
+    """A configuration with this dtype in place of each other float type that it names; everything else stays.
+
+    But for the type in which quantized weights are computed, which their configuration says.
+    """
+
+    def changed(node: Any) -> Any:
+        made = dict(node) if isinstance(node, dict) else node
+        for key, value in node.items() if isinstance(node, dict) else ():
+            if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") in _FLOATS:
+                made[key] = dtype
+            elif key != QUANTIZATION[0]:
+                made[key] = changed(value)
+        return made
+
+    config = json.loads(raw)
+    wanted = changed(config)
+    if json.dumps(wanted) == json.dumps(config):
+        return raw
+    text = _DTYPE.sub(lambda found: found[1] + (dtype if found[2] in _FLOATS else found[2]), raw.decode())
+    if json.dumps(json.loads(text)).replace("torch.", "") == json.dumps(wanted).replace("torch.", ""):
+        return text.encode()
+    return json.dumps(wanted, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A configuration, and those in it, as of the `text_config` of several models."""
     return [config, *(node for node in config.values() if isinstance(node, dict))]
-
-
-def _written(config: Any) -> bytes:
-    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def with_dtype(raw: bytes, dtype: str) -> bytes:
-    """A configuration with this dtype in place of each other float type that it names; everything else stays."""
-    config = json.loads(raw)
-    wanted = json.dumps(_with_dtype(config, dtype))
-    if wanted == json.dumps(config):
-        return raw
-    text = _DTYPE.sub(lambda found: found[1] + (dtype if found[2] in _FLOATS else found[2]), raw.decode())
-    same = json.dumps(json.loads(text)).replace("torch.", "") == wanted.replace("torch.", "")
-    return text.encode() if same else _written(json.loads(wanted))
-
-
-def _with_dtype(node: Any, dtype: str) -> Any:
-    """The same with another dtype, but for that in which quantized weights are computed."""
-    if not isinstance(node, dict):
-        return node
-    return {
-        key: dtype
-        if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") in _FLOATS
-        else value
-        if key == "quantization_config"
-        else _with_dtype(value, dtype)
-        for key, value in node.items()
-    }
 
 
 def quantization_config(part: Checkpoint) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import ast
 import math
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from numpy.lib.format import descr_to_dtype
@@ -57,8 +57,7 @@ _FIRST = 256  # read at once: nearly every header is 128 bytes
 _DAMAGED = "The file was damaged, or numpy did not write it."
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayHeader:
+class ArrayHeader(NamedTuple):
     """The header of an array. type: None for one of Python objects.  fortran: the first axis runs fastest.  raw: all
     its bytes."""
 
@@ -81,12 +80,10 @@ class PickleBudget:
         """Raises `LimitExceeded` when that is too much."""
         self.left -= size
         if self.left < 0:
-            raise LimitExceeded(
-                f"an array of Python objects with a pickle of {size:,} bytes",
-                "A file of this size should not hold so much; it is probably malicious.",
-                "If you trust it, let numpy save it without compression: "
-                "numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))",
-            )
+            why = "A file of this size should not hold so much; it is probably malicious."
+            again = "numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))"
+            fix = f"If you trust it, let numpy save it without compression: {again}"
+            raise LimitExceeded(f"an array of Python objects with a pickle of {size:,} bytes", why, fix)
 
 
 def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
@@ -96,46 +93,32 @@ def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = No
     numbers. Raises `Truncated`, `Corrupt`, `Unsupported`, `Ambiguous` or `LimitExceeded`, which begin with `name`.
     """
     try:
-        return _read_array(data, name, budget, crc)
+        header = read_header(data)
+        begin = len(header.raw)
+        if header.type is None:
+            budget.take(data.length)
+            decoded = _pickled(data, begin, name)
+            return decoded.root, decoded.discarded
+        size = math.prod(header.shape) * header.type.itemsize
+        if (there := data.length - begin) < size:
+            what = f"an array of {size:,} bytes, of which the file holds {there:,}"
+            raise Truncated(what, "It was cut off.", "Copy or download it again.")
+        if there > size:
+            what = f"{there - size:,} bytes after the end of the array"
+            if data.read(begin + size, min(len(MAGIC), there - size)) != MAGIC:
+                raise Ambiguous(what, "They belong to no array.")
+            fix = "Write them to one file with names: numpy.savez(OUT, first=..., second=...)"
+            raise Ambiguous(what, "It holds several arrays, one after the other; numpy reads the first.", fix)
+        content = subrange(data, begin, size)
+        own = crc_combine(zlib.crc32(header.raw), crc, size) if crc is not None else None
+        entry = over_bytes(header.type, header.shape, header.fortran, content, own)
     except CkptoolError as error:
         raise error.within(name) from None
-
-
-def _read_array(data: Data, name: str, budget: PickleBudget, crc: int | None) -> tuple[Any, tuple[Any, ...]]:
-    header = read_header(data)
-    if header.type is None:
-        budget.take(data.length)
-        decoded = _pickled(data, header, name)
-        return decoded.root, decoded.discarded
-    size = math.prod(header.shape) * header.type.itemsize
-    _check_size(data, header, size)
-    content = subrange(data, len(header.raw), size)
-    own = crc_combine(zlib.crc32(header.raw), crc, size) if crc is not None else None
-    entry = over_bytes(header.type, header.shape, header.fortran, content, own)
-    if entry is None:
-        node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it
-        node.state = (1, header.shape, _type_node(header.kind), header.fortran, LazyBytes(content, crc=own))
-        return node, ()
-    return entry, ()
-
-
-def _check_size(data: Data, header: ArrayHeader, size: int) -> None:
-    there = data.length - len(header.raw)
-    if there < size:
-        raise Truncated(
-            f"an array of {size:,} bytes, of which the file holds {there:,}",
-            "It was cut off.",
-            "Copy or download it again.",
-        )
-    if there > size:
-        several = data.read(len(header.raw) + size, min(len(MAGIC), there - size)) == MAGIC
-        raise Ambiguous(
-            f"{there - size:,} bytes after the end of the array",
-            "It holds several arrays, one after the other; numpy reads the first."
-            if several
-            else "They belong to no array.",
-            "Write them to one file with names: numpy.savez(OUT, first=..., second=...)" if several else "",
-        )
+    if entry is not None:
+        return entry, ()
+    node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it
+    node.state = (1, header.shape, _type_node(header.kind), header.fortran, LazyBytes(content, crc=own))
+    return node, ()
 
 
 # The header ----------------------------------------------------------------------------------------------------------
@@ -205,16 +188,16 @@ def _type_node(kind: numpy.dtype[Any]) -> Object:
 _RECONSTRUCT, _NDARRAY = Global("numpy.core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
 
 
-def _pickled(data: Data, header: ArrayHeader, name: str) -> Decoded:
+def _pickled(data: Data, begin: int, name: str) -> Decoded:
     """The objects of an array that numpy could only pickle, inert."""
-
-    def refuse(_: Any) -> Any:
-        raise Unsupported("a persistent id in a numpy array", "numpy writes none.")
-
-    made = skeleton(data, len(header.raw), name=name)
+    made = skeleton(data, begin, name=name)
     if made.end != data.length:
         raise Ambiguous(f"{data.length - made.end:,} bytes after the end of its pickle", "Another may be hidden there.")
-    return decode_lazily(made, refuse, BUILDERS, name=name, file_bytes=data.length)
+    return decode_lazily(made, _refuse_id, BUILDERS, name=name, file_bytes=data.length)
+
+
+def _refuse_id(_: Any) -> Any:
+    raise Unsupported("a persistent id in a numpy array", "numpy writes none.")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -233,13 +216,12 @@ def spelled(value: Any) -> tuple[bytes, Data, int | None] | None:
         return None
     if not isinstance(found, Array) or found.type.fields:
         return None
-    data, crc = (
-        (found.data.data, found.data.crc) if isinstance(found.data, LazyBytes) else (InlineBytes(found.data), None)
-    )
-    unit = f"[{found.type.unit[1] if found.type.unit[1] != 1 else ''}{found.type.unit[0]}]" if found.type.unit else ""
-    if unit == "[generic]":
-        unit = ""
-    return _header(f"{found.type.order}{found.type.code}{unit}", found.fortran, found.shape), data, crc
+    unit, count = found.type.unit or ("generic", 1)
+    suffix = "" if unit == "generic" and count == 1 else f"[{count if count != 1 else ''}{unit}]"
+    header = _header(f"{found.type.order}{found.type.code}{suffix}", found.fortran, found.shape)
+    if isinstance(found.data, LazyBytes):
+        return header, found.data.data, found.data.crc
+    return header, InlineBytes(found.data), None
 
 
 def _spelled_tensor(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:

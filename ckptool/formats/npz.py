@@ -22,7 +22,6 @@ from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain import summary
 
 NAME = "npz"
-_LEFT_OUT = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
 ENDING = ".npy"
 ALIGNMENT = 64
 MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes
@@ -59,7 +58,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
     discarded: list[Any] = []
-    budget, others = PickleBudget(source.size), 0
+    budget, left = PickleBudget(source.size), MAX_OTHERS
     mark = archive.records.get(marks.RECOVERED_RECORD)
     metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
@@ -70,29 +69,19 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             what = f"{source} has the records {key} and {name}"
             raise Ambiguous(what, "numpy gives both the same name.")
         if key == name and record.data.read(0, min(len(MAGIC), record.size)) != MAGIC:
-            tree[key] = record.contents(MAX_OTHERS - others)
-            others += record.size
+            tree[key] = record.contents(left)
+            left -= record.size
         else:
             crc = record.crc if archive.has_checksums else None
             tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
             discarded += thrown_away
-    notes = (*archive.notes, *_notes(tree), *marks.recovered_notes(metadata))
+    notes = [*archive.notes]
+    if others := [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]:
+        what = counted(len(others), "entry is not a tensor", "entries are not tensors")
+        notes.append(Note("other-arrays", f"{what}: {listed(others, 4)}"))
+    notes += marks.recovered_notes(metadata)
     calls = tuple(discarded)
-    return Checkpoint(tree, NAME, metadata, source.file, notes=notes, discarded=calls, tensors_only=True)
-
-
-def _notes(tree: dict[str, Any]) -> list[Note]:
-    others = [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]
-    return (
-        [
-            Note(
-                "other-arrays",
-                f"{counted(len(others), 'entry is not a tensor', 'entries are not tensors')}: {listed(others, 4)}",
-            )
-        ]
-        if others
-        else []
-    )
+    return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), discarded=calls, tensors_only=True)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -122,15 +111,22 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     if not isinstance(tree, dict):
         what = "an .npz file holds a dictionary of arrays, nothing else"
         raise Unsupported(what, "", f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_NPZ)}")
-    found = {name: (None if _bad_name(name) else spelled(value)) for name, value in tree.items()}
-    wrong = [f"{name!s} ({_why_not(name, tree[name])})" for name, array in found.items() if array is None]
+    arrays, wrong = {}, []
+    for name, value in tree.items():
+        if not (why := _bad_name(name)):
+            if (found := spelled(value)) is not None:
+                arrays[name] = found
+                continue
+            why = f"{summary(value)}, not an array of numbers or strings"
+            why = f"type {value.dtype}" if isinstance(value, TensorEntry) else why
+            why = f"{value.kind} tensor" if isinstance(value, Composite) else why
+        wrong.append(f"{name!s} ({why})")
     if wrong:
-        raise Unsupported(
-            f"an .npz file cannot hold {listed(wrong)}",
-            "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values.",
-            f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out: {_LEFT_OUT}",
-        )
-    return {name: array for name, array in found.items() if array is not None}
+        why = "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values."
+        left_out = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
+        fix = f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out: {left_out}"
+        raise Unsupported(f"an .npz file cannot hold {listed(wrong)}", why, fix)
+    return arrays
 
 
 def _bad_name(name: Any) -> str:
@@ -141,15 +137,3 @@ def _bad_name(name: Any) -> str:
     if name.endswith(ENDING):
         return f"a name that ends with {ENDING}"
     return "a name that is too long" if len(name.encode()) > MAX_NAME else ""
-
-
-def _why_not(name: Any, value: Any) -> str:
-    if bad := _bad_name(name):
-        return bad
-    if isinstance(value, TensorEntry):
-        return f"type {value.dtype}"
-    return (
-        f"{value.kind} tensor"
-        if isinstance(value, Composite)
-        else f"{summary(value)}, not an array of numbers or strings"
-    )

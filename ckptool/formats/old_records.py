@@ -121,18 +121,14 @@ class _Record:
             return rebuilt(made)
         if kind == "object":
             fn, args, kwargs = self.values(fields[1:4])
-            if (
-                fields[0] not in ("call", "new")
-                or type(args) is not tuple
-                or not isinstance(kwargs, (dict, type(None)))
-            ):
+            known = fields[0] in ("call", "new") and type(args) is tuple
+            if not known or not isinstance(kwargs, (dict, type(None))):
                 raise TypeError("an object")
             return Object(fn, args, fields[0], kwargs)
         if kind == "set":
             return Set([], bool(fields[1]))
-        makers: dict[str, Callable[[], Any]]
-        makers = {"odict": OrderedDict, "dict": dict, "list": list, "bytearray": bytearray}
-        return makers[kind]()
+        empty: Any = {"odict": OrderedDict, "dict": dict, "list": list, "bytearray": bytearray}[kind]
+        return empty()
 
     def _fill(self, node: Any, kind: str, *fields: Any) -> None:
         if kind in ("dict", "odict"):

@@ -56,16 +56,15 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     if not path:
         return checkpoint
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED}
-    metadata |= marks.recovered_in_part(checkpoint.metadata, path)
+    metadata |= marks.recovered(checkpoint.metadata, path)
     alone: dict[str, Any] = {"discarded": (), "extras": {}, "origin": None, "memory": None}
     return replace(checkpoint, tree=node, metadata=metadata, base=(*checkpoint.base, *path), **alone)
 
 
 def in_memory(given: object) -> bool:
     """True for what is no file: objects in memory, and checkpoints that are open already."""
-    if given is None or isinstance(given, (str, os.PathLike)):
-        return False
-    return isinstance(given, (Mapping, Checkpoint)) or not callable(getattr(given, "read", None))
+    is_read = given is None or isinstance(given, (str, os.PathLike)) or callable(getattr(given, "read", None))
+    return isinstance(given, (Mapping, Checkpoint)) or not is_read
 
 
 def shown(given: CheckpointLike) -> str:
@@ -92,7 +91,14 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         checkpoint = formats.read_source(source)
     if isinstance(file, (str, os.PathLike)):
         return Opened(checkpoint, at if at is not None else place, source.path)
-    _stand_behind(checkpoint, source, file)
+    given: Any = file
+    follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
+    if follows and isinstance(source, Source):  # another stream, which torch reads next
+        from ckptool.formats.torch_legacy import read_stream
+
+        _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
+        with suppress(OSError, ValueError):  # a pipe stays at its end
+            given.seek(end - source.size, os.SEEK_CUR)
     return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
 
 
@@ -107,17 +113,6 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place
-
-
-def _stand_behind(checkpoint: Checkpoint, source: Input, file: Any) -> None:
-    """Sets the position of a file in which another legacy stream may follow to the end of the first, as torch does."""
-    follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
-    if follows and isinstance(source, Source):
-        from ckptool.formats.torch_legacy import read_stream
-
-        end = read_stream(FileRange(source, 0, source.size), name=f"{source}").end
-        with suppress(OSError, ValueError):  # a pipe stays at its end
-            file.seek(end - source.size, os.SEEK_CUR)
 
 
 @contextmanager

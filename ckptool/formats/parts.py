@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -70,34 +69,23 @@ def with_part(checkpoint: Checkpoint, opened: Input) -> Checkpoint:
 
 def part_of(checkpoint: Checkpoint) -> PartOf | None:
     """Of what a file is a part, by its tree, its name and what lies beside it; None for a whole checkpoint."""
-    source = checkpoint.source
+    source, tree = checkpoint.source, checkpoint.tree
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
-    file = _File("" if source is None or isinstance(source, Folder) else source.path)
-    facts = _facts_of(checkpoint.tree)
-    top = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    path = "" if source is None or isinstance(source, Folder) else source.path
+    facts, top = _facts_of(tree), tree if isinstance(tree, dict) else {}
     return (
-        _share(facts, file)
-        or _of_zero(top, facts, file)
-        or _of_model_parallel(top, file)
-        or _piece(checkpoint, file)
-        or _shard(checkpoint.tree, file)
+        _share(facts, path)
+        or _of_zero(top, facts, os.path.basename(path))
+        or _of_model_parallel(top, path)
+        or (_piece(path) if "DCP_SHARDING_INFO" in checkpoint.metadata else None)
+        or _shard(tree, path)
         or _placeholders(facts)
     )
 
 
-class _File:
-    """A file's path, and the names beside it, which are looked up when they are asked for. An empty path: none."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.folder, self.name = os.path.split(path)
-
-    @cached_property
-    def names(self) -> list[str]:
-        return names_in(self.folder or ".") if self.path else []
-
-    def matching(self, pattern: NamePattern) -> list[str]:
-        return [name for name in self.names if pattern.fullmatch(name)]
+def _beside(path: str) -> list[str]:
+    """The names in the folder of a file; none for an empty path."""
+    return names_in(os.path.dirname(path) or ".") if path else []
 
 
 # What the tree says --------------------------------------------------------------------------------------------------
@@ -163,29 +151,6 @@ def _is_weight(key: Any) -> bool:
 # The kinds -----------------------------------------------------------------------------------------------------------
 
 
-def _share(facts: _Facts, file: _File) -> PartOf | None:
-    """A rank's share of tensors that several ranks hold."""
-    named = OF_WORLD.fullmatch(file.name)
-    found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(file.name)[0].lower())
-    rank = int(found["rank"]) if found else facts.rank
-    world = int(named["world"]) if named else facts.world
-    if facts.shared:
-        which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
-        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        is_there = False
-        if found is not None and world is not None:  # the files that differ from it only in the number
-            before, after = file.name[: found.start("rank")], file.name[found.end("rank") :]
-            same = [name for name in file.names if name.startswith(before) and name.endswith(after)]
-            is_there = sum(name[len(before) : len(name) - len(after)].isdecimal() for name in same) >= world
-        return replace(_ranked(rank, world, f"{which} {what}"), whole=(file.folder or ".") if is_there else "")
-    if facts.flat:
-        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
-        return _ranked(rank, world, what)
-    if named and world is not None and world > 1:
-        return _ranked(rank, world, "the other ranks have files of their own")
-    return None
-
-
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:
     if rank is None:
         label = f"one rank of {world:,}" if world is not None else "what one rank saved"
@@ -194,9 +159,33 @@ def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = 
     return PartOf(kind, label, meaning, rank, world)
 
 
-def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
+def _share(facts: _Facts, path: str) -> PartOf | None:
+    """A rank's share of tensors that several ranks hold."""
+    folder, name = os.path.split(path)
+    named = OF_WORLD.fullmatch(name)
+    found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
+    rank = int(found["rank"]) if found else facts.rank
+    world = int(named["world"]) if named else facts.world
+    if facts.shared:
+        which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
+        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
+        part = _ranked(rank, world, f"{which} {what}")
+        if found is None or world is None:
+            return part
+        before, after = name[: found.start("rank")], name[found.end("rank") :]  # the others differ in the number alone
+        others = [each for each in _beside(path) if each.startswith(before) and each.endswith(after)]
+        count = sum(each[len(before) : len(each) - len(after)].isdecimal() for each in others)
+        return replace(part, whole=folder or ".") if count >= world else part
+    if facts.flat:
+        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
+        return _ranked(rank, world, what)
+    is_one = named is not None and world is not None and world > 1
+    return _ranked(rank, world, "the other ranks have files of their own") if is_one else None
+
+
+def _of_zero(top: dict[Any, Any], facts: _Facts, name: str) -> PartOf | None:
     """A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those."""
-    named = STATES.fullmatch(file.name)
+    named = STATES.fullmatch(name)
     rank = int(named["rank"]) if named else None
     optimizer = fields(top.get("optimizer_state_dict"))
     if (named and "optim" in named["rest"]) or "partition_count" in optimizer:
@@ -211,68 +200,62 @@ def _of_zero(top: dict[Any, Any], facts: _Facts, file: _File) -> PartOf | None:
         return part if named else replace(part, label="weights without values")
     if named:
         return _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
-    if layer := LAYER.fullmatch(file.name):
+    if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
         return PartOf(PartKind.SHARD, label, what)
     return None
 
 
-def _of_model_parallel(top: dict[Any, Any], file: _File) -> PartOf | None:
+def _of_model_parallel(top: dict[Any, Any], path: str) -> PartOf | None:
     """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
     args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
     saved = args.attributes if isinstance(args, Object) else {}
     sizes = [saved.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
     world: Any = prod(size for size in sizes if type(size) is int and size > 0)
-    if found := MODEL_STATES.fullmatch(file.name):
-        rank, others, world = found["rank"], file.matching(MODEL_STATES), top.get("mp_world_size")
-    elif found := CONSOLIDATED.fullmatch(file.name):
-        rank, others, world = found["rank"], file.matching(CONSOLIDATED), None
-    elif found := MODEL_PARALLEL.fullmatch(os.path.basename(inside := os.path.dirname(absolute(file.path)))):
-        above = os.path.dirname(inside)
-        rank, others = found["rank"] + found["rest"], [n for n in names_in(above) if MODEL_PARALLEL.fullmatch(n)]
-    else:
-        return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
-    number = int(rank) if "_" not in rank else None
-    count = max(len(others), world if type(world) is int else 1, (number or 0) + 1)
-    if count < 2:
-        return None
-    label = f"rank {rank.replace('_', '/') if number is None else number} of {count:,}"
-    return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
+    of_deepspeed = top.get("mp_world_size")
+    inside = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
+    for pattern, place, known in (
+        (MODEL_STATES, path, of_deepspeed),
+        (CONSOLIDATED, path, None),
+        (MODEL_PARALLEL, inside, world),
+    ):
+        if found := pattern.fullmatch(os.path.basename(place)):
+            rank = found["rank"] + (found["rest"] if pattern is MODEL_PARALLEL else "")
+            others = sum(pattern.fullmatch(name) is not None for name in _beside(place))
+            number = int(rank) if "_" not in rank else None
+            count = max(others, known if type(known) is int else 1, (number or 0) + 1)
+            label = f"rank {rank.replace('_', '/') if number is None else number} of {count:,}"
+            return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count) if count > 1 else None
+    return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
 
 
-def _piece(checkpoint: Checkpoint, file: _File) -> PartOf | None:
+def _piece(path: str) -> PartOf:
     """A rank's pieces of tensors, as `HuggingFaceStorageWriter(save_distributed=True)` writes them."""
-    if "DCP_SHARDING_INFO" not in checkpoint.metadata:
-        return None
-    named = PIECES.fullmatch(file.name)
-    ranks = {found["rank"] for name in file.names if (found := PIECES.fullmatch(name))}
+    named = PIECES.fullmatch(os.path.basename(path))
+    ranks = {found["rank"] for name in _beside(path) if (found := PIECES.fullmatch(name))}
     what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
     return _ranked(int(named["rank"]) - 1 if named else None, len(ranks) or None, what)
 
 
-def _shard(tree: Any, file: _File) -> PartOf | None:
+def _shard(tree: Any, path: str) -> PartOf | None:
     """A file that an index names; without the index, one whose name numbers it among several."""
     if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
         return None
-    for index in file.matching(INDEX):
-        table = fields(json_or_none(os.path.join(file.folder, index), MAX_INDEX)).get("weight_map")
-        files = sorted({each for each in fields(table).values() if type(each) is str})
-        if file.name in files:
-            number, count, where = (
-                files.index(file.name) + 1,
-                len(files),
-                f"{printable(index)} says which tensors are in which",
-            )
+    folder, name = os.path.split(path)
+    numbered = NUMBERED.fullmatch(name)
+    number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
+    whole, where, index = "", "the index of the set is not beside it", ""
+    for each in filter(INDEX.fullmatch, _beside(path)):
+        table = fields(json_or_none(os.path.join(folder, each), MAX_INDEX)).get("weight_map")
+        files = sorted({file for file in fields(table).values() if type(file) is str})
+        if name in files:
+            number, count, whole, index = files.index(name) + 1, len(files), folder or ".", each
+            where = f"{printable(index)} says which tensors are in which"
             break
-    else:
-        index, where = "", "the index of the set is not beside it"
-        numbered = NUMBERED.fullmatch(file.name)
-        number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
     if count < 2 or not 1 <= number <= count:
         return None
     what = f"it holds some of the model's tensors, the other files the rest; {where}"
-    whole = (file.folder or ".") if index else ""
     return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
 
 

@@ -65,8 +65,12 @@ def read(source: Source) -> Checkpoint:
             why = "Its arrays lie between the opcodes, which only joblib reads."
             raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
         raise
-    if made.end != source.size:
-        _refuse_more(source, made.end)
+    if rest := source.size - made.end:
+        several = detect(source.read(made.end, min(512, rest)), source)
+        more = "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
+        why = more if several else "No reader of pickles looks at them; something may be hidden there."
+        fix = f"Take the first by itself: head -c {made.end} {source} > first.pkl"
+        raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
     notes = tuple(decoded.notes)
     return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)
 
@@ -80,15 +84,3 @@ def _refuse_id(pid: Any) -> NoReturn:
     what = f"it refers to something outside of the pickle, by a persistent id{shown}"
     why = "Only the program that wrote it knows what is meant."
     raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")
-
-
-def _refuse_more(source: Source, end: int) -> NoReturn:
-    rest = source.size - end
-    several = detect(source.read(end, min(512, rest)), source)
-    raise Ambiguous(
-        f"{source} has {rest:,} bytes after the end of its pickle",
-        "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
-        if several
-        else "No reader of pickles looks at them; something may be hidden there.",
-        f"Take the first by itself: head -c {end} {source} > first.pkl",
-    )

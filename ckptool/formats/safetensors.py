@@ -54,6 +54,7 @@ MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
 MAX_TENSORS = 1_000_000
 MAX_RANK = 64
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _AS_WRITTEN = (tuple, "dtype", "shape", "data_offsets", list)
 _WHOLE_BYTES = {name: dtype for name, dtype in BY_SAFETENSORS.items() if dtype.name != "f4_e2m1fn_x2"}
 
@@ -85,11 +86,10 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         what = f"{source} ends inside its header, which has {size:,} bytes"
         raise Truncated(what, fix="Copy or download it again.")
     header = _Header(source, size, cut)
-    tree, metadata = header.entries, header.metadata
-    notes = header.notes()
-    ties, tied = ties_in(metadata, tree), dict[str, TensorEntry]()
+    tree, notes = header.entries, header.notes()
+    ties, tied = ties_in(header.metadata, tree), dict[str, TensorEntry]()
     try:
-        separate = set(json.loads(metadata.pop(marks.DEDUPLICATED, "[]")))
+        separate = set(json.loads(header.metadata.pop(marks.DEDUPLICATED, "[]")))
     except (ValueError, TypeError, RecursionError):
         what = f"{source}: its record of deduplicated storages is damaged"
         raise Corrupt(what, "It is not what ckptool writes.") from None
@@ -97,13 +97,13 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         entry = tree[kept]
         storage = entry.storage.alone() if dropped in separate else entry.storage
         tied[dropped] = TensorEntry(storage, entry.dtype, entry.shape, entry.stride)
-    metadata = {key: value for key, value in metadata.items() if key not in ties}
-    pickle, old, discarded, is_whole = metadata.pop(marks.PICKLE, None), metadata.pop(marks.OLD_TREE, None), (), False
-    if pickle is not None:
+    metadata = {key: value for key, value in header.metadata.items() if key not in ties}
+    discarded, is_whole = (), False
+    if (pickle := metadata.pop(marks.PICKLE, None)) is not None:
         from ckptool.formats import whole_tree
 
         tree, discarded, is_whole = whole_tree.unpack(tree, pickle, str(source), tied)
-    elif old is not None:
+    elif (old := metadata.pop(marks.OLD_TREE, None)) is not None:
         from ckptool.formats import old_records
 
         tree, is_whole = old_records.unpack(source.file, tree | tied, old), True
@@ -112,9 +112,9 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     if ties and not is_whole:
         names = listed(list(ties), 3)
         message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
-        notes = (*notes, Note("ties-recorded", message))
+        notes.append(Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
-    return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, tensors_only=not is_whole)
+    return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, tensors_only=not is_whole)
 
 
 def ties_in(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, str]:
@@ -184,9 +184,8 @@ class _Header:
         if dtype.name == "f4_e2m1fn_x2":
             # The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly.
             if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
-                raise BadTensor(
-                    f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}, not of whole bytes"
-                )
+                what = f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}"
+                raise BadTensor(f"{what}, not of whole bytes")
             shape = [*shape[:-1], shape[-1] // 2]
         if type(shape) is not list or type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             raise _bad_fields(source, name, fields)
@@ -194,23 +193,20 @@ class _Header:
         if count * dtype.itemsize != end - begin:
             shown = f"of type {dtype} and shape [{listed(shape, 8)[:200]}]"
             raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
-        if len(fields) > 3:
-            for key in fields.keys() - {"dtype", "shape", "data_offsets"}:
-                if key in self.unknown or len(self.unknown) < 100:
-                    self.unknown[key] = self.unknown.get(key, 0) + 1
+        for key in fields.keys() - _FIELDS if len(fields) > 3 else ():
+            if key in self.unknown or len(self.unknown) < 100:
+                self.unknown[key] = self.unknown.get(key, 0) + 1
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
 
-    def notes(self) -> tuple[Note, ...]:
+    def notes(self) -> list[Note]:
         if not self.unknown:
-            return ()
-        names = listed([key[:40] for key in sorted(self.unknown)], 3)
-        message = (
-            f"{counted(max(self.unknown.values()), 'tensor has', 'tensors have')} fields that the "
-            f"format does not know, which are not kept: {names}"
-        )
-        return (Note("unknown-fields", message, command("convert", FILE, out=OUT)),)
+            return []
+        tensors = counted(max(self.unknown.values()), "tensor has", "tensors have")
+        message = f"{tensors} fields that the format does not know, which are not kept: "
+        message += listed([key[:40] for key in sorted(self.unknown)], 3)
+        return [Note("unknown-fields", message, command("convert", FILE, out=OUT))]
 
 
 def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
@@ -266,13 +262,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         from ckptool.formats import whole_tree
 
         checkpoint = whole_tree.pack(checkpoint)
-    tensors = holdable(checkpoint)
-    stored, ties = without_ties(tensors)
-    metadata = {
-        key: text
-        for key, text in checkpoint.metadata.items()
-        if checkpoint.container == NAME or key in (marks.PICKLE, marks.RECOVERED)
-    }
+    stored, ties = without_ties(holdable(checkpoint))
+    own = checkpoint.metadata if checkpoint.container == NAME else (marks.PICKLE, marks.RECOVERED)
+    metadata = {key: text for key, text in checkpoint.metadata.items() if key in own}
     if checkpoint.container == NAME and getattr(checkpoint.tree, "metadata", None):
         from ckptool.formats import whole_tree
 
@@ -315,28 +307,20 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors to write, or `Unsupported` with everything that a safetensors file cannot hold."""
     tree = checkpoint.tree
     if not isinstance(tree, dict):
-        raise Unsupported(
-            "a safetensors file holds a dictionary of tensors, nothing else",
-            "",
-            f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}; "
-            f"or keep everything: {arg(all=True)}",
-        )
-    wrong = [f"{name!s} ({why})" for name, value in tree.items() if (why := _why_not(name, value))]
-    if wrong:
-        raise Unsupported(
-            f"a safetensors file cannot hold {listed(wrong)}",
-            "It holds only plain tensors of its own dtypes, under names.",
-            f"{_without(checkpoint, tree)}; or keep everything: {arg(out=OUT_PT)}",
-        )
-    return tree
-
-
-def _without(checkpoint: Checkpoint, tree: dict[Any, Any]) -> str:
-    """The command that leaves out what a file of tensors cannot hold: all but the weights where those are an entry."""
+        part = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
+        what = "a safetensors file holds a dictionary of tensors, nothing else"
+        raise Unsupported(what, "", f"{part}; or keep everything: {arg(all=True)}")
+    wrong = {name: why for name, value in tree.items() if (why := _why_not(name, value))}
+    if not wrong:
+        return tree
     file = input_of(checkpoint.source)
-    if any(isinstance(value, (TensorEntry, Composite)) and _why_not(name, value) for name, value in tree.items()):
-        return f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
-    return f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
+    if any(isinstance(tree[name], (TensorEntry, Composite)) for name in wrong):
+        way = f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
+    else:  # the weights are an entry
+        way = f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
+    what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in wrong.items()])}"
+    why = "It holds only plain tensors of its own dtypes, under names."
+    raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}")
 
 
 def _why_not(name: Any, value: Any) -> str:
@@ -346,12 +330,10 @@ def _why_not(name: Any, value: Any) -> str:
         return "a reserved name"
     if not is_text(name):
         return "a name that is not Unicode text"
+    if isinstance(value, Composite):
+        return f"{value.kind} tensor"
     if not isinstance(value, TensorEntry):
-        return (
-            getattr(value, "kind", "") + " tensor"
-            if hasattr(value, "kind")
-            else f"{type(value).__name__}, not a tensor"
-        )
+        return f"{type(value).__name__}, not a tensor"
     if value.dtype.name == "f4_e2m1fn_x2" and not value.shape:
         return "packed 4-bit values without a dimension"
     return "" if value.dtype.safetensors else f"type {value.dtype}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*")
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
+_END = re.compile(r"\}[ \t\n\r]*")
+_CUT = "It was cut off, or changed by hand."
 
 
 def parse_object(raw: bytes, what: str) -> dict[str, Any]:
@@ -31,11 +34,11 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     try:
         value = _decoder(what).decode(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what} is not valid JSON ({str(error)[:100]})", "It was cut off, or changed by hand.") from None
+        raise Corrupt(f"{what} is not valid JSON ({str(error)[:100]})", _CUT) from None
     if not isinstance(value, dict):
-        raise Corrupt(f"{what} is not a JSON object", "It was cut off, or changed by hand.")
+        raise Corrupt(f"{what} is not a JSON object", _CUT)
     if b"\\u" in raw and not is_text(json.dumps(value, ensure_ascii=False)):
-        raise Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")
+        raise _half_a_pair(what)
     return value
 
 
@@ -76,8 +79,7 @@ class _Cursor:
         """
         if not self.skip(_OPEN):
             raise self.wrong("it is not an object")
-        if self.text.startswith("}", self.at):
-            self.skip(re.compile(r"\}[ \t\n\r]*"))
+        if self.skip(_END):
             return
         while True:
             while take is not None and self.batch(take):
@@ -127,7 +129,7 @@ class _Cursor:
         except ValueError as error:
             raise self.wrong(str(error)) from None
         if self.escapes and not is_text(value):
-            raise Corrupt(f"{self.what} has texts that are not Unicode (half a surrogate pair)")
+            raise _half_a_pair(self.what)
         return str(value)
 
     def value(self) -> Any:
@@ -166,12 +168,12 @@ def _decoder(what: str) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise Ambiguous(f"{what} names {_repeated(pairs)} twice", "Readers disagree about which one counts.")
+            repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise Ambiguous(f"{what} names {repeated} twice", "Readers disagree about which one counts.")
         return found
 
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)
 
 
-def _repeated(pairs: list[tuple[str, Any]]) -> str:
-    seen: set[str] = set()
-    return next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+def _half_a_pair(what: str) -> Corrupt:
+    return Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")

@@ -15,28 +15,35 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Data, FileRange, Note
+from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
+from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
+    BadTensor,
     CkptoolError,
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    Truncated,
     UnsafeObject,
+    Unsupported,
     counted,
+    listed,
 )
-from ckptool.formats.legacy_storages import LegacyStorages
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
-from ckptool.pickles.strings import StubbedValue
-from ckptool.pickles.torch_objects import StorageView
+from ckptool.pickles.strings import StubbedValue, whole
+from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-legacy"
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -55,24 +62,23 @@ _TYPE_SIZES = {"short": (2,), "int": (4,), "long": (4, 8)}
 COMPACT = command("convert", FILE, out=OUT)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stream:
-    """The contents of a stream. end: the byte after its last storage.  metadata: also the sources of classes."""
+def detect(head: bytes, source: Input) -> bool:
+    return isinstance(source, Source) and begins_stream(head)
 
-    root: Any
-    end: int
-    notes: list[Note]
-    discarded: tuple[Any, ...]
-    metadata: dict[str, Any]
+
+def read(source: Source) -> Checkpoint:
+    """The checkpoint in a legacy file. Reads its pickles and a number for each storage, no tensor data.
+
+    Raises what `read_stream` does.
+    """
+    return replace(read_stream(FileRange(source, 0, source.size), name=f"{source}")[0], source=source)
 
 
 def begins_stream(head: bytes) -> bool:
-    """True for the first bytes of a stream, also of one whose magic number is wrong or computed."""
-    return any(spelled in head[:64] for spelled in _SPELLED) or _goes_on_as_stream(head)
-
-
-def _goes_on_as_stream(head: bytes) -> bool:
-    """True if the second pickle is the version: whatever the first is, no other file has that."""
+    """True for the first bytes of a stream, also of one whose magic number is wrong or computed: if the second pickle
+    is the version, whatever the first is, it is no other file."""
+    if any(spelled in head[:64] for spelled in _SPELLED):
+        return True
     if b"\xe9\x03." not in head and b"1001\n." not in head:
         return False
     try:
@@ -82,16 +88,16 @@ def _goes_on_as_stream(head: bytes) -> bool:
         return False
 
 
-def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
-    """The stream that is the whole of `data`. name: what to call it in errors.  depth: in how many other streams it is.
+def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, int]:
+    """The checkpoint of the stream with which `data` begins, and the byte after its last storage.
 
+    name: what to call it in errors.  depth: in how many other streams it is.
     Raises `NotACheckpoint` (another magic number), `UnsafeObject` (a computed one), `Corrupt`, `BadTensor`,
     `Truncated`, `LimitExceeded` or `Unsupported`.
     """
     head = _head(data, name)
-    little_endian = head.root
-    made = skeleton(data, head.end, name=name)
-    tables = LegacyStorages(little_endian)
+    little_endian: bool = head.root
+    made, tables = skeleton(data, head.end, name=name), LegacyStorages(little_endian)
 
     def run() -> Decoded:
         return decode_lazily(
@@ -111,17 +117,20 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> Stream:
         end = tables.place(data, keys.root, keys.end)
     except CkptoolError as error:
         raise error.within(name) from None
-    calls = (*head.discarded, *decoded.discarded, *keys.aside())
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
-    if tables.sources:
-        metadata["sources"] = dict(tables.sources)
-    notes = [
-        *decoded.notes,
-        *protocol_notes(decoded.protocol),
-        *source_notes(tables.sources),
-        *_notes(little_endian, data.length - end, tables),
-    ]
-    return Stream(decoded.root, end, notes, calls, metadata)
+    notes = [*decoded.notes, *protocol_notes(decoded.protocol)]
+    add_sources(tables.sources, metadata, notes)
+    notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
+    if not little_endian:
+        how = "turned" if tables.order == "big" else "little-endian as torch writes them everywhere, and read so"
+        notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
+    if rest := data.length - end:
+        notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
+    if count := len(tables.alone):
+        alone = counted(count, "view of a storage stands by itself", "views of storages stand by themselves")
+        notes.append(Note("views-apart", f"{alone}; each is read as a storage of its own"))
+    calls = (*head.discarded, *decoded.discarded, *keys.aside())
+    return Checkpoint(decoded.root, NAME, metadata, notes=tuple(notes), discarded=calls), end
 
 
 def _head(data: Data, name: str) -> Decoded:
@@ -129,7 +138,13 @@ def _head(data: Data, name: str) -> Decoded:
     if data.read(0, min(len(_USUAL), data.length)) == _USUAL:
         return Decoded(True, (), 2, len(_USUAL))
     magic = small_pickle(data, 0, name)
-    _check_magic(magic, name)
+    if run := next(uses(magic.aside()), None):
+        what = f"{name}: its magic number is computed, by {run.name}"
+        why = "torch writes a number there; this file runs a program as soon as it is loaded."
+        raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
+    if magic.root != MAGIC or type(magic.root) is not int:
+        what = f"{name} is laid out as torch's legacy files, but its magic number is {shown(magic.root)}"
+        raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
     version = small_pickle(data, magic.end, name)
     if version.root != VERSION or type(version.root) is not int:
         raise Corrupt(f"{name}: its version is {shown(version.root)} instead of {VERSION}", "No torch writes another.")
@@ -153,18 +168,6 @@ def _no_storage(_: Any) -> Any:
     raise Corrupt("a persistent id beside the value", "torch writes them in the value's pickle only.")
 
 
-def _check_magic(magic: Decoded, name: str) -> None:
-    if run := next(uses(magic.aside()), None):
-        what = f"{name}: its magic number is computed, by {run.name}"
-        why = "torch writes a number there; this file runs a program as soon as it is loaded."
-        raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
-    if magic.root != MAGIC or type(magic.root) is not int:
-        raise NotACheckpoint(
-            f"{name} is laid out as torch's legacy files, but its magic number is {shown(magic.root)}",
-            f"It should be {MAGIC:#x}.",
-        )
-
-
 def machine_order(info: Any, version: int, name: str) -> bool:
     """True if the machine that wrote the file was little-endian; raises `Corrupt` for facts that make no sense."""
     fields = info if type(info) is dict else {}
@@ -175,10 +178,8 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or type(sizes) is not dict
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
-        raise Corrupt(
-            f"{name}: its description of the machine that wrote it is invalid ({shown(info)})",
-            "torch writes the version, the byte order and the sizes of three types.",
-        )
+        what = f"{name}: its description of the machine that wrote it is invalid ({shown(info)})"
+        raise Corrupt(what, "torch writes the version, the byte order and the sizes of three types.")
     return little_endian
 
 
@@ -187,42 +188,198 @@ def shown(value: Any) -> str:
     return repr(value)[:80]
 
 
-def _notes(little_endian: bool, left: int, tables: LegacyStorages) -> list[Note]:
-    notes = [Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT)]
-    if not little_endian:
-        how = "turned" if tables.order == "big" else "little-endian as torch writes them everywhere, and read so"
-        notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
-    if left:
-        notes.append(Note("trailing-bytes", f"{left:,} bytes after the last storage are used by nothing", COMPACT))
-    if tables.alone:
-        alone = counted(
-            len(tables.alone), "view of a storage stands by itself", "views of storages stand by themselves"
-        )
-        what = f"{alone}; each is read as a storage of its own"
-        notes.append(Note("views-apart", what))
-    return notes
+# Its storages --------------------------------------------------------------------------------------------------------
+
+_ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")
+_NO_TENSOR = "The file is damaged or malicious."
+_MENDED = "The file was damaged, or put together from two."
+_DAMAGED = "The pickle was damaged."
+
+Sources = dict[str, dict[str, str | None]]  # the file and the text of classes, by name
 
 
-def source_notes(sources: dict[str, dict[str, str | None]]) -> list[Note]:
-    """A note on the source text of classes in a file."""
-    if not sources:
-        return []
-    what = "the source text of {} is in the file: shown by inspect --json, never run, and not kept in what is written"
-    count = counted(len(sources), "class", "classes") if len(sources) > 1 else "a class"
-    return [Note("class-source", what.format(count))]
+class _Root(NamedTuple):
+    """A storage with data of its own, as the ids of one class see it. numel: its number of elements."""
+
+    ref: StorageRef
+    numel: int
 
 
-def detect(head: bytes, source: Input) -> bool:
-    return isinstance(source, Source) and begins_stream(head)
+class LegacyStorages:
+    """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
 
-
-def read(source: Source) -> Checkpoint:
-    """The checkpoint in a legacy file. Reads its pickles and a number for each storage, no tensor data.
-
-    Raises what `read_stream` does.
+    order: of the bytes of the data, once that is known.  alone: the keys of views that no tensor is made of.
     """
-    stream = read_stream(FileRange(source, 0, source.size), name=f"{source}")
-    return Checkpoint(stream.root, NAME, stream.metadata, source, notes=tuple(stream.notes), discarded=stream.discarded)
+
+    def __init__(self, little_endian: bool) -> None:
+        self.little_endian = little_endian
+        self.order: Literal["", "little", "big"] = ""
+        self.alone: set[str] = set()
+        self.clear()
+
+    def clear(self) -> None:
+        self.by_class: dict[Global, dict[str, _Root]] = {}
+        self.roots: dict[str, _Root] = {}
+        self.views: dict[str, tuple[Any, StorageView]] = {}
+        self.sources: Sources = {}
+
+    def load(self, pid: Any) -> Any:
+        """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
+        try:  # most are of a storage that was seen before
+            tag, cls, key, location, numel, view = pid
+            root = self.by_class[cls][key]
+            alike = location == root.ref.storage.location and numel == root.numel
+            if alike and tag == "storage" and view is None and type(numel) is int:
+                return root.ref
+        except (KeyError, TypeError, ValueError):
+            pass
+        parts = pid if type(pid) is tuple and pid else (None,)
+        tag = as_text(parts[0])
+        if len(parts) == 4 and tag == "module":
+            return class_of(parts[1:], self.sources)
+        if len(parts) != 6 or tag != "storage":
+            what = "a persistent id that names no storage"
+            raise Corrupt(what, "torch writes them for storages and for modules' classes.")
+        cls, numel, view = parts[1], parts[4], parts[5]
+        key, location = as_text(parts[2]), as_text(parts[3])
+        if type(cls) is not Global or type(key) is not str or type(location) is not str or type(numel) is not int:
+            raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
+        root = self._root(cls, key, location, numel)
+        return root.ref if view is None else self._view(root, view)
+
+    def _root(self, cls: Global, key: str, location: str, numel: int) -> _Root:
+        known, dtype = storage_class(cls)
+        if not known:
+            raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
+        if numel < 0:
+            raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
+        if key in self.views:
+            raise _entangled(key)
+        size = numel * (dtype.itemsize if dtype else 1)
+        first = self.roots.get(key)
+        if first is None:
+            first = self.roots[key] = _Root(StorageRef(Storage(_unplaced(size), location), dtype), numel)
+        elif first.ref.dtype is not dtype:
+            alike = not size or all(t is None or t.name == "u8" for t in (dtype, first.ref.dtype))
+            if size != first.ref.storage.nbytes or not alike:
+                raise _contradiction(key)
+            first = _Root(StorageRef(first.ref.storage, dtype), numel)
+        if location != first.ref.storage.location or numel != first.numel:
+            raise _contradiction(key)
+        self.by_class.setdefault(cls, {})[key] = first
+        return first
+
+    def _view(self, root: _Root, view: Any) -> Any:
+        key, offset, size = view if type(view) is tuple and len(view) == 3 else (None, None, None)
+        key = as_text(key)
+        if type(key) is not str or type(offset) is not int or type(size) is not int:
+            raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
+        if offset < 0 or size < 0 or offset + size > root.numel:
+            there = f"of a storage that has {root.numel:,}"
+            raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
+        if key in self.roots:
+            raise _entangled(key)
+        storage, dtype = root.ref.storage, root.ref.dtype
+        facts = (storage, dtype, offset, size)
+        if key not in self.views:
+            window = Storage(_unplaced(size * (dtype.itemsize if dtype else 1)), storage.location)
+            self.views[key] = facts, StorageView(key, storage, dtype, offset, window)
+        before, found = self.views[key]
+        if before != facts:
+            raise _contradiction(key)
+        return StorageRef(found.window, dtype) if key in self.alone else found
+
+    def place(self, data: Data, keys: Any, at: int) -> int:
+        """Gives each storage its part of `data`, in the order of the keys, from byte `at`; the byte after the last."""
+        keys = [as_text(key) for key in keys] if type(keys) is list else [None]
+        if not all(type(key) is str for key in keys):
+            raise Corrupt("the list of storages is not a list of keys", _MENDED)
+        counts = Counter(keys)
+        for wrong, problem in (
+            ([key for key, count in counts.items() if count > 1], "names {} twice"),
+            ([key for key in counts if key not in self.roots], "names {}, which no tensor uses"),
+            (sorted(self.roots.keys() - counts.keys()), "does not name {}"),
+        ):
+            if wrong:
+                shown = listed([key[:80] for key in wrong], 3)
+                raise Corrupt(f"the list of storages {problem.format(shown)}", _MENDED)
+        for key in keys:
+            root = self.roots[key]
+            storage, size = root.ref.storage, root.ref.storage.nbytes
+            if at + 8 <= data.length:
+                self._check_count(data.read(at, 8), root, key)
+            if at + 8 + size > data.length:
+                begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
+                there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
+                raise Truncated(f"the storage {key} needs {there}", fix="Copy or download it again.")
+            storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
+            if self.order == "big":  # as wide as the elements of any class of which it is seen
+                kinds = (refs[key].ref.dtype for refs in self.by_class.values() if key in refs)
+                storage.data = swapped(Storage(storage.data, storage.location), next(filter(None, kinds), None))
+            at += 8 + size
+        for (storage, dtype, offset, _), view in self.views.values():
+            if view.key in self.alone:
+                begin = offset * (dtype.itemsize if dtype else 1)
+                view.window.data = subrange(storage.data, begin, view.window.data.length)
+        return at
+
+    def _check_count(self, header: bytes, root: _Root, key: str) -> None:
+        """Checks the number of elements in front of the data; its byte order is that of the file."""
+        orders = [order for order in _ORDERS if int.from_bytes(header, order) == root.numel]
+        if len(orders) == 1 and not self.order:
+            self.order = orders[0]
+        if not orders or (self.order and self.order not in orders) or (self.order == "big" and self.little_endian):
+            said = int.from_bytes(header, self.order or "little", signed=True)
+            what = f"the storage {key[:80]} should have {counted(root.numel, 'element')}; the data says {said:,}"
+            raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
+
+
+def _unplaced(size: int) -> Computed:
+    """A stand-in for the data of a storage until it is placed."""
+
+    def read(offset: int, length: int) -> bytes:
+        raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
+
+    return Computed(size, read)
+
+
+def _contradiction(key: str) -> Corrupt:
+    return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+
+
+def _entangled(key: str) -> BadTensor:
+    return BadTensor(f"the storage {key[:80]} is a view, and has views", "torch writes views of whole storages.")
+
+
+def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
+    """The class that `(class, file, source text)` in a persistent id names; its file and text go to `sources`."""
+    texts = [whole(part) for part in parts[1:]]
+    if (
+        len(parts) != 3
+        or type(parts[0]) is not Global
+        or not all(text is None or isinstance(text, (str, bytes)) for text in texts)
+    ):
+        raise Corrupt("a persistent id of a module that is not as torch writes it", _DAMAGED)
+    file, source = (text.decode("latin-1") if isinstance(text, bytes) else text for text in texts)
+    if file is not None or source is not None:
+        sources[str(parts[0])] = {"file": file, "source": source}
+    return parts[0]
+
+
+def add_sources(sources: Sources, metadata: dict[str, Any], notes: list[Note]) -> None:
+    """Adds the source text of classes to the metadata, and a note on it, where there is any in the file."""
+    if sources:
+        metadata["sources"] = dict(sources)
+        count = counted(len(sources), "class", "classes") if len(sources) > 1 else "a class"
+        what = f"the source text of {count} is in the file"
+        what += ": shown by inspect --json, never run, and not kept in what is written"
+        notes.append(Note("class-source", what))
+
+
+def as_text(value: Any) -> Any:
+    """Texts of a persistent id, which Python 2 and `encoding="bytes"` may have made bytes."""
+    value = whole(value)
+    return value.decode("ascii", "backslashreplace") if isinstance(value, bytes) else value
 
 
 # Streams in bytes ----------------------------------------------------------------------------------------------------
@@ -240,8 +397,8 @@ def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
     if depth > MAX_NESTING:
         what = f"streams nested in bytes more than {MAX_NESTING} deep"
         raise LimitExceeded(what, "torch writes one; the file is probably malicious.")
-    stream = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
-    if stream.end != data.length:
-        raise Corrupt(f"a stream in bytes has {data.length - stream.end:,} bytes after its end", "Nothing reads them.")
+    found, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
+    if end != data.length:
+        raise Corrupt(f"a stream in bytes has {data.length - end:,} bytes after its end", "Nothing reads them.")
     # What it calls and throws away would not be seen from outside: the whole stays a call then, and is named.
-    return NotImplemented if stream.discarded else stream.root
+    return NotImplemented if found.discarded else found.tree

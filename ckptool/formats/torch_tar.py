@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from tarfile import TarError, TarFile, TarInfo
 from types import NoneType
@@ -25,9 +26,17 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted
-from ckptool.formats.legacy_storages import as_text, module_source
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.torch_legacy import COMPACT, machine_order, shown, small_pickle, source_notes
+from ckptool.formats.torch_legacy import (
+    COMPACT,
+    Sources,
+    add_sources,
+    as_text,
+    class_of,
+    machine_order,
+    shown,
+    small_pickle,
+)
 from ckptool.pickles.skeleton import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import check_view, storage_class
 
@@ -41,19 +50,29 @@ def detect(head: bytes, source: Input) -> bool:
     """True for a tar of torch's files, or of some of them; any other tar is none."""
     if not isinstance(source, Source) or not is_tar(head):
         return False
-    found = [
-        head[:100].partition(b"\0")[0].decode("latin-1"),
-        *(path.rpartition("/")[2] for path in record_paths(source)),
-    ]
+    first = head[:100].partition(b"\0")[0].decode("latin-1")
+    found = [first, *(path.rpartition("/")[2] for path in record_paths(source))]
     return any(name in MEMBERS for name in found[:2]) or len({name for name in found if name in MEMBERS}) > 1
 
 
 def read(source: Source) -> Checkpoint:
     """The checkpoint in a tar of torch's. Reads the pickles and the places of the tensors, no tensor data.
 
-    Raises `Corrupt`, `BadTensor`, `Truncated`, `LimitExceeded` or `Unsupported`.
+    Raises `Corrupt` for anything else in it or anything missing, `BadTensor`, `Truncated`, `LimitExceeded` or
+    `Unsupported`.
     """
-    members, end = read_members(source, MEMBERS)
+    archive, members = Tar(source), dict[str, Data]()
+    for header in archive.headers():
+        name = f"{source}: {header.name[:120]!r}"
+        if (kind := odd_kind(header)) is not None:
+            raise Corrupt(f"{name} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
+        if header.name not in MEMBERS:
+            raise Corrupt(f"{name} is in it, which torch does not write", f"It writes {', '.join(MEMBERS)}.")
+        if header.name in members:
+            raise Corrupt(f"{name} is in it twice", "Readers would disagree about which is right.")
+        members[header.name] = FileRange(source, header.offset_data, header.size)
+    if missing := [name for name in MEMBERS if name not in members]:
+        raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(MEMBERS)}.")
     info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
     if not machine_order(info.root, VERSION, f"{source}: sys_info"):
         what = f"{source} was written on a big-endian machine"
@@ -71,11 +90,11 @@ def read(source: Source) -> Checkpoint:
         raise Corrupt(what, "Another pickle may be hidden there.")
     decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
-    if tables.sources:
-        metadata["sources"] = dict(tables.sources)
+    notes = decoded.notes
+    add_sources(tables.sources, metadata, notes)
     what = "the format has checksums of its headers only: damage to its data cannot be noticed"
-    notes = [*decoded.notes, *source_notes(tables.sources), Note("no-checksums", what, COMPACT)]
-    if left := source.size - end:
+    notes.append(Note("no-checksums", what, COMPACT))
+    if left := source.size - archive.end:
         notes.append(Note("trailing-bytes", f"{left:,} bytes after the archive are used by nothing", COMPACT))
     if tables.trailing:
         what = f"{tables.trailing:,} bytes in the archive's files are used by nothing"
@@ -137,18 +156,14 @@ class _Tables:
     def __init__(self) -> None:
         self.places: dict[int | str, _Place] = {}
         self.tensors: dict[int | str, TensorEntry] = {}
-        self.sources: dict[str, dict[str, str | None]] = {}
+        self.sources: Sources = {}
         self.discarded: list[Any] = []
         self.trailing = 0
 
     def load(self, pid: Any) -> Any:
         """The tensor, storage or module's class that a persistent id stands for."""
         if type(pid) is tuple:
-            # The class of a pickled module: a name. Its file and source text are kept as text, to be shown.
-            cls, source = module_source(pid)
-            if source is not None:
-                self.sources[str(cls)] = source
-            return cls
+            return class_of(pid, self.sources)
         key = pid
         if isinstance(pid, (str, bytes)):
             text = as_text(pid)
@@ -237,6 +252,8 @@ class _Tables:
             raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree about which is right.")
 
 
+# The archive ---------------------------------------------------------------------------------------------------------
+
 _BLOCK = 512
 MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes, which hold a time or a name
 MAX_FILES = 64  # looked at, where the archive should have four
@@ -251,35 +268,10 @@ def is_tar(head: bytes) -> bool:
 def record_paths(source: Source) -> list[str]:
     """The names of the first files in an archive, as far as its headers can be read; to tell what it is."""
     names = []
-    try:
-        for header in islice(headers(source, cut=True), MAX_FILES):
+    with suppress(Corrupt, Truncated):
+        for header in islice(Tar(source).headers(cut=True), MAX_FILES):
             names += [header.name] if header.isreg() else []
-    except (Corrupt, Truncated):
-        pass
     return names
-
-
-def read_members(source: Source, wanted: tuple[str, ...]) -> tuple[dict[str, Data], int]:
-    """The contents of the wanted files by name, and where the archive ends.
-
-    Raises `Corrupt` for anything else in it or anything missing, `Truncated` for a cut archive or a bad checksum.
-    """
-    members: dict[str, Data] = {}
-    end = 0
-    for header in headers(source):
-        shown = f"{source}: {header.name[:120]!r}"
-        if (kind := odd_kind(header)) is not None:
-            raise Corrupt(f"{shown} in it is {kind}", "torch writes four plain files. Nothing was extracted.")
-        if header.name not in wanted:
-            raise Corrupt(f"{shown} is in it, which torch does not write", f"It writes {', '.join(wanted)}.")
-        if header.name in members:
-            raise Corrupt(f"{shown} is in it twice", "Readers would disagree about which is right.")
-        members[header.name] = FileRange(source, header.offset_data, header.size)
-        end = header.offset_data + header.size + -header.size % _BLOCK
-    missing = [name for name in wanted if name not in members]
-    if missing:
-        raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(wanted)}.")
-    return members, end_of(source, end)
 
 
 def odd_kind(header: TarInfo) -> str | None:
@@ -288,11 +280,14 @@ def odd_kind(header: TarInfo) -> str | None:
     return None if plain else _KINDS.get(header.type.decode("latin-1"), "no plain file")
 
 
-class _Headers:
-    """An archive as the file that `tarfile` reads: nothing but headers, none of them long."""
+class Tar:
+    """An archive as the file that `tarfile` reads: nothing but headers, none of them long.
+
+    end: of the archive, once all headers were read: after two blocks of zeros, and the zeros behind them.
+    """
 
     def __init__(self, source: Source) -> None:
-        self.source, self.at = source, 0
+        self.source, self.at, self.end = source, 0, 0
 
     def tell(self) -> int:
         return self.at
@@ -307,36 +302,33 @@ class _Headers:
         self.at += len(data)
         return data
 
+    def headers(self, *, cut: bool = False) -> Iterator[TarInfo]:
+        """The headers in it, each with the attributes before it, up to the zeros that end it.
 
-def headers(source: Source, *, cut: bool = False) -> Iterator[TarInfo]:
-    """The headers in an archive, each with the attributes before it, up to the zeros that end it.
-
-    cut: the file behind the last one may be missing. Raises `Corrupt`, or `Truncated` for a file that is not whole and
-    a header that does not match its checksum.
-    """
-    try:
-        archive = TarFile(fileobj=_Headers(source), encoding="utf-8", errors="replace")  # type: ignore[arg-type]
-        while (header := archive.next()) is not None:
-            archive.members.clear()  # type: ignore[attr-defined]  # there may be millions
-            if not cut and not 0 <= header.size <= source.size - header.offset_data:
-                where = f"{header.size:,} bytes from byte {header.offset_data:,}"
-                what = f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}"
-                raise Truncated(what, _CUT)
-            yield header
-        if archive.offset + _BLOCK > source.size:
+        cut: the file behind the last one may be missing. Raises `Corrupt`, or `Truncated` for a file that is not whole
+        and a header that does not match its checksum.
+        """
+        source = self.source
+        try:
+            archive = TarFile(fileobj=self, encoding="utf-8", errors="replace")  # type: ignore[arg-type]
+            while (header := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # there may be millions
+                if not cut and not 0 <= header.size <= source.size - header.offset_data:
+                    where = f"{header.size:,} bytes from byte {header.offset_data:,}"
+                    what = f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}"
+                    raise Truncated(what, _CUT)
+                yield header
+        except (TarError, ValueError, RecursionError) as error:
+            raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
+        at = archive.offset
+        if at + _BLOCK > source.size:
             raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
-        if source.read(archive.offset, _BLOCK).strip(b"\0"):
-            raise Truncated(f"{source}: the header at byte {archive.offset:,} does not match its checksum", _CUT)
-    except (TarError, ValueError, RecursionError) as error:
-        raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
-
-
-def end_of(source: Source, at: int) -> int:
-    """The end of the archive whose last file ends at `at`: after two blocks of zeros, and the zeros behind them."""
-    if at + 2 * _BLOCK > source.size or source.size % _BLOCK:
-        raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)
-    if source.read(at + _BLOCK, _BLOCK).strip(b"\0"):
-        raise Corrupt(f"{source} goes on at byte {at + _BLOCK:,} after the end of the archive began", _CUT)
-    at += 2 * _BLOCK
-    padding = source.read(at, min(source.size - at, 20 * _BLOCK))
-    return at + len(padding) - len(padding.lstrip(b"\0"))
+        if source.read(at, _BLOCK).strip(b"\0"):
+            raise Truncated(f"{source}: the header at byte {at:,} does not match its checksum", _CUT)
+        if at + 2 * _BLOCK > source.size or source.size % _BLOCK:
+            raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)
+        if source.read(at + _BLOCK, _BLOCK).strip(b"\0"):
+            raise Corrupt(f"{source} goes on at byte {at + _BLOCK:,} after the end of the archive began", _CUT)
+        at += 2 * _BLOCK
+        padding = source.read(at, min(source.size - at, 20 * _BLOCK))
+        self.end = at + len(padding) - len(padding.lstrip(b"\0"))

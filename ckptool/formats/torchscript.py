@@ -53,26 +53,28 @@ def read(archive: Archive) -> Checkpoint:
     program = _Program(archive, root, storages.big_endian)
     confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())
+    path = source.file.path
+    what = f"holds a program as well ({counted(len(program.files), 'file')} of code), which is never run; to see it"
+    shown = command("show", f"{path}#code")
+    notes = [Note("torchscript", f"{what}: {', '.join(program.beside())}", shown)]
+    if not tree["state_dict"]:
+        packed = next(tensors(tree["attributes"]), None) is not None
+        why = "frozen and mobile models keep their weights as constants of the program"
+        why = "tensors are packed in attributes" if packed else why
+        shown = command("show", f"{path}#{'attributes' if packed else 'constants'}")
+        notes.append(Note("no-state-dict", f"its state dict is empty: {why}", shown))
     # Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered.
-    notes = (
-        *_program_notes(program, tree),
-        *[
-            replace(note, fix=())
-            for note in [*archive.notes, *record_notes(archive, root, storages)]
-            if note.code != "deflated"
-        ],
-    )
+    odd = [*archive.notes, *record_notes(archive, root, storages)]
+    notes += [replace(note, fix=()) for note in odd if note.code != "deflated"]
     metadata = {"class": decoded.root.name, **small}
     discarded = (*decoded.discarded, *program.runs())
-    return Checkpoint(tree, NAME, metadata, source.file, None, notes, discarded, extras=program.beside())
+    return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, extras=program.beside())
 
 
 def _is_script(node: Any) -> bool:
-    return type(node) is Object and node.how == "new" and type(node.fn) is Global and _is_script_name(node.fn)
-
-
-def _is_script_name(name: Global) -> bool:
-    return name.module == "__torch__" or name.module.startswith("__torch__.")
+    if type(node) is not Object or node.how != "new" or type(node.fn) is not Global:
+        return False
+    return node.fn.module.partition(".")[0] == "__torch__"
 
 
 # The module ----------------------------------------------------------------------------------------------------------
@@ -136,11 +138,10 @@ def _add(names: dict[str, Any], name: str, value: Any) -> None:
 
 
 # torch/jit/_pickle.py: lists with the type of their elements, and values with their type
-def _typed_list(kinds: tuple[type, ...] | None) -> Callable[[tuple[Any, ...]], Any]:
+def _typed_list(*kinds: type) -> Callable[[tuple[Any, ...]], Any]:
     def build(args: tuple[Any, ...]) -> Any:
-        if len(args) != 1 or type(args[0]) is not list:
-            return NotImplemented
-        return args[0] if kinds is None or all(type(item) in kinds for item in args[0]) else NotImplemented
+        is_list = len(args) == 1 and type(args[0]) is list
+        return args[0] if is_list and all(type(item) in kinds or not kinds for item in args[0]) else NotImplemented
 
     return build
 
@@ -150,10 +151,10 @@ def _restore_type_tag(args: tuple[Any, ...]) -> Any:
 
 
 _BUILDERS = BUILDERS | {
-    Global("torch.jit._pickle", "build_intlist"): _typed_list((int,)),
-    Global("torch.jit._pickle", "build_doublelist"): _typed_list((float, int)),
-    Global("torch.jit._pickle", "build_boollist"): _typed_list((bool,)),
-    Global("torch.jit._pickle", "build_tensorlist"): _typed_list(None),
+    Global("torch.jit._pickle", "build_intlist"): _typed_list(int),
+    Global("torch.jit._pickle", "build_doublelist"): _typed_list(float, int),
+    Global("torch.jit._pickle", "build_boollist"): _typed_list(bool),
+    Global("torch.jit._pickle", "build_tensorlist"): _typed_list(),
     Global("torch.jit._pickle", "restore_type_tag"): _restore_type_tag,
 }
 
@@ -179,12 +180,10 @@ class _Program:
             elif known.endswith(".pkl") and "/" not in known and known != "data.pkl":
                 self.pickles[known.removesuffix(".pkl")] = record
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
-        if size > inflated_limit(stored):
-            raise LimitExceeded(
-                f"{archive.source}: its {counted(len(self.files), 'file')} of code "
-                f"{form(len(self.files), 'is', 'are')} {size:,} bytes when unpacked",
-                f"At most {inflated_limit(stored):,} are read from so few bytes; the file is probably malicious.",
-            )
+        if size > (limit := inflated_limit(stored)):
+            files = f"{counted(len(self.files), 'file')} of code {form(len(self.files), 'is', 'are')}"
+            why = f"At most {limit:,} are read from so few bytes; the file is probably malicious."
+            raise LimitExceeded(f"{archive.source}: its {files} {size:,} bytes when unpacked", why)
 
     def beside(self) -> dict[str, Callable[[], Any]]:
         """The program and its constants, to be shown, by name."""
@@ -220,14 +219,12 @@ class _Program:
             yield Object(Global("constants", "pkl"), ("which cannot be read",))
         texts = {name: text for name, text in self.texts(self.files).items() if setstate.NAME in text}
         look = sum(map(len, texts.values())) <= setstate.MOST_TEXT
-        owners = (
-            (name[:-3].replace("/", "."), owner) for name in texts for owner in setstate.owners(texts[name], look)
-        )
-        found = {".".join(owner) for owner in owners}
-        if "bytecode" in self.pickles:
-            tuples = (node for node in visit(self.unpickled("bytecode")) if type(node) is tuple)
-            names = (part for node in tuples for part in node if type(part) is str)
-            found |= {name.removesuffix(f".{setstate.NAME}") for name in names if name.endswith(f".{setstate.NAME}")}
+        found, method = set[str](), f".{setstate.NAME}"
+        for name, text in texts.items():
+            found |= {f"{name[:-3].replace('/', '.')}.{owner}" for owner in setstate.owners(text, look)}
+        for node in visit(self.unpickled("bytecode")) if "bytecode" in self.pickles else ():
+            if type(node) is tuple:
+                found |= {part.removesuffix(method) for part in node if type(part) is str and part.endswith(method)}
         for name in sorted(found):
             yield Object(Global(name, setstate.NAME), (name,))
 
@@ -237,44 +234,22 @@ class _Program:
         for name, text in self.texts(self.files).items():
             module = name[:-3].replace("/", ".")
             for own, base, parameters, buffers in map(re.Match.groups, re.finditer(_HEADER, text)):
-                names = [
-                    None if part is None else frozenset(re.findall(_QUOTED, part)) for part in (parameters, buffers)
-                ]
-                found[Global(module, own)] = _ScriptClass(base == "Module", names[0] or frozenset(), names[1])
+                named = frozenset(re.findall(_QUOTED, parameters or ""))
+                kept = None if buffers is None else frozenset(re.findall(_QUOTED, buffers))
+                found[Global(module, own)] = _ScriptClass(base == "Module", named, kept)
         return found
 
 
 def _folders(texts: dict[str, str]) -> dict[str, Any]:
-    """Texts by the parts of their names, as they lie in folders."""
+    """Texts by the parts of their names, as they lie in folders; by the whole name where a folder is a file, too."""
     tree: dict[str, Any] = {}
     for name, text in texts.items():
-        parts = name.split("/")
-        here = tree
-        for part in parts[:-1] if len(parts) <= MAX_FOLDERS else ():
-            below = here.setdefault(part, {})
-            if not isinstance(below, dict):
-                break
-            here = below
+        *folders, last = name.split("/") if name.count("/") < MAX_FOLDERS else (name,)
+        here: Any = tree
+        for folder in folders:
+            here = here.setdefault(folder, {}) if isinstance(here, dict) else None
+        if isinstance(here, dict):
+            here[last] = text
         else:
-            here[parts[-1] if len(parts) <= MAX_FOLDERS else name] = text
-            continue
-        tree[name] = text
+            tree[name] = text
     return tree
-
-
-def _program_notes(program: _Program, tree: dict[str, Any]) -> list[Note]:
-    path = program.archive.source.file.path
-    shown = ", ".join(program.beside())
-    what = f"holds a program as well ({counted(len(program.files), 'file')} of code)"
-    message = f"{what}, which is never run; to see it: {shown}"
-    notes = [Note("torchscript", message, command("show", f"{path}#code"))]
-    if not tree["state_dict"]:
-        packed = next(tensors(tree["attributes"]), None) is not None
-        why = (
-            "tensors are packed in attributes"
-            if packed
-            else "frozen and mobile models keep their weights as constants of the program"
-        )
-        where = "attributes" if packed else "constants"
-        notes.append(Note("no-state-dict", f"its state dict is empty: {why}", command("show", f"{path}#{where}")))
-    return notes

@@ -18,8 +18,10 @@ from ckptool.checkpoint.files import Folder, Input, Readable, Source
 from ckptool.checkpoint.paths import parted
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, quoted
+from ckptool.formats.folder import names_in
 
-# By the first bytes: a name, the program that unpacks it to its standard output, the usual suffix.
+_READS = "ckptool reads what torch.save and safetensors write."
+# By the first bytes. Compressed: a name, the program that unpacks it to its standard output, the usual suffix.
 _COMPRESSED = {
     b"\x1f\x8b": ("gzip", "gzip -dc", ".gz"),
     b"BZh": ("bzip2", "bzip2 -dc", ".bz2"),
@@ -57,15 +59,20 @@ _OTHER_MODELS = {
     b"MMIDIDX\0\0": "the index of a fairseq or Megatron data set (.idx)",
     b"TNTIDX\0\0": "the index of a fairseq data set (.idx)",
 }
-# Flatbuffers, by the bytes 4 to 8.
-_FLATBUFFERS = {
-    b"TFL3": "a TensorFlow Lite model",
-    b"ET12": "an ExecuTorch program (.pte)",
-    b"ORTM": "an ONNX Runtime model",
+# By more than that, each tried on the first 512 bytes in this order.
+_PATTERNS = {
+    rb".{4}TFL3": "a TensorFlow Lite model",  # flatbuffers
+    rb".{4}ET12": "an ExecuTorch program (.pte)",
+    rb".{4}ORTM": "an ONNX Runtime model",
+    rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)": "an ONNX model",  # the first fields of protobuf
+    rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a": "a TensorFlow SavedModel",
+    rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)": (
+        "a TensorFlow graph"
+    ),
+    rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde": "the weights of a Core ML model (weight.bin)",
 }
 _WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"})  # of checkpoints inside of archives
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
-_READS = "ckptool reads what torch.save and safetensors write."
 MAX_ZEROS = 1 << 20
 
 
@@ -77,15 +84,16 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         ls, scan = other_program("ls", source.path), command("scan", source.path)
         fix = f"Name the file: {ls}; or see what is there: {scan}"
         return NotACheckpoint(f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
-    return (
-        _text_file(head, source)
-        or _by_magic(head, source)
-        or _other_model(head, source)
-        or _nothing_known(head, source)
-    )
+    return _text(head, source) or _other_file(head, source) or _nothing_known(head, source)
 
 
-def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
+def _starting(head: bytes, table: dict[bytes, Any]) -> Any:
+    """The entry of a table whose magic number the file begins with."""
+    return next((found for magic, found in table.items() if head.startswith(magic)), None)
+
+
+def _other_file(head: bytes, source: Source) -> CkptoolError | None:
+    """Compressed files, archives, and the models of other programs."""
     if found := _starting(head, _COMPRESSED):
         name, program, suffix = found
         inside = source.path.removesuffix(suffix)
@@ -99,12 +107,15 @@ def _by_magic(head: bytes, source: Source) -> CkptoolError | None:
         return Unsupported(what, why, f"If you trust where it is from: {other_program(program, source.path)}")
     if name := _starting(head, _OTHER_FILES):
         return NotACheckpoint(f"{source} is {name}, whatever its name says")
-    return _tar(source) if head[257:262] == b"ustar" else None
-
-
-def _starting(head: bytes, table: dict[bytes, Any]) -> Any:
-    """The entry of a table whose magic number the file begins with."""
-    return next((found for magic, found in table.items() if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        return _tar(source)
+    name = _starting(head, _OTHER_MODELS)
+    name = name or next((name for each, name in _PATTERNS.items() if re.match(each, head, re.DOTALL)), None)
+    if name is None and source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
+        name = "the data of a fairseq or Megatron data set, which the .idx file beside it describes"
+    if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
+        name = "the index of a TensorFlow checkpoint"
+    return Unsupported(f"{source} is {name}", _READS) if name is not None else None
 
 
 def _tar(source: Source) -> CkptoolError:
@@ -118,68 +129,36 @@ def _tar(source: Source) -> CkptoolError:
         return Unsupported(what, "Nothing in it is named like a checkpoint.", f"See what is in it: {list_it}")
     out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
     unpack = other_program("tar xOf", source.path, names[0], into=out)
-    held = f"It holds {listed(names, 4)}."
-    return Unsupported(what, held, f"Take it out: {unpack}")
-
-
-def _other_model(head: bytes, source: Source) -> CkptoolError | None:
-    """Models of other programs, by their magic number, flatbuffers identifier or first protobuf fields."""
-    name = _starting(head, _OTHER_MODELS) or _FLATBUFFERS.get(head[4:8]) or _protobuf(head)
-    if name is None and head[4:8] == b"\x02\0\0\0" and head[64:68] == b"\xef\xbe\xad\xde":
-        name = "the weights of a Core ML model (weight.bin)"
-    if name is None and source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
-        name = "the data of a fairseq or Megatron data set, which the .idx file beside it describes"
-    if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
-        name = "the index of a TensorFlow checkpoint"
-    return Unsupported(f"{source} is {name}", _READS) if name is not None else None
-
-
-_ONNX = re.compile(rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", re.DOTALL)
-_SAVED_MODEL = re.compile(rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", re.DOTALL)
-_GRAPH = re.compile(
-    rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", re.DOTALL
-)
-
-
-def _protobuf(head: bytes) -> str | None:
-    if _SAVED_MODEL.match(head) and not _ONNX.match(head):
-        return "a TensorFlow SavedModel"
-    if _ONNX.match(head):
-        return "an ONNX model"
-    return "a TensorFlow graph" if _GRAPH.match(head) else None
+    return Unsupported(what, f"It holds {listed(names, 4)}.", f"Take it out: {unpack}")
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------
 
-
-def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
-    """The error for a zip archive that is no checkpoint, by the names of its records: what it is, and what to do."""
-    names = set(records)
-    last = {name.rpartition("/")[2] for name in names}
-    inner = {name.partition("/")[2] for name in names}
-    if "serialized_exported_program.json" in last or "archive_format" in inner:
-        what = f"{source} is a program of torch.export (.pt2)"
-        why = "Its tensors belong to a graph that only torch understands."
-        return Unsupported(what, why, "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')")
-    if ".data/extern_modules" in inner:
-        return Unsupported(
-            f"{source} is a torch.package archive",
-            "It holds source code that builds its objects; ckptool runs none of it.",
+# A pattern that finds one of the names of records; what the archive is, what that means, and what to do with torch.
+_TORCHS_ZIPS = (
+    (
+        r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$",
+        "a program of torch.export (.pt2)",
+        "Its tensors belong to a graph that only torch understands.",
+        "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
+    ),
+    (
+        r"^[^/\n]*/\.data/extern_modules$",
+        "a torch.package archive",
+        "It holds source code that builds its objects; ckptool runs none of it.",
+        (
             "With torch, and only if you trust it: "
-            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()",
-        )
-    if "MAR-INF/MANIFEST.json" in names:
-        inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors")))
-        held = listed(inside) if inside else "no .pt or .pth is named"
-        what = f"{source} is a TorchServe archive (.mar)"
-        return Unsupported(what, f"The checkpoint is inside: {held}.", _unzipped(source))
-    if "model.json" in last:
-        what = f"{source} is a model of torch 1.0's first script format (model.json)"
-        why = "It holds no pickle to read."
-        return Unsupported(what, why, "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')")
-    return _ordinary_zip(source, names)
-
-
+            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()"
+        ),
+    ),
+    (r"^MAR-INF/MANIFEST\.json$", "a TorchServe archive (.mar)", "", ""),
+    (
+        r"(?:^|/)model\.json$",
+        "a model of torch 1.0's first script format (model.json)",
+        "It holds no pickle to read.",
+        "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')",
+    ),
+)
 _ZIPS = (
     ("[Content_Types].xml", "an Office document"),
     ("META-INF/MANIFEST.MF", "a Java archive"),
@@ -189,23 +168,29 @@ _ZIPS = (
 )
 
 
-def _ordinary_zip(source: Readable, names: set[str]) -> CkptoolError:
-    what = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
-    what = f"{source} {what}, but not a PyTorch checkpoint"
+def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
+    """The error for a zip archive that is no checkpoint, by the names of its records: what it is, and what to do."""
+    names = set(records)
+    lines = "\n".join(names)
+    unzip = f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
+    for pattern, what, why, fix in _TORCHS_ZIPS:
+        if re.search(pattern, lines, re.MULTILINE):
+            inside = sorted(name for name in names if name.endswith((".pt", ".pth", ".bin", ".safetensors")))
+            held = listed(inside) if inside else "no .pt or .pth is named"
+            return Unsupported(f"{source} is {what}", why or f"The checkpoint is inside: {held}.", fix or unzip)
+    kind = next((f"is {what}" for name, what in _ZIPS if name in names), "is a zip archive")
+    what = f"{source} {kind}, but not a PyTorch checkpoint"
     if inside := sorted(name for name in names if os.path.splitext(name)[1] in _WEIGHTS):
-        return NotACheckpoint(what, f"It holds {listed(inside, 4)}.", _unzipped(source))
+        return NotACheckpoint(what, f"It holds {listed(inside, 4)}.", unzip)
     look = f"See what is in it: {other_program('unzip -l', source.file.path)}"
     return NotACheckpoint(what, "A checkpoint has a data.pkl in its one folder.", look)
-
-
-def _unzipped(source: Readable) -> str:
-    return f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------
 
 
-def _text_file(head: bytes, source: Source) -> CkptoolError | None:
+def _text(head: bytes, source: Source) -> CkptoolError | None:
+    """What stands in the place of a file that was not downloaded, and JSON texts."""
     text = head.decode("utf-8-sig", "replace").lstrip()
     start = text[:64].lower()
     if start.startswith("version https://git-lfs"):
@@ -214,40 +199,21 @@ def _text_file(head: bytes, source: Source) -> CkptoolError | None:
         why = "The repository was cloned without its large files."
         return NotACheckpoint(what, why, f"Fetch them: {other_program('git lfs pull')}")
     if start.startswith(("<!doctype", "<html", "<head", "<?xml", "<error", "<!--")):
-        what = f"{source} is a web page"
         why = "The download gave a login or error page instead of the file."
-        return NotACheckpoint(what, why, "Download it again, logged in.")
-    if start.startswith(("{", "[")) and _is_text(head):
-        return _json_text(text, source)
-    return None
-
-
-def _json_text(text: str, source: Source) -> CkptoolError:
+        return NotACheckpoint(f"{source} is a web page", why, "Download it again, logged in.")
+    if not start.startswith(("{", "[")) or not _is_text(head):
+        return None
     if said := re.match(r'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"]{1,120})', text):
-        return NotACheckpoint(
-            f"{source} is a server's answer: {said[1]}",
-            "The download failed, and the server's answer was saved instead of the file.",
-            "Download it again, logged in.",
-        )
-    beside = _weights_beside(source.path)
+        why = "The download failed, and the server's answer was saved instead of the file."
+        return NotACheckpoint(f"{source} is a server's answer: {said[1]}", why, "Download it again, logged in.")
+    folder = os.path.dirname(source.path)
+    weights = [name for name in names_in(folder or ".") if name.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+    beside = listed([quoted(os.path.join(folder, name)) for name in weights], 4)
+    name_it = f"Name the file with them: {beside}" if beside else ""
     return NotACheckpoint(
         f"{source} is a JSON text",
         "An index, a configuration or an error message, not the tensors.",
-        f"Name the file with them: {listed([quoted(name) for name in beside], 4)}"
-        if beside
-        else "Name the .safetensors or .bin file; beside this one there is none.",
-    )
-
-
-def _weights_beside(path: str) -> list[str]:
-    folder = os.path.dirname(path)
-    try:
-        with os.scandir(folder or ".") as entries:
-            names = [entry.name for _, entry in zip(range(10_000), entries, strict=False)]
-    except OSError:
-        return []
-    return sorted(
-        os.path.join(folder, name) for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth"))
+        name_it or "Name the .safetensors or .bin file; beside this one there is none.",
     )
 
 
@@ -259,16 +225,12 @@ def _nothing_known(head: bytes, source: Source) -> CkptoolError:
         zeros = len(start) - len(start.lstrip(b"\0"))
         more = " or more" if zeros == MAX_ZEROS < source.size else ""
         what = f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero"
-        return Corrupt(
-            what,
-            "Their space was reserved but never written, or their data was lost in a crash.",
-            "Copy or download it again.",
-        )
+        why = "Their space was reserved but never written, or their data was lost in a crash."
+        return Corrupt(what, why, "Copy or download it again.")
     if _is_text(head):
         return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
-    return NotACheckpoint(
-        f"{source} is not a checkpoint that ckptool knows", f"It begins with the bytes {head[:8].hex(' ')}."
-    )
+    what = f"{source} is not a checkpoint that ckptool knows"
+    return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
 
 
 def _is_text(head: bytes) -> bool:

@@ -115,12 +115,10 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         if isinstance(node, Object) and not is_quiet(node)
     ]
     if unknown or checkpoint.discarded:
-        raise Unsupported(
-            f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}",
-            "Only a pickle can restore them, by running their code.",
-            f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
-            f"or convert only the weights: without {arg(all=True)}",
-        )
+        what = f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}"
+        fix = f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
+        fix += f"or convert only the weights: without {arg(all=True)}"
+        raise Unsupported(what, "Only a pickle can restore them, by running their code.", fix)
     stored: dict[str, TensorEntry] = {}
     keys: dict[int, str] = {}
 
@@ -132,19 +130,18 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
             name += "~"
         stored[name], keys[id(entry.storage)] = entry, key_of(name, axes)
 
-    flat = isinstance(checkpoint.tree, dict) and any(
-        isinstance(value, TensorEntry) for value in checkpoint.tree.values()
-    )
-    for path, node in trees.walk(checkpoint.tree):
+    tree = checkpoint.tree
+    flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
+    for path, node in trees.walk(tree):
         if isinstance(node, TensorEntry) and id(node.storage) not in keys and _is_all_of_its_storage(node):
             plain = flat and len(path) == 1 and type(path[0]) is str
             axes = None if node.is_contiguous else storage_axes(node)
             store(path[0] if plain else trees.address(path), node, axes)
-    for number, storage in enumerate(trees.storages(checkpoint.tree)):
+    for number, storage in enumerate(trees.storages(tree)):
         if id(storage) not in keys:
             store(f"{RESERVED}{number}", as_bytes(storage))
     metadata = {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
-    metadata[KEY] = base64.b64encode(pickle_of(checkpoint.tree, keys)).decode()
+    metadata[KEY] = base64.b64encode(pickle_of(tree, keys)).decode()
     return Checkpoint(stored, checkpoint.container, metadata, checkpoint.source, tensors_only=True)
 
 
@@ -175,32 +172,28 @@ def unpack(
     except CkptoolError:
         raise
     except DAMAGE as error:
-        what = f"{name} is damaged ({type(error).__name__})"
-        raise Corrupt(what, _CHANGED) from None
+        raise Corrupt(f"{name} is damaged ({type(error).__name__})", _CHANGED) from None
     tree = found.root
     if stored and type(tree) is OrderedDict and not tree:
         if not holds(tree.metadata):
             raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
         return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.aside(), False
-    if changed := (stored.keys() ^ storages.used.keys()) or _changed(tree, storages):
-        odd = listed(sorted(changed))
-        what = f"{where}: its tensors and the pickle of its tree no longer agree ({odd})"
+    # The names of tensors that are of another type or shape in the container than in the tree, or in one of them alone.
+    changed = stored.keys() ^ storages.used.keys()
+    if not changed:
+        views: dict[int, set[Any]] = {}
+        for _, node in trees.walk(tree):
+            if isinstance(node, TensorEntry):
+                views.setdefault(id(node.storage), set()).add((node.dtype, node.shape))
+        for key, storage in storages.used.items():
+            kind = stored[key].dtype, stored[key].shape
+            is_bytes = key.startswith(RESERVED) and kind == (by_name("u8"), (storage.nbytes,))
+            if kind not in views.get(id(storage), ()) and not is_bytes:
+                changed.add(key)
+    if changed:
+        what = f"{where}: its tensors and the pickle of its tree no longer agree ({listed(sorted(changed))})"
         raise Conflict(what, _CHANGED)
     return tree, found.discarded, True
-
-
-def _changed(tree: Any, storages: PickledStorages) -> set[str]:
-    """The names of tensors that are of another type or shape in the container than in the tree, or of another order."""
-    views: dict[int, set[Any]] = {}
-    for _, node in trees.walk(tree):
-        if isinstance(node, TensorEntry):
-            views.setdefault(id(node.storage), set()).add((node.dtype, node.shape))
-    return {
-        name
-        for name, storage in storages.used.items()
-        if (kind := (storages.values[name].dtype, storages.values[name].shape)) not in views.get(id(storage), ())
-        and not (name.startswith(RESERVED) and kind == (by_name("u8"), (storage.nbytes,)))
-    }
 
 
 # What is set on a state dict -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ckptool.checkpoint.files import read_small_text
 from ckptool.commands import command
 from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
-from ckptool.training import CONFIG, HISTORY, is_run
+from ckptool.training import CONFIG, HISTORY, LOOP, is_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
 from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config, size_of
 
@@ -47,6 +47,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         checkpoints=rows,
         epochs=_count(train, "epochs") or None,
         seconds=next((value for value in times if type(value) is float and 0 < value < 1e10), None),
+        script=script if isinstance(script := config.get(LOOP), str) else "",
     )
 
 

@@ -171,6 +171,7 @@ class RunReport(Report):
 
     event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
     seconds: that it was trained for, in all its starts.  damaged: the number of its checkpoints that are not whole.
+    script: the program whose loop it is, for a run of `ckptool.Run`; it resumes by itself.
     """
 
     schema = "run/2"
@@ -185,6 +186,7 @@ class RunReport(Report):
     checkpoints: tuple[RunCheckpoint, ...]
     epochs: int | None = None
     seconds: Seconds | None = None
+    script: str = ""
 
     @property
     def damaged(self) -> int:
@@ -213,12 +215,16 @@ class RunReport(Report):
         yield Table([one.cells(self.metric) for one in self.checkpoints], heads=heads, right=range(5))
 
     def _way_on(self) -> str:
+        where = "none of them is whole" if self.resumes is None else f"resumes from step {self.resumes:,}"
+        if self.script and self.event == "done" and self.resumes == self.step:
+            return f"; to go on, give the loop in {self.script} more steps, and run it again"
+        if self.script:
+            return f"; {where}: run {self.script} again"
         if self.event == "done" and self.resumes == self.step and self.step:
             longer = f"train.epochs={2 * self.epochs}" if self.epochs else f"train.steps={2 * self.step}"
             return f"; make it longer: {command('resume', self.path, set=longer)}"
         if self.event == "early-stop":
             return f"; go on all the same: {command('resume', self.path, set='stop.patience=null')}"
-        where = "none of them is whole" if self.resumes is None else f"resumes from step {self.resumes:,}"
         return f"; {where}: {command('resume', self.path)}"
 
 

@@ -339,5 +339,6 @@ def _nbytes(part: TensorEntry | StorageRef) -> int:
 def weights_alone(original: Checkpoint, tree: Any, parts: Iterable[tuple[Mapping[str, Any], Path]]) -> Checkpoint:
     """The checkpoint with a tree of weights made of these parts, each with its metadata, and nothing around them."""
     metadata = {key: value for key, value in original.metadata.items() if key != marks.RECOVERED}
-    metadata |= marks.recovered_in_parts(parts)
+    for part, path in parts:
+        metadata |= marks.recovered(part, path, before=metadata)
     return replace(original, tree=tree, metadata=metadata, extras={}, discarded=())

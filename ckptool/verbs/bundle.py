@@ -176,10 +176,11 @@ class _Members:
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
             said = listed(left, 3)
             self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left behind: {said}"))
+        before = self.checkpoint.metadata
         self.checkpoint = replace(
             self.checkpoint,
             tree={**self.members, name: part.tree},
-            metadata=marks.with_recovered_part(self.checkpoint.metadata, (name,), part.metadata),
+            metadata={**before, **marks.recovered(part.metadata, to=(name,), before=before)},
             discarded=(*self.checkpoint.discarded, *part.discarded),
         )
 
@@ -204,7 +205,7 @@ class _Members:
             self.inputs += [checkpoint.source] if checkpoint.source is not None else []
         if not place:
             return checkpoint
-        metadata = marks.recovered_in_part(checkpoint.metadata, place)
+        metadata = marks.recovered(checkpoint.metadata, place)
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 

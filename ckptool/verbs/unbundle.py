@@ -92,7 +92,7 @@ def unbundle(
         ordered = isinstance(checkpoint.tree, OrderedDict)
         record = bundle_json.BundleRecord(container_of(checkpoint), tuple(entries), ties, ordered)
         alone = replace(checkpoint, origin=None, tensors_only=False, notes=())
-        marked = {name: marks.recovered_in_part(checkpoint.metadata, (name,)) for name in files}
+        marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {files[name]: replace(alone, tree=tree[name], metadata=marked[name]) for name in files}
         keep_unknown = bool(change.asked["keep_unknown"])
         with no_collection():

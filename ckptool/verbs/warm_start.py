@@ -170,7 +170,9 @@ def _written(
     parts = [(checkpoint.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
-    mark = marks.with_recovered_part({}, () if state is None else (WEIGHTS,), marks.recovered_in_parts(parts))
+    mark: dict[str, Any] = {}
+    for metadata, path in parts:
+        mark |= marks.recovered(metadata, path, () if state is None else (WEIGHTS,), before=mark)
     model = target.checkpoint.source if target.checkpoint is not None else None
     if model is not None and model.is_at(change.path or "") and not change.asked["overwrite"]:
         what = f"{change.path or ''} is the target itself"

@@ -180,15 +180,6 @@ def test_shard_names_that_lead_elsewhere_are_corrupt(name: str, words: str, tmp_
     three_parts(caught.value)
 
 
-def test_one_shard_under_two_names_is_a_conflict(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    (folder / "twin.safetensors").symlink_to("model-00001-of-00003.safetensors")
-    name = min(n for n, f in index_of(folder)["weight_map"].items() if "00001" in f)
-    changed(folder, lambda index: index["weight_map"].update({name: "twin.safetensors"}))
-    with pytest.raises(Conflict):
-        read(folder)
-
-
 @pytest.mark.parametrize("said", [1, 10**12, -5, 0.5, "many", [1], True])
 def test_a_wrong_total_size_is_only_noted(said: Any, tmp_path: Path) -> None:
     """Many writers get it wrong, and no tensor depends on it: a note."""
@@ -239,74 +230,83 @@ def test_an_index_over_the_limit_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_servers_error_in_place_of_an_index_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="without a weight_map"):
-        read(written(b'{"error": "not found"}', tmp_path / INDEX))
+def renamed(folder: Path, old: str, new: str) -> None:
+    """The shards and the index of a folder with another text in the names of files."""
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(old, new))
+    for file in [file for file in folder.iterdir() if old in file.name]:
+        file.rename(folder / file.name.replace(old, new))
 
 
-def test_tensors_that_the_index_does_not_list_are_a_conflict(tmp_path: Path) -> None:
-    folder = changed(hub(tmp_path / "model"), lambda index: index["weight_map"].pop("norm") and None)
-    with pytest.raises(Conflict, match=r"1 tensor of shards is not in it \(norm in model-00003") as caught:
+def without_numbers(folder: Path, added: str, into: str) -> None:
+    """Names of shards without numbers, which would be compared first, and one shard more in the index."""
+    changed(folder, lambda index: index["weight_map"].update({added: into}))
+    for file in list(folder.glob("model-*")):
+        renamed(folder, file.name, f"part{file.name[6:11]}.safetensors")
+
+
+FIRST = "model-00001-of-00003.safetensors"
+
+
+def twin(folder: Path) -> None:
+    (folder / "twin.safetensors").symlink_to(FIRST)
+    name = min(n for n, f in index_of(folder)["weight_map"].items() if "00001" in f)
+    changed(folder, lambda index: index["weight_map"].update({name: "twin.safetensors"}))
+
+
+def of_another_run(folder: Path) -> None:
+    other = hub(folder.parent / "other", {f"other.{name}": tensor for name, tensor in sharded_state().items()})
+    shutil.copy(other / "model-00002-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
+
+
+def in_two_shards(folder: Path) -> None:
+    save_file({"x": torch.ones(2), "norm": torch.zeros(50)}, folder / "more.safetensors")
+    without_numbers(folder, "x", "more.safetensors")
+
+
+def of_two_containers(folder: Path) -> None:
+    saved({"x": torch.ones(2)}, folder / "x.bin")
+    without_numbers(folder, "x", "x.bin")
+
+
+CONFLICTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one shard under two names": (twin, "is in two shards"),
+    "a tensor that the index does not list": (
+        lambda folder: changed(folder, lambda index: index["weight_map"].pop("norm") and None),
+        r"1 tensor of shards is not in it \(norm in model-00003",
+    ),
+    "a name that no shard has": (
+        lambda folder: changed(
+            folder, lambda index: index["weight_map"].update(gone="model-00001-of-00003.safetensors")
+        ),
+        r"1 of its names are not in their shards \(gone\)",
+    ),
+    "a tensor in another shard": (
+        lambda folder: changed(folder, pointed(FIRST)),
+        "do not belong together",
+    ),
+    "one name in two shards": (in_two_shards, "norm is in two shards"),
+    "a shard of another run": (of_another_run, "do not belong together"),
+    "names of fewer": (
+        lambda folder: renamed(folder, "-of-00003", "-of-00002"),
+        "names 3 shards, whose names say that they are of 2",
+    ),
+    "names of more": (
+        lambda folder: renamed(folder, "-of-00003", "-of-00004"),
+        "names 3 shards, whose names say that they are of 4",
+    ),
+    "two divisions": (lambda folder: renamed(folder, "00002-of-00003", "00002-of-00004"), "of 3 and of 4"),
+    "two containers": (of_two_containers, "safetensors and of torch"),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_an_index_and_shards_that_do_not_fit_are_a_conflict(name: str, tmp_path: Path) -> None:
+    change, words = CONFLICTS[name]
+    folder = hub(tmp_path / "model")
+    change(folder)
+    with pytest.raises(Conflict, match=words) as caught:
         read(folder)
     three_parts(caught.value)
-
-
-def test_listed_names_that_no_shard_has_are_a_conflict(tmp_path: Path) -> None:
-    folder = changed(
-        hub(tmp_path / "model"), lambda index: index["weight_map"].update(gone="model-00001-of-00003.safetensors")
-    )
-    with pytest.raises(Conflict, match=r"1 of its names are not in their shards \(gone\)"):
-        read(folder)
-
-
-def test_a_tensor_in_another_shard_than_listed_is_a_conflict(tmp_path: Path) -> None:
-    folder = changed(hub(tmp_path / "model"), pointed("model-00001-of-00003.safetensors"))
-    with pytest.raises(Conflict, match="do not belong together"):
-        read(folder)
-
-
-def test_one_tensor_name_in_two_shards_is_a_conflict(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    save_file({"x": torch.ones(2), "norm": torch.zeros(50)}, folder / "more.safetensors")
-    changed(folder, lambda index: index["weight_map"].update(x="more.safetensors"))
-    for file in list(folder.glob("model-*")):  # names without numbers, which would be compared first
-        file.rename(folder / f"part{file.name[6:11]}.safetensors")
-    text = (folder / INDEX).read_text()
-    for number in (1, 2, 3):
-        text = text.replace(f"model-{number:05d}-of-00003.", f"part{number:05d}.")
-    (folder / INDEX).write_text(text)
-    with pytest.raises(Conflict, match="norm is in two shards"):
-        read(folder)
-
-
-def test_a_shard_of_another_run_is_a_conflict(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    other = hub(tmp_path / "other", {f"other.{name}": tensor for name, tensor in sharded_state().items()})
-    shutil.copy(other / "model-00002-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
-    with pytest.raises(Conflict, match="do not belong together"):
-        read(folder)
-
-
-@pytest.mark.parametrize(("missing", "there"), [(3, 2), (2, 3)])
-def test_shard_counts_that_disagree_with_the_file_names_are_a_conflict(
-    missing: int, there: int, tmp_path: Path
-) -> None:
-    folder = hub(tmp_path / "model", shards=there)
-    text = (folder / INDEX).read_text().replace(f"-of-{there:05d}", f"-of-{missing:05d}")
-    (folder / INDEX).write_text(text)
-    for file in list(folder.glob("model-*")):
-        file.rename(folder / file.name.replace(f"-of-{there:05d}", f"-of-{missing:05d}"))
-    with pytest.raises(Conflict, match=f"names {there} shards, whose names say that they are of {missing}"):
-        read(folder)
-
-
-def test_shards_of_two_divisions_are_a_conflict(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model", shards=2)
-    (folder / "model-00002-of-00002.safetensors").rename(folder / "model-00002-of-00003.safetensors")
-    text = (folder / INDEX).read_text().replace("00002-of-00002", "00002-of-00003")
-    (folder / INDEX).write_text(text)
-    with pytest.raises(Conflict, match="of 2 and of 3"):
-        read(folder)
 
 
 def test_a_shard_of_another_dtype_is_a_conflict_where_the_total_size_tells(tmp_path: Path) -> None:
@@ -318,18 +318,6 @@ def test_a_shard_of_another_dtype_is_a_conflict_where_the_total_size_tells(tmp_p
         read(folder)
     write_index(folder, index_of(folder)["weight_map"], {"total_size": 1})
     assert [note.code for note in read(folder).notes] == ["total-size"]  # then it only lies
-
-
-def test_shards_of_two_containers_are_a_conflict(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model", shards=2)
-    saved({"x": torch.ones(2)}, folder / "x.bin")
-    changed(folder, lambda index: index["weight_map"].update(x="x.bin"))
-    names = index_of(folder)["weight_map"]
-    for file in list(folder.glob("model-*")):
-        file.rename(folder / f"part{file.name[6:11]}.safetensors")
-    write_index(folder, {n: f if f == "x.bin" else f"part{f[6:11]}.safetensors" for n, f in names.items()})
-    with pytest.raises(Conflict, match="safetensors and of torch"):
-        read(folder)
 
 
 def test_stale_shards_are_noted(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from ckptool.checkpoint.tree import find, tensors
 from ckptool.conventions.state_dicts import PLAIN, WEIGHTS, find_state_dicts
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import read, torchscript
-from ckptool.formats.torchscript import _folders
 from tests.support.files import load, torch_bytes, written
 from tests.support.zips import with_record
 
@@ -401,10 +400,16 @@ def test_attributes_without_a_name_or_with_one_name_twice_are_corrupt(tmp_path: 
             read(out)
 
 
-def test_names_of_code_that_are_deep_or_stand_in_each_others_way() -> None:
-    deep = "/".join("a" * 100) + ".py"
-    assert _folders({deep: "x"}) == {deep: "x"}
-    assert _folders({"a": "file", "a/b": "below"}) == {"a": "file", "a/b": "below"}
+def test_names_of_code_that_are_deep_or_stand_in_each_others_way(tmp_path: Path) -> None:
+    file, _ = script_file("linear", tmp_path / "model.jit")
+    texts = {"/".join("a" * 100) + ".py": "deep", "a.py": "file", "a.py/b.py": "below"}
+    out = tmp_path / "out.jit"
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w") as again:
+        for info in archive.infolist():
+            again.writestr(info.filename, archive.read(info))
+        for name, text in texts.items():
+            again.writestr(f"{file.stem}/code/{name}", text)
+    assert texts.items() <= read(out).extras["code"]().items()
 
 
 def test_a_program_is_never_written() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
@@ -170,6 +171,25 @@ def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
     (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
     assert set(newest["metrics"]) == {"val_loss", "val_acc"}
     assert newest["bytes"] == os.path.getsize(newest["path"])
+
+
+def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mine/train.py"])
+    model = torch.nn.Linear(2, 1)
+    for steps, told in (
+        (3, "saved at step 2; resumes from step 2: run train.py again"),
+        (4, "done at step 4; to go on, give the loop in train.py more steps, and run it again"),
+        (6, "done at step 6; to go on"),
+    ):
+        with ckptool.Run(tmp_path / "run", model=model, say=lambda text: None) as run:
+            for step in run.steps(steps):
+                if step % 2 == 0:
+                    run.save()
+                elif step == 3 and steps == 3:
+                    break
+        found = ckptool.inspect_run(tmp_path / "run")
+        assert (found.script, found.to_dict()["script"]) == ("train.py", "train.py")
+        assert told in str(found) and "ckptool resume" not in str(found)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)

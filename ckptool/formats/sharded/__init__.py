@@ -30,10 +30,10 @@ from ckptool.errors import (
     form,
     listed,
 )
-from ckptool.formats import marks, safetensors, whole_tree
+from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
 from ckptool.formats.folder import INDEX, NUMBERED
 from ckptool.formats.layouts import hf_pieces
-from ckptool.formats.sharded.writing import Division
+from ckptool.formats.sharded.writing import Division, stem_of
 from ckptool.formats.sharded.writing import write as write
 from ckptool.formats.strict_json import parse_object
 
@@ -46,7 +46,6 @@ SINGLE = re.compile(
 )
 MAX_INDEX = 100_000_000
 _AGAIN = "Download or copy all of them again, index included."
-HEAD = 512
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -105,29 +104,16 @@ def read(source: Input) -> Checkpoint:
     found = checkpoints_in(source)
     if len(found) > 1:
         what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed(found)}"
-        why = "They may differ: name the one you mean."
-        raise Ambiguous(what, why, f"Name one of them: {os.path.join(source.path, found[0])}")
-    if not found:
-        raise _no_index(source)
-    if _is_index(found[0]):
-        return _read_index(source, found[0])
-    return _opened(source.open(found[0]))
-
-
-def _opened(source: Source) -> Checkpoint:
-    from ckptool import formats
-
-    return formats.read_alone(source)
-
-
-def _no_index(folder: Folder) -> OnlyAPart:
-    shards = [name for name in folder.names if _is_shard(name)]
-    what = f"{folder} holds shards and no index: {listed(shards, 2)}"
+        fix = f"Name one of them: {os.path.join(source.path, found[0])}"
+        raise Ambiguous(what, "They may differ: name the one you mean.", fix)
+    if found:
+        return _read_index(source, found[0]) if _is_index(found[0]) else read_alone(source.open(found[0]))
+    what = f"{source} holds shards and no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
-    if pieces := hf_pieces.below(folder):
+    if pieces := hf_pieces.below(source):
         what += ", which torch consolidated and did not finish"
-        return OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
-    return OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
+        raise OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
+    raise OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
 # The index -----------------------------------------------------------------------------------------------------------
@@ -138,21 +124,15 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     weight_map, metadata = _parsed(folder.open(name))
     files = sorted(set(weight_map.values()))
     if missing := folder.missing(files):
-        raise Corrupt(
-            f"{index}: {len(missing):,} of its {counted(len(files), 'shard')} "
-            f"{form(len(missing), 'is', 'are')} missing: {listed(missing, 3)}",
-            "A sharded checkpoint is complete only with all of its shards.",
-            "Download or copy the missing files.",
-        )
+        lost = f"{len(missing):,} of its {counted(len(files), 'shard')} {form(len(missing), 'is', 'are')} missing"
+        why = "A sharded checkpoint is complete only with all of its shards."
+        raise Corrupt(f"{index}: {lost}: {listed(missing, 3)}", why, "Download or copy the missing files.")
     counts = {file: int(found["count"]) for file in files if (found := NUMBERED.fullmatch(file))}
     if counts and set(counts.values()) != {len(counts)}:
         said = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
-        names = listed(list(counts), 3)
-        raise Conflict(
-            f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}: {names}",
-            "The files come from two runs, or the index belongs to others.",
-            _AGAIN,
-        )
+        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
+        why = "The files come from two runs, or the index belongs to others."
+        raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
     shards = {file: _shard(index, folder.open(file)) for file in files}
     torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
     if 0 < len(torchs) < len(shards):
@@ -182,18 +162,18 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
             what = f"{index} has the pickle of a whole tree"
             raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
     if ties:
-        stored = counted(len(ties), "name is", "names are")
-        notes.append(
-            Note("ties-recorded", f"{stored} stored as ties of names in other shards: {listed(list(ties), 3)}")
-        )
+        what = f"{counted(len(ties), 'name is', 'names are')} stored as ties of names in other shards"
+        notes.append(Note("ties-recorded", f"{what}: {listed(list(ties), 3)}"))
     if pieces := hf_pieces.below(folder):
         what = f"the pieces in {hf_pieces.BELOW}/ that torch made these files of are not read"
         notes.append(Note("pieces-not-read", what, command("diff", folder.path, pieces)))
     metadata = {key: value for key, value in metadata.items() if key not in ties}
     for shard in shards.values():
-        metadata = marks.with_recovered_part(metadata, (), shard.metadata)
+        metadata |= marks.recovered(shard.metadata, before=metadata)
     notes += marks.recovered_notes(metadata)
-    division = Division.of(name, pickled, shards, ties)
+    stem = stem_of(shards)
+    stem = "model" if pickled and stem == "pytorch_model" else stem
+    division = Division(0, stem, name, shards, ties, pickled)
     return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), tuple(discarded), tensors_only=not pickled)
 
 
@@ -204,19 +184,15 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     fields = parse_object(source.read(0, source.size), f"{source}: the index")
     names, metadata = fields.get("weight_map"), fields.get("metadata", {})
     if names is None:
-        raise NotACheckpoint(
-            f"{source} is a JSON text without a weight_map",
-            "It may be an error message or another kind of index; it is not an index of shards.",
-            f"See what it says: head -c 300 {source}",
-        )
+        what = f"{source} is a JSON text without a weight_map"
+        why = "It may be an error message or another kind of index; it is not an index of shards."
+        raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
     if not isinstance(names, dict) or not all(type(file) is str for file in names.values()):
         raise Corrupt(f"{source}: its weight_map is not a list of names and files", "It cannot be followed.")
     if not names:
         raise Corrupt(f"{source}: its weight_map is empty", "It names no tensor at all.")
-    if len(names) > safetensors.MAX_TENSORS:
-        raise LimitExceeded(
-            f"{source}: {counted(len(names), 'tensor')}", f"At most {safetensors.MAX_TENSORS:,} are read."
-        )
+    if len(names) > (most := safetensors.MAX_TENSORS):
+        raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
     if not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
     return names, metadata
@@ -226,7 +202,7 @@ def _shard(index: str, source: Source) -> Checkpoint:
     if detect(source.read(0, min(HEAD, source.size)), source):
         name = os.path.basename(source.path)
         raise Corrupt(f"{index} names an index as a shard: {name}", "Shards hold tensors, not further shards.")
-    shard = _opened(source)
+    shard = read_alone(source)
     if shard.container == safetensors.NAME and not shard.tensors_only:
         what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
         raise Unsupported(what, "The two cannot be combined.")
@@ -308,31 +284,22 @@ def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
     return OrderedDict(items, attributes or None)
 
 
-# Notes ---------------------------------------------------------------------------------------------------------------
-
-
 def _notes_of_shards(shards: dict[str, Checkpoint]) -> Iterator[Note]:
-    """The notes of all shards, one of each kind."""
-    by_code: dict[str, list[tuple[str, Note]]] = {}
+    """The notes of all shards, one of each kind; the mark of recovered ones is told of all together."""
+    by_code: dict[str, list[str]] = {}
     for file, shard in shards.items():
         for note in shard.notes:
-            if note.code != marks.RECOVERED_NOTE:  # it is told of all together
-                by_code.setdefault(note.code, []).append((file, note))
-    for code, found in by_code.items():
-        file, note = found[0]
-        more = f" (and in {counted(len(found) - 1, 'other shard')})" if len(found) > 1 else ""
-        yield Note(code, f"{file}: {note.message}{more}")
+            by_code.setdefault(note.code, []).append(f"{file}: {note.message}")
+    by_code.pop(marks.RECOVERED_NOTE, None)
+    for code, (first, *others) in by_code.items():
+        yield Note(code, first + (f" (and in {counted(len(others), 'other shard')})" if others else ""))
 
 
 def _stale(folder: Folder, index: str, files: list[str]) -> Iterator[Note]:
     """Files that are named as shards of this checkpoint and are not in its index."""
     stems = {found["stem"] for file in files if (found := NUMBERED.fullmatch(file))}
     stems.add(os.path.splitext(index.removesuffix(".index.json"))[0])
-    stale = [
-        name
-        for name in folder.names
-        if name not in files and (found := NUMBERED.fullmatch(name)) and found["stem"] in stems
-    ]
-    if stale:
+    numbered = {name: found["stem"] for name in folder.names if (found := NUMBERED.fullmatch(name))}
+    if stale := [name for name, stem in numbered.items() if stem in stems and name not in files]:
         what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
         yield Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}")

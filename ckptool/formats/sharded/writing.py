@@ -43,87 +43,69 @@ def size_in_bytes(size: int | str) -> int:
 class Division:
     """How a checkpoint is divided: as its shards were read, else anew, at most `limit` bytes of tensors to a shard.
 
-    stem: the beginning of the names of new files.  index: the name of the one that was read.  metadata: of each shard
-    that was read, what it says beside its tensors.  pickled: they are torch's own files, which are only read.
-    by_name, by_storage: the shard of each; the storages stay alive, so that no other one gets the `id` of one of these.
+    stem: the beginning of the names of new files.  index, shards: those that were read; ties: of their names, across
+    shards, which are recorded anew when they are written.  pickled: they are torch's own files, which are only read.
     """
 
     limit: int = DEFAULT_SIZE
     stem: str = "model"
     index: str = ""
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shards: Mapping[str, Checkpoint] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
     pickled: bool = False
-    by_name: dict[Any, str] = field(default_factory=dict)
-    by_storage: dict[int, tuple[Storage, str]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, index: str, pickled: bool, shards: Mapping[str, Checkpoint], ties: Mapping[str, str]) -> Division:
-        """The division of these shards; `ties` across them are recorded anew when they are written."""
-        stem = _stem_of(shards)
-        return cls(
-            0,
-            "model" if pickled and stem == "pytorch_model" else stem,
-            index,
-            {file: {k: v for k, v in shard.metadata.items() if k not in ties} for file, shard in shards.items()},
-            pickled,
-            {name: file for file, shard in shards.items() for name in shard.tree},
-            {id(each): (each, file) for file, shard in shards.items() for each in storages(shard.tree)},
-        )
+    def metadata(self, file: str) -> dict[str, Any]:
+        """What a shard that was read says beside its tensors."""
+        read = self.shards[file].metadata if file in self.shards and not self.pickled else {}
+        return {key: value for key, value in read.items() if key not in self.ties}
 
-    @property
-    def keeps_names(self) -> bool:
-        """True where the shards that were read are written under their names."""
-        return not self.pickled and _stem_of(self.metadata) == self.stem
-
-    def shards(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> dict[str, list[str]]:
+    def files(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> dict[str, list[str]]:
         """The names of what is stored, by the file that it goes to. ties: for other names, the one that is stored.
 
         What came from a shard stays in it, by its storage, else by its name; what is new goes with what stands before
         it. Anew: in order, as many as fit; one that is too large has a shard of its own, as with the hub's savers.
         """
-        old: dict[str, list[str]] = {file: [] for file in self.metadata}
-        if not old:
-            return self._named(_filled(stored, self.limit))
+        if self.shards:
+            groups = self._as_before(stored, ties)
+            if not self.pickled and stem_of(self.shards) == self.stem and all(groups):
+                return dict(zip(self.shards, groups, strict=True))
+            groups = [*filter(None, groups)] or [[]]
+        else:
+            groups, current, size = [], list[str](), 0
+            for name, entry in stored.items():
+                if entry.nbytes > self.limit:
+                    groups.append([name])
+                    continue
+                if size + entry.nbytes > self.limit:
+                    groups.append(current)
+                    current, size = [], 0
+                current.append(name)
+                size += entry.nbytes
+            groups += [current] if current or not groups else []
+        count = len(groups)
+        if count == 1:
+            return {f"{self.stem}.safetensors": groups[0]}
+        return {f"{self.stem}-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(groups, 1)}
+
+    def _as_before(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> list[list[str]]:
+        by_name = {name: file for file, shard in self.shards.items() for name in shard.tree}
+        by_storage = {id(each): file for file, shard in self.shards.items() for each in storages(shard.tree)}
         tied = defaultdict(list)
         for name, kept in ties.items():
             tied[kept].append(name)
-        before = next(iter(old))
+        groups: dict[str, list[str]] = {file: [] for file in self.shards}
+        before = next(iter(groups))
         for name, entry in stored.items():
-            _, place = self.by_storage.get(id(entry.storage), (None, ""))
-            known = (self.by_name[each] for each in (name, *tied[name]) if each in self.by_name)
-            before = place or next(known, before)
-            old[before].append(name)
-        if self.keeps_names and all(old.values()):
-            return old
-        return self._named([names for names in old.values() if names] or [[]])
-
-    def _named(self, shards: list[list[str]]) -> dict[str, list[str]]:
-        count = len(shards)
-        if count == 1:
-            return {f"{self.stem}.safetensors": shards[0]}
-        return {f"{self.stem}-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(shards, 1)}
+            known = (by_name[each] for each in (name, *tied[name]) if each in by_name)
+            before = by_storage.get(id(entry.storage)) or next(known, before)
+            groups[before].append(name)
+        return [*groups.values()]
 
 
-def _stem_of(files: Iterable[str]) -> str:
+def stem_of(files: Iterable[str]) -> str:
     """The beginning of the names of shards."""
     found = next(filter(None, map(NUMBERED.fullmatch, files)), None)
     return found["stem"] if found else "model"
-
-
-def _filled(stored: Mapping[str, TensorEntry], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = []
-    current: list[str] = []
-    size = 0
-    for name, entry in stored.items():
-        if entry.nbytes > limit:
-            shards.append([name])
-            continue
-        if size + entry.nbytes > limit:
-            shards.append(current)
-            current, size = [], 0
-        current.append(name)
-        size += entry.nbytes
-    return [*shards, current] if current or not shards else shards
 
 
 def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> Checkpoint:
@@ -145,13 +127,11 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     if marks.PICKLE in checkpoint.metadata:
         what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, and is not divided into shards"
-        why = "The pickle that leads back to it is in that file."
-        raise Unsupported(
-            what, why, f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
-        )
+        fix = f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
+        raise Unsupported(what, "The pickle that leads back to it is in that file.", fix)
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division()
     stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
-    shards = division.shards(stored, ties)
+    shards = division.files(stored, ties)
     place = {name: file for file, names in shards.items() for name in names}
     trees: dict[str, dict[str, Any]] = {file: {} for file in shards}
     for name, entry in checkpoint.tree.items():
@@ -163,32 +143,26 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     for file, tree in trees.items():
-        metadata = {} if division.pickled else division.metadata.get(file, {})
-        metadata = {**metadata, **set_on} if is_alone else metadata
+        metadata = division.metadata(file) | (set_on if is_alone else {})
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
     if not is_alone:
-        # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
-        index = division.index if first in division.metadata else ""
+        index = division.index if first in division.shards else ""
         if not index and numbered:
             index = f"{numbered['stem']}{numbered['suffix']}.index.json"
+        # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
         weight_map = {name: place[name] for name in checkpoint.tree if name in place}
-        total = sum(entry.nbytes for entry in stored.values())
-        files[index] = [InlineBytes(_index(checkpoint, weight_map, total, set_on))]
+        metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
+        if mark := checkpoint.metadata.get(marks.RECOVERED):
+            metadata[marks.RECOVERED] = mark
+        metadata |= set_on
+        metadata["total_size"] = sum(entry.nbytes for entry in stored.values())
+        if "total_parameters" in metadata:
+            metadata["total_parameters"] = sum(stored[name].numel for name in weight_map)
+        content = json.dumps(
+            {"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False, allow_nan=False
+        )
+        files[index] = [InlineBytes(content.encode() + b"\n")]
     kept = f"{whole_tree.KEY} keeps the _metadata of the state dict, and ckptool gives it back"
     return Plan(files, checks, notes=(Note(whole_tree.KEPT, kept),) if set_on else ())
-
-
-def _index(checkpoint: Checkpoint, weight_map: dict[str, str], total: int, set_on: dict[str, str]) -> bytes:
-    metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
-    if mark := checkpoint.metadata.get(marks.RECOVERED):
-        metadata[marks.RECOVERED] = mark
-    metadata |= set_on
-    metadata["total_size"] = total
-    if "total_parameters" in metadata:
-        metadata["total_parameters"] = sum(
-            value.numel for name in weight_map if isinstance(value := checkpoint.tree[name], TensorEntry)
-        )
-    index = {"metadata": metadata, "weight_map": weight_map}
-    return json.dumps(index, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
