@@ -26,23 +26,7 @@ from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, wa
 from ckptool.checkpoint.workers import checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
-from ckptool.facts import (
-    MORE,
-    WHOLE,
-    Address,
-    Bytes,
-    Report,
-    Table,
-    Told,
-    bold,
-    cyan,
-    dim,
-    green,
-    red,
-    short,
-    size,
-    yellow,
-)
+from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
 from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
@@ -95,7 +79,7 @@ def problem_of(error: CkptoolError, *place: Any) -> Problem:
 class NonFinite:
     """A tensor that holds NaN or infinite values, and how many of how many."""
 
-    address: Address
+    address: str
     nans: int
     infs: int
     count: int
