@@ -29,6 +29,7 @@ from ckptool.checkpoint.graph import (
     copy_object,
     copy_tuple,
     same,
+    visit,
 )
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
@@ -73,7 +74,12 @@ class LiveReader:
 
     def _refusal(self, tree: Any) -> Unsupported:
         wanted = {id(node): name for node, name, _ in self.refused}
-        places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
+        places: dict[int, str] = {}
+        for path, node in walk(tree):
+            inside = visit(node) if isinstance(node, Composite) else node if isinstance(node, dict) else ()
+            for part in (node, *inside):  # also what was set on a tensor, and keys
+                if id(part) in wanted:
+                    places.setdefault(id(part), address(path))
         names = [f"{name} at {places[key] or 'the top'}" for key, name in wanted.items() if key in places]
         fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
         fix = next((fix for _, _, fix in self.refused if fix), fix)
