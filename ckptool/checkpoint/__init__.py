@@ -5,7 +5,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -81,7 +81,7 @@ class Computed:
 
     length: int
     read: Callable[[int, int], bytes]
-    inputs: tuple[Storage, ...] = ()
+    inputs: Iterable[Storage] = ()
     view: Callable[[int, int], memoryview] | None = None
     concatenated: bool = False
     checks: bool = False

@@ -157,26 +157,20 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
 
 
 def with_whole_count(error: Truncated) -> Truncated:
-    """The error for a zip that was cut off, with the number of its storages that look whole, and what saves them."""
-    found = whole_records(error.cut_archive) if error.cut_archive is not None else None
-    if found is None:
+    """The error for a zip that was cut off, with the number of its storages that look whole, unread, and what saves
+    them; the same where that cannot be known."""
+    if (source := error.cut_archive) is None:
         return error
-    whole, count = found
-    save = command("recover", error.cut_archive.path, out=OUT)
-    why = f"{error.why} {whole:,} of its {counted(count, 'storage')} {form(whole, 'looks', 'look')} whole."
-    return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
-
-
-def whole_records(source: Source) -> tuple[int, int] | None:
-    """Counts the storages of a damaged zip that look whole, and all of them, unread; None where it cannot be known."""
     walk = _HeaderWalk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED)
-    try:
-        with no_collection():
-            walk.run()
-    except CkptoolError:
-        return None
-    found = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
-    return (len(found), len(walk.sizes)) if walk.sizes else None
+    with suppress(CkptoolError), no_collection():
+        walk.run()
+        whole = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
+        if walk.sizes:
+            storages = counted(len(walk.sizes), "storage")
+            why = f"{error.why} {len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
+            save = command("recover", source.path, out=OUT)
+            return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
+    return error
 
 
 def _salvaged_safetensors(source: Source) -> Salvaged:

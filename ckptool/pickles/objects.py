@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, check_collisions, is_hashable
 from ckptool.errors import CkptoolError, UnsafeObject, counted
 from ckptool.pickles.calls import is_quiet, stands_alone
@@ -178,10 +178,15 @@ class ObjectMaker:
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()
-        seen = set(map(id, visit(root)))
+        seen = set(map(id, visit(root, _parts)))
         lost = [made for made in self.objects.values() if id(made) not in seen]
         names -= {made.fn for made in lost if type(made.fn) is Global}
         return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """What is in a node, without the leaves that builders made, of which a table has hundreds of thousands."""
+    return (part for part in structural_parts(node) if not isinstance(part, TakesState))
 
 
 def _kind(value: Any) -> str:

@@ -32,7 +32,7 @@ from ckptool.formats.zip.record import (
 
 
 @dataclass(slots=True, eq=False)
-class _NewRecord:
+class NewRecord:
     """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for.
 
     summed: they have its checksum, which is known when it was written.
@@ -66,9 +66,9 @@ class ZipLayout:
     def __init__(self, alignment: int, begin: int = 0, checksums: bool = True) -> None:
         self.alignment, self.at, self.checksums = alignment, begin, checksums
         self.sums: list[Crc] = []
-        self._parts: list[FileRange | _NewRecord] = []
+        self._parts: list[FileRange | NewRecord] = []
         self._together: list[Record] = []  # the old records that the last of the parts is, if it is a range
-        self._lines: list[bytes | _NewRecord] = []  # of the directory: a layout may have 50,000
+        self._lines: list[bytes | NewRecord] = []  # of the directory: a layout may have 50,000
         self._directory_size = 0
 
     def add(self, name: str, data: Data | Deferred, crc: int | None = None, head: bytes = b"") -> None:
@@ -78,7 +78,7 @@ class ZipLayout:
         total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
         if crc is not None and data.length:
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
-        record = _NewRecord(name, self.at, size, head, data, total, self.checksums)
+        record = NewRecord(name, self.at, size, head, data, total, self.checksums)
         self.sums.append(total)
         self._parts.append(record)
         self._lines.append(record)
