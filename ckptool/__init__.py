@@ -96,7 +96,7 @@ PROVIDERS = {
     "Composite.cast": "transforms.casting:cast_lazily",
     "Composite.numpy": "bridge.to_live:to_numpy",
     "Composite.torch": "bridge.to_live:to_torch",
-    "Memory.torch": "bridge.live:torch_memory",
+    "Memory.torch": "bridge.from_live:torch_memory",
     "TensorEntry.cast": "transforms.casting:cast_lazily",
     "TensorEntry.torch": "bridge.to_live:to_torch",
 }

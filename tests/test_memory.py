@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import ckptool
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
@@ -186,3 +187,15 @@ def test_the_difference_of_two_models_is_taken_apart_in_blocks(tmp_path: Path) -
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as out:
         a, b = (out.get_tensor(f"base_model.model.q.lora_{half}.weight") for half in "AB")
     assert (b @ a - tuned).norm() <= 1e-5 * tuned.norm()
+
+
+def test_the_pieces_of_a_dcp_folder(tmp_path: Path) -> None:
+    """What each takes while its folder is opened, beside a share of its tensor and of the table that is read."""
+    peaks = []
+    for count in (500, 2_000):
+        entries = (TensorEntry(Storage(InlineBytes(bytes(64))), by_name("f32"), (8, 2), (2, 1)) for _ in range(count))
+        state = {f"layers.{n}.weight": entry for n, entry in enumerate(entries)}
+        save(state, tmp_path / f"{count}.pt")
+        ckptool.convert(tmp_path / f"{count}.pt", tmp_path / f"{count}.dcp", ranks=8)
+        peaks.append(peak_of(f"ckptool.inspect({str(tmp_path / f'{count}.dcp')!r})", tmp_path))
+    assert (peaks[1] - peaks[0]) / (1_500 * 8) <= 700, peaks

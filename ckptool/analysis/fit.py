@@ -21,6 +21,7 @@ from ckptool.commands import FILE, OUT, Command, command
 from ckptool.conventions.state_dicts import (
     AVERAGE,
     COUNTER,
+    PEELED,
     WEIGHTS,
     StateDict,
     is_optimizer,
@@ -29,6 +30,7 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
+from ckptool.names.ready import with_prefixes, without_prefixes
 from ckptool.pickles.plain import expand
 
 _LIGHTNING = "pytorch-lightning_version"
@@ -39,7 +41,6 @@ _AVERAGES = ("ema", "swa", "average", "shadow")
 _SHADOWS = frozenset({"shadow_params", "collected_params", "ema_params", "shadow"})
 # Entries of a state dict that modules write themselves, and that are not tensors.
 _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packed_params._packed_params")
-_TRIED = 8  # names of the model by which prefixes are looked for
 
 
 # The place of the weights ---------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Way:
 
 
 def find_way(root: StateDict, target: Target) -> Way:
-    """The steps that make the keys of the checkpoint those of the model, by prefixes alone."""
+    """The ready translations that make the keys of the checkpoint those of the model: prefixes off, or on."""
     keys = [key for key in root.node if type(key) is str]
     way = Way(fit(root, target, {key: key for key in keys}))
     if way.fit.is_exact:
@@ -245,45 +246,18 @@ def find_way(root: StateDict, target: Target) -> Way:
     if COUNTER in way.fit.extra:
         rest = {name: key for name, key in way.fit.names.items() if name != COUNTER}
         way = Way(fit(root, target, rest), (finding("averaged-counter", model=target.name),), way.unwraps)
-    if way.fit.is_exact:
-        return way
-    for candidates in (_without_prefix, _with_prefix):
-        better = []
-        for rank, names, least, step in candidates(way.fit.names, target):
-            tried = fit(root, target, names)
-            if tried.matched > way.fit.matched and 2 * tried.matched >= least:
-                better.append(((bool(tried.missing), rank), Way(tried, (*way.steps, step), way.unwraps)))
-        if better:
-            return min(better, key=lambda each: each[0])[1]
-    return way
-
-
-# Other names for the keys, to be tried: what comes first, names -> keys, twice the matches that are enough, the step.
-Candidate = tuple[tuple[Any, ...], dict[str, str], int, Finding]
-
-
-def _without_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
-    """The model's names have a prefix in the checkpoint; what else is there is left out."""
-    for prefix in _prefixes(list(target.tensors), list(names)):
-        inside = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-        rest = len(names) - len(inside)
-        which = "prefix, some have it" if rest else "prefix, all have it"
-        average = any(word in prefix.lower() for word in _AVERAGES)
-        step = finding(which, prefix=prefix, model=target.name, rest=f"{rest:,}")
-        yield (average, rest, prefix), inside, len(target.tensors), step
-
-
-def _with_prefix(names: Mapping[str, str], target: Target) -> Iterator[Candidate]:
-    """The model's names have a prefix that the checkpoint's do not have."""
-    for number, prefix in enumerate(_prefixes(list(names), list(target.tensors))):
-        which = "prefix, the model is wrapped" if prefix == "module." else "prefix, the model has it"
-        step = finding(which, prefix=prefix, model=target.name)
-        yield (number,), {prefix + name: key for name, key in names.items()}, len(names), step
-
-
-def _prefixes(names: Sequence[str], longer: Sequence[str]) -> list[str]:
-    """The prefixes under which the first few of `names` stand among `longer`."""
-    return list(dict.fromkeys(long[: -len(n)] for n in names[:_TRIED] for long in longer if long.endswith("." + n)))
+    names, theirs, better = way.fit.names, target.tensors, dict[Any, Way]()
+    for off, tries in ((True, without_prefixes(names, theirs)), (False, with_prefixes(names, theirs))):
+        for number, tried in enumerate(() if way.fit.is_exact or better else tries):
+            fits = fit(root, target, tried.names)
+            if fits.matched > way.fit.matched and 2 * fits.matched >= len(theirs if off else names):
+                on = "prefix, the model is wrapped" if tried.prefix == PEELED else "prefix, the model has it"
+                which = on if not off else "prefix, some have it" if tried.rest else "prefix, all have it"
+                step = finding(which, prefix=tried.prefix, model=target.name, rest=f"{tried.rest:,}")
+                average = any(word in tried.prefix.lower() for word in _AVERAGES)
+                rank = (average, tried.rest, tried.prefix) if off else number
+                better[bool(fits.missing), rank] = Way(fits, (*way.steps, step), way.unwraps)
+    return better[min(better)] if better else way
 
 
 # The rest -------------------------------------------------------------------------------------------------------------

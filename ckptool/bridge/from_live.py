@@ -1,19 +1,24 @@
-"""From live objects to a tree: torch's tensors and objects become the entries and inert nodes that they reduce to."""
+"""From live objects to a tree: torch's tensors and objects become the entries and inert nodes that they reduce to; and
+the way back to them, where they stood in the place of a file."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from ckptool.bridge.storages import data_of, untyped
-from ckptool.bridge.tensors import GET_LAYOUT, REBUILD, TENSOR_CLASSES, from_type
-from ckptool.checkpoint import Composite, Storage, StorageRef
+from ckptool.bridge.storages import data_of, restorer, untyped
+from ckptool.bridge.tensors import GET_LAYOUT, TENSOR_CLASSES, is_from_type
+from ckptool.bridge.to_live import Builder, Unknown
+from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef
 from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.graph import FromParts
-from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.nodes import MISSING, Object
 from ckptool.errors import Conflict
+from ckptool.formats import LIVE
+from ckptool.formats.in_memory import Memory, holds_containers
 from ckptool.pickles.reduce import LiveReader
 from ckptool.pickles.torch_objects import BUILDERS, SIZE
 
@@ -45,14 +50,10 @@ class TorchReader(LiveReader):
             return self._ref(value._untyped_storage, BY_TORCH[str(value.dtype).removeprefix("torch.")])
         if isinstance(value, torch.UntypedStorage):
             return self._ref(value, None)
-        if isinstance(value, torch.Size):
+        if isinstance(value, torch.Size):  # complete at once, as what it is a part of may look inside
             return FromParts((tuple(value),), lambda parts: Object(SIZE, tuple(parts)))
         if isinstance(value, torch.layout):
             return Object(GET_LAYOUT, (str(value),))
-        if isinstance(value, torch.device):
-            return Object(Global("torch", "device"), value.__reduce__()[1])
-        if isinstance(value, torch.qscheme):
-            return Global("torch", str(value).removeprefix("torch."))
         return super().special(value)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -62,17 +63,18 @@ class TorchReader(LiveReader):
         builder = self._builder(function)
         if builder is None or len(answer) > 2 or not isinstance(args, tuple):
             return self.called(tensor, *answer)
-        if (
-            args
-            and isinstance(args[0], types.FunctionType)
-            and self._builder(args[0]) is None
-            and not self.keep_unknown
-        ):
+        first = args[0] if args else None
+        if isinstance(first, types.FunctionType) and self._builder(first) is None and not self.keep_unknown:
             return self._refused_tensor(tensor)  # its parts need not be looked at
 
         def make(parts: list[Any]) -> Any:
             made = builder(parts[0])
-            return self._refused_tensor(tensor) if made is NotImplemented or not self._loadable(made) else made
+            if isinstance(made, Composite) and not self.keep_unknown:
+                # A class that only its own code could make again.
+                cls = str(made.made.args[1]) if is_from_type(made) else "torch.Tensor"
+                own = cls not in TENSOR_CLASSES or made.made.fn.name == "_rebuild_wrapper_subclass"
+                return self._refused_tensor(tensor) if own else made
+            return self._refused_tensor(tensor) if made is NotImplemented else made
 
         return FromParts((args,), make)
 
@@ -80,18 +82,9 @@ class TorchReader(LiveReader):
         name = self.name_of(function)
         return BUILDERS.get(name) if name is not None else None
 
-    def _loadable(self, made: Any) -> bool:
-        """False for a tensor of a class that only its own code could make again."""
-        if self.keep_unknown or not isinstance(made, Composite):
-            return True
-        called, args = str(made.made.fn), made.made.args
-        return called != "torch._utils._rebuild_wrapper_subclass" and (
-            REBUILD.get(called) is not from_type or str(args[1]) in TENSOR_CLASSES
-        )
-
     def _refused_tensor(self, tensor: torch.Tensor) -> Any:
-        cls = type(tensor)
-        return self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", _AS_PLAIN)
+        cls, fix = type(tensor), "Save it as a plain tensor: tensor.as_subclass(torch.Tensor), or its parts."
+        return self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", fix)
 
     def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
         """The storage, once for each of torch's. A file gives a storage one element type for all its views."""
@@ -112,4 +105,50 @@ class TorchReader(LiveReader):
 
 
 _BYTES = BY_TORCH["uint8"]  # what torch takes an untyped storage for
-_AS_PLAIN = "Save it as a plain tensor: tensor.as_subclass(torch.Tensor), or its parts."
+
+
+class TorchMemory(Memory, TorchReader):
+    """State dicts and modules in the place of files."""
+
+    def contents(self, given: Any) -> Any:
+        return given.state_dict() if isinstance(given, torch.nn.Module) else super().contents(given)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        self.of_torch = True
+        return super()._tensor(tensor)
+
+    def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
+        ref = super()._ref(storage, dtype)
+        self.memories[id(ref.storage)] = storage
+        return ref
+
+    def objects(self, tree: Any) -> Any:
+        """The tree as torch's objects. Storages stay where they are; new ones are on the device of their tag.
+
+        Raises `UnsafeObject` for objects of unknown classes in which something changed.
+        """
+        return _LiveBuilder(tree, self).build(is_own=True)
+
+
+class _LiveBuilder(Builder):
+    """Makes objects of a tree, but those that are in memory already."""
+
+    def __init__(self, tree: Any, memory: Memory) -> None:
+        super().__init__(Checkpoint(tree, LIVE), restorer(None), map_files=True)
+        self.memory = memory
+        self.storages.made.update(memory.memories)
+
+    def _handle(self, handler: Callable[[Builder, Any], Any], node: Any) -> Any:
+        found = self.memory.known(node)
+        if found is not MISSING and not holds_containers(node):
+            return found
+        made = super()._handle(handler, node)
+        if found is MISSING or not isinstance(made, Unknown):
+            return made
+        self.unknown.pop()  # no copy can be made, and none is needed
+        return found
+
+
+def torch_memory(_: Memory) -> Memory:
+    """A reader that knows torch's objects."""
+    return TorchMemory()

@@ -7,9 +7,10 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,35 +26,28 @@ from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBy
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.patterns import matcher
-from ckptool.conventions.state_dicts import StateDict, one_state_dict
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
-from ckptool.formats.opening import CheckpointLike, open_whole, refuse_part
+from ckptool.formats.opening import CheckpointLike, Opened, open_file, refuse_part
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.warm_start import Carried, carried
-from ckptool.transforms.warm_start_plan import (
-    Assignment,
-    MatchOptions,
-    WarmStartPlan,
-    match_options,
-    plan_warm_start,
-)
+from ckptool.transforms.warm_start import carried
+from ckptool.transforms.warm_start_plan import Assignment, match_options, plan_warm_start
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
+class _Slot(NamedTuple):
     """The place of a tensor in a model."""
 
     module: nn.Module
     attribute: str
     tensor: torch.Tensor
 
-    def put(self, tensor: torch.Tensor) -> None:
-        held: Any = self.module._parameters if self.attribute in self.module._parameters else self.module._buffers
-        held[self.attribute] = tensor
+    @property
+    def on_meta(self) -> bool:
+        return self.tensor.device.type == "meta"
 
 
 # Models as targets ---------------------------------------------------------------------------------------------------
@@ -83,17 +77,15 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
     """Every parameter and persistent buffer by name, in the order of `state_dict()`; tied ones under each name."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        passing = module._non_persistent_buffers_set
-        own_ones = [*module._parameters.items(), *(item for item in module._buffers.items() if item[0] not in passing)]
-        for name, tensor in own_ones:
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = _Slot(module, name, tensor)
-    return found
+    return {
+        f"{prefix}.{name}" if prefix else name: _Slot(module, name, tensor)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
 
-def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> dict[str, Expected]:
+def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str, Expected]:
     """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
@@ -105,17 +97,14 @@ def _expected(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> 
     first: dict[Any, str] = {}
     made = {}
     for name, tensor in tensors.items():
-        tied = first.setdefault(_identity(tensor), name)
+        # Two names have one tensor where it is one object, or the same view of the same memory.
+        has_place = tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta"
+        view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()) if has_place else None
+        tied = first.setdefault(view or id(tensor), name)
         dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-        made[name] = Expected(name, dtype, tuple(tensor.shape), kinds[name], tied if tied != name else None)
+        kind = PARAMETER if isinstance(tensor, nn.Parameter) else BUFFER if is_module else kind_by_name(name, dtype)
+        made[name] = Expected(name, dtype, tuple(tensor.shape), kind, tied if tied != name else None)
     return made
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """The same for two names of one tensor: the object, or the view of the memory."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def target_of_code(name: str) -> Target:
@@ -133,41 +122,27 @@ def target_of_code(name: str) -> Target:
 
 
 def target_of(made: Any, name: str) -> Target:
-    """A module or state dict as a target with values. Raises what `target_of_code` raises."""
-    if isinstance(made, nn.Module):
+    """A module or state dict as a target with values; on the meta device without. Raises what `target_of_code`
+    raises."""
+    is_module, state, wrapper = isinstance(made, nn.Module), made, ""
+    if is_module:
         model = unwrapped(made)
-        kinds = _kinds(_slots(model))
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
-    elif isinstance(made, Mapping):
-        kinds, state = {}, made
-    else:
+        # the prefix that the wrappers around the model put before its names
+        wrapper = next((f"{place}." for place, module in made.named_modules() if module is model and place), "")
+    elif not isinstance(made, Mapping):
         raise UsageError(
             f"{name} made {type(made).__name__}, not a torch.nn.Module",
             "A target is a module, or a state dict.",
             "For example: def build(): return MyModel()",
         )
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    guessed = {key: kind_by_name(key, BY_TORCH.get(str(t.dtype).removeprefix("torch."))) for key, t in tensors.items()}
-    expected = _expected(tensors, guessed | kinds)
+    values: Mapping[str, Any] | None = None
+    if not any(tensor.device.type == "meta" for tensor in tensors.values()):
+        bare = {key: tensors[key].detach() if key in tensors else value for key, value in state.items()}
+        values = bridge.from_torch(bare, keep_unknown=True)
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
-    wrapper = ""
-    if isinstance(made, nn.Module):  # the prefix that the wrappers around the model put before its names
-        wrapper = next((f"{name}." for name, module in made.named_modules() if module is model and name), "")
-    return Target(name, MODULE, expected, bool(kinds), _values(state), metadata, wrapper=wrapper)
-
-
-def _kinds(slots: Mapping[str, _Slot]) -> dict[str, str]:
-    return {key: PARAMETER if isinstance(slot.tensor, nn.Parameter) else BUFFER for key, slot in slots.items()}
-
-
-def _values(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The values of a state dict as nodes; None for a model on the meta device, which has none."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        return None
-    bare = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-    nodes: Mapping[str, Any] = bridge.from_torch(bare, keep_unknown=True)
-    return nodes
+    return Target(name, MODULE, _expected(tensors, is_module), is_module, values, metadata, wrapper=wrapper)
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -206,55 +181,8 @@ def load_into(
     are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
     one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
-    options = match_options(
-        rename,
-        rules_file,
-        only,
-        exclude,
-        missing,
-        resize,
-        on_mismatch=on_mismatch,
-        min_loaded=min_loaded,
-        strict=strict,
-    )
-    load = _planned(model, checkpoint, at, part, options, assign, optimizer)
-    if dry_run:
-        return load.report
-    if load.report.refused:
-        raise refusal(load.report)
-    load.carry_out(assign, optimizer)
-    return replace(load.report, applied=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Load:
-    """A plan for a live model. state: what its optimizer gets."""
-
-    slots: Mapping[str, _Slot]
-    target: Target
-    plan: WarmStartPlan
-    report: LoadReport
-    state: Carried | None
-
-    def carry_out(self, assign: bool | None, optimizer: torch.optim.Optimizer | None) -> None:
-        changes = _staged(self.plan, self.slots, self.target, assign)
-        if optimizer is not None and self.state is not None:
-            _load_optimizer(optimizer, self.state, self.slots)
-        with torch.no_grad():
-            for change in changes:
-                change.carry_out()
-
-
-def _planned(
-    model: nn.Module,
-    checkpoint: CheckpointLike,
-    at: str | None,
-    part: bool,
-    options: MatchOptions,
-    assign: bool | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> _Load:
-    """The plan, and its report with what only the live model tells."""
+    demands: dict[str, Any] = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
+    options = match_options(rename, rules_file, only, exclude, missing, resize, **demands)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
@@ -263,81 +191,80 @@ def _planned(
         )
     bare = unwrapped(model)
     slots = _slots(bare)
-    name = type(bare).__name__
-    kinds = _kinds(slots)
-    target = Target(name, MODULE, _expected({key: slot.tensor for key, slot in slots.items()}, kinds), kinds_known=True)
-    whole, root, remark = _weights(checkpoint, at, part)
+    expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
+    target = Target(type(bare).__name__, MODULE, expected, kinds_known=True)
+    opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
+    refuse_part(opened.checkpoint, part=part)
+    whole, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
     root = root if optimizer is not None else as_named(root, whole, slots)
-    plan = _with_counters(plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark), slots)
+    plan = plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark)
     refuse_codes(whole, root.node, plan.report)
-    report = plan.report
-    refused = (*report.refused, *_refusals(plan, slots, options.missing, assign))
-    report = replace(report, refused=refused, normalised=(*report.normalised, *_passing(bare)))
-    state = _for_optimizer(optimizer, whole, root, target, plan, slots, assign) if optimizer is not None else None
-    report = replace(report, optimizer=state.report) if state is not None else report
-    return _Load(slots, target, plan, report, state)
-
-
-def _weights(checkpoint: CheckpointLike, at: str | None, part: bool) -> tuple[Checkpoint, StateDict, str]:
-    if isinstance(checkpoint, Checkpoint):
-        refuse_part(checkpoint, part=part)
-    else:
-        opened = open_whole(checkpoint, at, part=part)
-        checkpoint, at = opened.checkpoint, opened.at
-    return checkpoint, *one_state_dict(checkpoint, at)
-
-
-def _with_counters(plan: WarmStartPlan, slots: Mapping[str, _Slot]) -> WarmStartPlan:
-    """The plan with zeros for counters that an older file lacks, where the model's are on the meta device."""
-    names = [
-        name for name in plan.report.supplied if slots[name].tensor.device.type == "meta" and name.endswith(COUNTER)
-    ]
-    zeros = {
-        name: Assignment(name, TensorEntry(Storage(InlineBytes(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0))
-        for name in names
-    }
+    # Counters that an older file lacks, which torch lets be: zeros where the model's are on the meta device.
+    zero = TensorEntry(Storage(InlineBytes(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0)
+    zeros = [name for name in plan.report.supplied if slots[name].on_meta and name.endswith(COUNTER)]
+    chosen = plan.chosen | {name: Assignment(name, zero) for name in zeros}
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
-    return replace(plan, chosen={**plan.chosen, **zeros}, report=replace(plan.report, supplied=supplied))
+    report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *_notes(bare)))
+    report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
+    state, names = None, list[str]()
+    if optimizer is not None:
+        names = _names_in(optimizer, slots)
+        if any(assign or slots[name].on_meta for name in names):
+            raise UsageError(
+                "the optimizer would keep the tensors that the model loses",
+                "With assign (and on the meta device) parameters are replaced by new ones.",
+                "Load first, then create the optimizer and load again with it",
+            )
+        state = carried(whole, root, target, chosen, names)
+        report = replace(report, optimizer=state.report)
+    if dry_run:
+        return report
+    if report.refused:
+        raise refusal(report)
+    changes = list(_staged(chosen, slots, target, assign))
+    if optimizer is not None and state is not None:
+        _load_optimizer(optimizer, state.state, names)
+    with torch.no_grad():
+        for change in changes:
+            change()
+    return replace(report, applied=True)
 
 
 def _refusals(
-    plan: WarmStartPlan, slots: Mapping[str, _Slot], missing: Sequence[str] | None, assign: bool | None
+    report: LoadReport,
+    chosen: Mapping[str, Assignment],
+    slots: Mapping[str, _Slot],
+    missing: Sequence[str] | None,
+    assign: bool | None,
 ) -> Iterator[Refusal]:
-    """Refusals for tensors without memory, or that cannot be written to."""
-    on_meta = {name for name, slot in slots.items() if slot.tensor.device.type == "meta"}
+    """What only the live model tells: tensors without memory, or that cannot be written to."""
+    on_meta = {name for name, slot in slots.items() if slot.on_meta}
     if on_meta and assign is False:
         what = f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory"
         yield Refusal("meta", what, "assign=True")
-    if plan.report.loaded and (left := _left_on_meta(plan, on_meta, missing)):
+    allowed = [matcher(pattern) for pattern in missing or ()]
+    partly = [name for name, choice in chosen.items() if choice.part is not None]
+    empty = [n for n in (*not_loaded(report), *report.supplied) if not any(matches(n) for matches in allowed)]
+    if report.loaded and (left := [printable(name) for name in (*partly, *empty) if name in on_meta]):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
         yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix)
-    tensors = {name: choice.tensor for name, choice in plan.chosen.items()}
+    tensors = {name: choice.tensor for name, choice in chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
         what = f"tensors in the checkpoint that are not plain: {listed(odd)}"
         yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
-    written = [name for name in plan.chosen if assign is not True and name not in on_meta]
-    if stuck := [printable(name) for name in written if _is_stuck(slots[name])]:
+    written = {name: slots[name].tensor for name in chosen if assign is not True and name not in on_meta}
+    if stuck := [printable(name) for name, tensor in written.items() if _is_stuck(tensor)]:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
         yield Refusal("read-only", what, "Replace them with new ones: assign=True")
 
 
-def _left_on_meta(plan: WarmStartPlan, on_meta: set[str], missing: Sequence[str] | None) -> list[str]:
-    """The names on the meta device that get no values, or only some, and that may not be missing."""
-    allowed = [matcher(pattern) for pattern in missing or ()]
-    partly = [name for name, choice in plan.chosen.items() if choice.part is not None and name in on_meta]
-    others = (*not_loaded(plan.report), *plan.report.supplied)
-    empty = [name for name in others if name in on_meta and not any(matches(name) for matches in allowed)]
-    return [printable(name) for name in (*partly, *empty)]
-
-
-def _is_stuck(slot: _Slot) -> bool:
-    tensor = slot.tensor
+def _is_stuck(tensor: torch.Tensor) -> bool:
     repeated = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return repeated or (tensor.is_inference() and not torch.is_inference_mode_enabled())
 
 
-def _passing(model: nn.Module) -> Iterable[Note]:
+def _notes(model: nn.Module) -> Iterator[Note]:
     """A word on buffers that no checkpoint has and that have no values either."""
     names = [
         f"{prefix}.{name}" if prefix else name
@@ -349,56 +276,49 @@ def _passing(model: nn.Module) -> Iterable[Note]:
         yield Note("meta-buffers", f"buffers that are not saved stay on the meta device: {listed(names)}")
 
 
-# Changes -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Change:
-    """One tensor of the model, under all its names, and what it gets."""
-
-    slots: Sequence[_Slot]
-    entry: TensorEntry
-    mapped: torch.Tensor | None
-    assign: bool
-    shared: bool
-
-    def carry_out(self) -> None:
-        old = self.slots[0].tensor
-        made = self.mapped if self.mapped is not None else bridge.to_torch(self.entry)
-        if not self.assign:
-            old[tuple(slice(0, size) for size in self.entry.shape)].copy_(made)
-            return
-        device = "cpu" if old.device.type == "meta" else old.device
-        new = made.resolve_conj().resolve_neg().to(device, old.dtype)
-        new = new.clone() if self.shared and new.data_ptr() == made.data_ptr() else new
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, old.requires_grad)
-        vars(new).update(vars(old))
-        for slot in self.slots:
-            slot.put(new)
-
-
-def _staged(plan: WarmStartPlan, slots: Mapping[str, _Slot], target: Target, assign: bool | None) -> list[_Change]:
-    """Everything that can go wrong, before anything changes: checksums, views, mapping. Raises what reading raises."""
-    groups: dict[str, list[str]] = {}
-    for name in plan.chosen:
-        groups.setdefault(target.tensors[name].tied_to or name, []).append(name)
-    entries = {first: _bare_entry(plan.chosen[names[0]]) for first, names in groups.items()}
+def _staged(
+    chosen: Mapping[str, Assignment], slots: Mapping[str, _Slot], target: Target, assign: bool | None
+) -> Iterator[Callable[[], None]]:
+    """The change of each tensor, after everything that can go wrong: checksums, views, mapping. Raises what reading
+    raises."""
+    firsts: dict[str, str] = {}  # the first name of each tensor -> the first of its names that is loaded
+    for name in chosen:
+        firsts.setdefault(target.tensors[name].tied_to or name, name)
+    entries = {first: _bare_entry(chosen[name]) for first, name in firsts.items()}
     for entry in entries.values():
         verify(entry)
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = bridge.build(Checkpoint(in_files, ""))
-    changes, seen, tied = [], set(), tie_groups(target.tensors.values())
-    for first, names in groups.items():
-        tensor = slots[first].tensor
-        new = tensor.device.type == "meta" if assign is None else assign
-        storage = id(entries[first].storage)
-        every = [slots[name] for name in tied.get(first, (first,))] if new else []
-        whole = plan.chosen[names[0]].part in (None, tuple(tensor.shape))
-        held = every or [slots[first]]
-        changes.append(_Change(held, entries[first], mapped.get(first), new and whole, storage in seen))
-        seen.add(storage)
-    return changes
+    seen, tied = set[int](), tie_groups(target.tensors.values())
+    for first, name in firsts.items():
+        entry, slot = entries[first], slots[first]
+        read = partial(mapped.get, first) if first in mapped else partial(bridge.to_torch, entry)
+        is_whole = chosen[name].part in (None, tuple(slot.tensor.shape))
+        if is_whole and (slot.on_meta if assign is None else assign):
+            every = [slots[each] for each in tied.get(first, (first,))]
+            yield partial(_assign, every, read, id(entry.storage) in seen)
+        else:
+            yield partial(_copy, slot.tensor, read)
+        seen.add(id(entry.storage))
+
+
+def _copy(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+    new = read()
+    tensor[tuple(slice(0, size) for size in new.shape)].copy_(new)
+
+
+def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bool) -> None:
+    """Puts a new tensor in the place of a tensor's, under all its names. shared: with one that was put before it."""
+    old, read_one = slots[0].tensor, read()
+    device = "cpu" if old.device.type == "meta" else old.device
+    new = read_one.resolve_conj().resolve_neg().to(device, old.dtype)
+    new = new.clone() if shared and new.data_ptr() == read_one.data_ptr() else new
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, old.requires_grad)
+    vars(new).update(vars(old))
+    for module, attribute, _ in slots:
+        held: Any = module._parameters if attribute in module._parameters else module._buffers
+        held[attribute] = new
 
 
 def _bare_entry(choice: Assignment) -> TensorEntry:
@@ -406,29 +326,6 @@ def _bare_entry(choice: Assignment) -> TensorEntry:
     assert isinstance(choice.tensor, TensorEntry)  # others were refused
     entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
     return replace(entry, flags=Flags(False, False, *entry.flags.lazy))
-
-
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def _for_optimizer(
-    optimizer: torch.optim.Optimizer,
-    checkpoint: Checkpoint,
-    root: StateDict,
-    target: Target,
-    plan: WarmStartPlan,
-    slots: Mapping[str, _Slot],
-    assign: bool | None,
-) -> Carried:
-    """The state for a live optimizer. Raises `UsageError` if it is not of this model, or would keep old tensors."""
-    names = _names_in(optimizer, slots)
-    if any(assign or slots[name].tensor.device.type == "meta" for name in names):
-        raise UsageError(
-            "the optimizer would keep the tensors that the model loses",
-            "With assign (and on the meta device) parameters are replaced by new ones.",
-            "Load first, then create the optimizer and load again with it",
-        )
-    return carried(checkpoint, root, target, plan.chosen, names)
 
 
 def _names_in(optimizer: torch.optim.Optimizer, slots: Mapping[str, _Slot]) -> list[str]:
@@ -446,15 +343,14 @@ def _names_in(optimizer: torch.optim.Optimizer, slots: Mapping[str, _Slot]) -> l
     return [names[id(parameter)] for parameter in held]
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, moved: Carried, slots: Mapping[str, _Slot]) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, carried: Any, names: Sequence[str]) -> None:
     """Gives an optimizer the state by name, all or none; settings and other state stay its own."""
-    state = bridge.build(Checkpoint(moved.state, ""), mmap=False)
+    state = bridge.build(Checkpoint(carried, ""), mmap=False)
     mine = optimizer.state_dict()
-    ids = [slot for group in mine["param_groups"] for slot in group["params"]]
-    by_id = zip(ids, _names_in(optimizer, slots), strict=True)
-    merged = {**mine["state"], **{number: state[name] for number, name in by_id if name in state}}
+    numbers = [number for group in mine["param_groups"] for number in group["params"]]
+    new = {number: state[name] for number, name in zip(numbers, names, strict=True) if name in state}
     try:
-        optimizer.load_state_dict({"state": merged, "param_groups": mine["param_groups"]})
+        optimizer.load_state_dict({"state": mine["state"] | new, "param_groups": mine["param_groups"]})
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise Conflict(
             f"the optimizer rejects the state: {str(error)[:200]}",

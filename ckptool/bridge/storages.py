@@ -31,33 +31,29 @@ class Restorer:
 
 def restorer(map_location: Any) -> Restorer:
     """The `Restorer` for a `map_location`; raises `UsageError` for what is not a device, dictionary or function."""
-    if map_location is None:
-        return Restorer(lambda storage, location: storage if _is_absent(location) else _at_home(storage, location))
-    if isinstance(map_location, dict):
-        return Restorer(lambda storage, location: _at_home(storage, str(map_location.get(location, location))))
+    device, name = None, ""
     if isinstance(map_location, (str, bytes, torch.device)):
         given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
         try:
-            device = torch.device(given)
+            device, name = torch.device(given), str(torch.device(given))
         except RuntimeError:
-            raise UsageError(
-                f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
-            ) from None
-        name = str(device)
-        return Restorer(lambda storage, location: _at_home(storage, name), device)
-    if not callable(map_location):
-        raise UsageError(
-            f"map_location={map_location!r} is not a device, dictionary or function",
-            "",
-            "For example: map_location='cpu'",
-        )
+            what, why = f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
+            raise UsageError(what, why) from None
+    elif map_location is not None and not isinstance(map_location, dict) and not callable(map_location):
+        what = f"map_location={map_location!r} is not a device, dictionary or function"
+        raise UsageError(what, "", "For example: map_location='cpu'")
 
-    def asked(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    def restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if device is not None:
+            return _at_home(storage, name)
+        if map_location is None:
+            return storage if _is_absent(location) else _at_home(storage, location)
+        if isinstance(map_location, dict):
+            return _at_home(storage, str(map_location.get(location, location)))
         found = map_location(storage, location)
-        found = getattr(found, "_untyped_storage", found)
-        return _at_home(storage, location) if found is None else found
+        return _at_home(storage, location) if found is None else getattr(found, "_untyped_storage", found)
 
-    return Restorer(asked)
+    return Restorer(restore, device)
 
 
 @cache

@@ -20,6 +20,7 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
+from ckptool.pickles.reduce import places_in
 
 
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
@@ -80,25 +81,22 @@ class Builder:
         self.mapper = GraphMapper({**COPY, **handlers})
         self.unknown: list[tuple[Any, str]] = []
 
-    def build(self) -> Any:
+    def build(self, *, is_own: bool = False) -> Any:
+        """The value of the tree. is_own: its objects are the caller's, and no file's: it is not judged."""
         made = self.mapper.map(self.checkpoint.tree)
-        self.mapper.handlers = {}  # they refer to this builder: without them it ends with its last use
-        self.unknown += [
-            (None, f"{use.name}, which is {use.how} and thrown away") for use in uses(self.checkpoint.discarded)
-        ]
-        if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
-            self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
+        self.mapper.handlers = {}  # they refer to this builder: without them it ends with its last use, and the tensors
+        if not is_own:
+            thrown = uses(self.checkpoint.discarded)
+            self.unknown += [(None, f"{use.name}, which is {use.how} and thrown away") for use in thrown]
+            if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
+                self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
         if self.unknown:
             raise self.refusal()
         return made
 
     def refusal(self) -> UnsafeObject:
         """The error for what was refused, with where it is."""
-        wanted = {id(node) for node, _ in self.unknown}
-        places: dict[int, str] = {}
-        for path, node in walk(self.checkpoint.tree):
-            if id(node) in wanted:
-                places.setdefault(id(node), address(path) or "the top")
+        places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
         source = self.checkpoint.source
         return UnsafeObject(
@@ -164,9 +162,9 @@ class Unknown:
 _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     TensorEntry: tensors.strided,
     Composite: tensors.composite,
-    StorageRef: tensors.storage_ref,
+    StorageRef: tensors.typed_storage,
     dict: live_objects.dictionary,
-    OrderedDict: live_objects.ordered,
+    OrderedDict: live_objects.dictionary,
     Set: live_objects.set_of,
     bytearray: lambda _, node: bytearray(node),
     ByteString: lambda builder, node: builder.text(node),

@@ -24,7 +24,14 @@ def import_user_code(name: str, what: str) -> Any:
     Raises `UsageError` for a name that leads nowhere, `UserCodeFailed` where the module raises.
     """
     place, _, attribute = name.rpartition(":")
-    module = _module(place, what)
+    try:
+        module = _from_file(place, what) if place.endswith(".py") else _from_search_path(place)
+    except CkptoolError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and place.split(".")[0] == error.name:
+            raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
+        raise _failed(what, place, error) from error
     if not hasattr(module, attribute):
         public = sorted(each for each in vars(module) if not each.startswith("_"))
         raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")
@@ -41,35 +48,24 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
         raise _failed(what, name, error) from error
 
 
-def _module(place: str, what: str) -> Any:
-    try:
-        if place.endswith(".py"):
-            return _from_file(place, what)
-        here = absolute(os.curdir)
-        if here not in sys.path:
-            sys.path.insert(0, here)  # named by the user, who is in this folder
-        return importlib.import_module(place)
-    except CkptoolError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name and place.split(".")[0] == error.name:
-            raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
-        raise _failed(what, place, error) from error
-    except Exception as error:
-        raise _failed(what, place, error) from error
+def _from_search_path(place: str) -> Any:
+    here = absolute(os.curdir)
+    if here not in sys.path:
+        sys.path.insert(0, here)  # named by the user, who is in this folder
+    return importlib.import_module(place)
 
 
 def _from_file(place: str, what: str) -> Any:
-    name = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}"
-    folder = os.path.dirname(absolute(place))
+    name, path = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}", absolute(place)
+    folder = os.path.dirname(path)
     _set_apart(folder)
     known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == absolute(place):
+    if known is not None and getattr(known, "__file__", None) == path:
         return known
-    spec = importlib.util.spec_from_file_location(name, absolute(place))
-    if os.path.exists(place) and not os.path.isfile(place):
-        raise UsageError(f"{what}: {place} is not a file", "Code is read from a regular file.", "Name a file.")
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(place):
+        if os.path.exists(place):
+            raise UsageError(f"{what}: {place} is not a file", "Code is read from a regular file.", "Name a file.")
         raise UsageError(f"{what}: there is no file {place}", "It was given as your own code.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # workers find its classes by this name

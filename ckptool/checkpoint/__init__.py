@@ -5,7 +5,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -74,14 +74,14 @@ class Computed:
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
     it is quickest when called front to back. `checks`: reading finds damage that no checksum of these bytes shows, and
     raises for it: replicas that differ, a stream that cannot be inflated. `inputs`: the storages that it reads, whose
-    checksums a writer checks on the way. `view`: the same without a copy, of what is in memory already and does not
-    change while it is written. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
+    checksums a writer checks on the way. `view`: at most the bytes asked for, without a copy, in memory that nobody
+    changes afterwards. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
     may copy as they are.
     """
 
     length: int
     read: Callable[[int, int], bytes]
-    inputs: tuple[Storage, ...] = ()
+    inputs: Iterable[Storage] = ()
     view: Callable[[int, int], memoryview] | None = None
     concatenated: bool = False
     checks: bool = False

@@ -13,7 +13,7 @@ memory that is used again; `numeric.numbers` reads them. `TensorValues` reads nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -88,6 +88,15 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
 def comes_whole(row: int) -> bool:
     """True if a row of so many elements of one array comes in one block of a `fold`."""
     return row <= CHUNK
+
+
+def stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """The rows from one to another, of so many elements each, in parts that are in memory together: about 1 MB of f32.
+
+    Each as its first row and the one after its last, as `TensorValues.rows` takes them.
+    """
+    step = max(1, ROWS // max(1, width))
+    return ((at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 def _step(arrays: int) -> int:

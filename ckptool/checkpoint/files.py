@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from threading import RLock
 from typing import Any
 
@@ -203,30 +204,28 @@ class Source:
 
     def part(self, offset: int, length: int) -> Part:
         """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
-        if length < 0 or offset < 0 or offset + length > self.size:
-            raise self._short(offset, length)
+        self._check(offset, length)
         return Part(self, offset, length)
 
-    def _short(self, offset: int, length: int) -> Truncated:
-        return Truncated(
-            f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected",
-            "The file was cut off, or its own tables are wrong.",
-        )
+    def _check(self, offset: int, length: int) -> None:
+        if length < 0 or offset < 0 or offset + length > self.size:
+            raise Truncated(
+                f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected",
+                "The file was cut off, or its own tables are wrong.",
+            )
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
-        if length < 0 or offset < 0 or offset + length > self.size:
-            raise self._short(offset, length)
-        parts, done = list[bytes](), 0
-        while not parts or done < length:
-            try:
-                parts.append(os.pread(self.descriptor(), length - done, offset + done))
-            except OSError as error:
-                raise file_problem(error, self.path, "read") from error
-            if done < length and not parts[-1]:
-                raise self.changed()
-            done += len(parts[-1])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        self._check(offset, length)
+        try:
+            data = os.pread(self.descriptor(), length, offset)
+        except OSError as error:
+            raise file_problem(error, self.path, "read") from error
+        if len(data) < length:
+            rest = bytearray(length - len(data))
+            self.read_into(offset + len(data), memoryview(rest))
+            data += rest
+        return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes from `offset`."""
@@ -371,16 +370,13 @@ class Folder:
         self.path = os.fspath(path) or "."
         self.shown = os.fspath(shown) or self.path
         self._files: dict[str, Source] = {}
-        self.names: list[str] = []  # of everything in it, sorted
         try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    self.names.append(entry.name)
-                    if len(self.names) > MAX_FILES:
-                        raise LimitExceeded(f"{self} holds more than {MAX_FILES:,} files", "Name a file in it.")
+            with os.scandir(self.path) as entries:  # of everything in it
+                self.names = sorted(entry.name for entry in islice(entries, MAX_FILES + 1))
         except (OSError, ValueError) as error:
             raise file_problem(error, self.path, "read") from error
-        self.names.sort()
+        if len(self.names) > MAX_FILES:
+            raise LimitExceeded(f"{self} holds more than {MAX_FILES:,} files", "Name a file in it.")
 
     def __str__(self) -> str:
         return printable(self.shown)

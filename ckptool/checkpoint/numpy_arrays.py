@@ -207,14 +207,14 @@ _NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
 _ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
-def _where_odd(give: Callable[[], Any]) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def _where_odd(give: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The same function, which gives something else for a description that is not built as numpy builds them."""
 
-    def guarded(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def guarded(read: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(read)
-        def reading(node: Any) -> Any:
+        def reading(*args: Any) -> Any:
             try:
-                return read(node)
+                return read(*args)
             except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
                 return give()
 
@@ -311,12 +311,9 @@ def is_array(node: Object) -> bool:
 
 
 @_where_odd(_refuse)
-def array_type(node: Any) -> Any:
+def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = None) -> ArrayType:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
-    return _array_type(node, 0, {})
-
-
-def _array_type(node: Any, depth: int, seen: dict[int, ArrayType]) -> ArrayType:
+    seen = {} if seen is None else seen  # by the `id` of their nodes: a record may have a type many times
     if id(node) in seen:
         return seen[id(node)]
     text: Any = node.args[0] if isinstance(node, Object) and node.args else None
@@ -337,7 +334,7 @@ def _array_type(node: Any, depth: int, seen: dict[int, ArrayType]) -> ArrayType:
     if state[2] is not None:
         raise Unsupported("a numpy type of nested arrays")
     names, fields = state[3] or (), state[4]
-    found = tuple((name, _array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
+    found = tuple((name, array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
     made = ArrayType(code, "<" if state[1] == "=" else state[1], size, found, _unit(state) if kind in "mM" else None)
     return seen.setdefault(id(node), made)
 
@@ -374,7 +371,7 @@ def array(node: Object) -> Any:
     data = _python2_bytes(data)
     if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LazyBytes)):
         raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
-    if type(shape) is not tuple or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
+    if not _is_shape(shape):
         raise Corrupt("a numpy array whose shape is not a list of numbers")
     if math.prod(shape) * found.itemsize != len(data):
         raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")

@@ -73,7 +73,10 @@ class _Crew:
         self._begin(0)
 
     def _begin(self, first: int) -> None:
-        self.pool = _pool(self.jobs)
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        self.pool = ProcessPoolExecutor(self.jobs, get_context("spawn"), initializer=_serve, initargs=(os.getpid(),))
         with _starting():
             for number in range(first, len(self.items)):
                 if number not in self.outcomes:
@@ -106,13 +109,6 @@ class _Crew:
         if is_done:
             return result
         raise result
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_serve, initargs=(os.getpid(),))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
-from ckptool.cli.help import usage
+from ckptool.cli.help import called, usage
 from ckptool.commands import (
     Declared,
     Parameter,
@@ -142,6 +142,10 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
         what = f"ckptool {verb} has no option {error.option_name}"
         meant = nearest(error.option_name, [name for each in parameters for name in each.option.flags])
         why = f"Did you mean {meant}?" if meant else why
+    elif type(error).__name__ == "MissingParameter":
+        missing = next(each for each in parameters if each.name == error.param.name)
+        text = missing.option.help.rstrip(".") if missing.option.flags else ""
+        what = f"ckptool {verb} needs {called(missing)}" + (f": {text[0].lower()}{text[1:]}" if text else "")
     elif "extra argument" in what:
         more = what.rpartition("(")[2].rstrip(")")
     if more and was_redirected(more.split()):

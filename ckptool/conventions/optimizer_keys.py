@@ -47,22 +47,19 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
         return node  # there are none, or what they would become is there already
     result: dict[Any, Any] = {}
     for key, value in node.items():
-        place = next((place for place in options if _belongs(key, place)), None)
+        text = key if type(key) is str else ""
+        place = next((each for each in options if text.startswith((f"{each}state.", each + _GROUPS))), None)
         if place is None:
             result[key] = value
             continue
-        inside = result if not place else result.setdefault(place[:-1], {})
+        inside = result.setdefault(place[:-1], {}) if place else result
         state = inside.setdefault("state", {})
         inside.setdefault("param_groups", [])
-        if key.startswith(f"{place}state."):
-            _add(state, key.removeprefix(f"{place}state."), value, options[place])
+        if text.startswith(f"{place}state."):
+            _add(state, text.removeprefix(f"{place}state."), value, options[place])
     for place, names in options.items():
-        (result if not place else result[place[:-1]])["param_groups"] += _groups(names)
+        (result[place[:-1]] if place else result)["param_groups"] += _groups(names)
     return result
-
-
-def _belongs(key: Any, place: str) -> bool:
-    return type(key) is str and key.startswith((f"{place}state.", f"{place}param_groups."))
 
 
 def _add(state: dict[str, Any], key: str, value: Any, names: Mapping[str, Any]) -> None:
@@ -83,20 +80,17 @@ def _add(state: dict[str, Any], key: str, value: Any, names: Mapping[str, Any]) 
     node[last] = value
 
 
-def _groups(options: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The parameter groups: names with the same options, in the order in which they come."""
     groups: dict[Any, dict[str, Any]] = {}
     numbers: dict[int | str, int] = {}  # the same for equal values, by their ids and by their texts
-
-    def number(value: Any) -> int:
-        if id(value) not in numbers:
-            numbers[id(value)] = numbers.setdefault(_comparable(value), len(numbers))
-        return numbers[id(value)]
-
     for name, values in options.items():
-        key = tuple(sorted((option, number(value)) for option, value in values.items()))
+        for value in values.values():
+            if id(value) not in numbers:
+                numbers[id(value)] = numbers.setdefault(_comparable(value), len(numbers))
+        key = tuple(sorted((option, numbers[id(value)]) for option, value in values.items()))
         groups.setdefault(key, {**values, "params": []})["params"].append(name)
-    yield from groups.values()
+    return list(groups.values())
 
 
 def _comparable(value: Any) -> str:

@@ -11,7 +11,7 @@ bitsandbytes/functional.py (`QuantState`), AutoGPTQ, and AutoAWQ (`WQLinear_GEMM
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -125,32 +125,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     nodes = [each for each in (config, *divided) if isinstance(each, dict)]
     names = ["checkpoint_format", "format", *(["version"] if method == "awq" else [])]
     forms = tuple(text.lower() for node in nodes for name in names if (text := _text(node.get(name))))
-    strange = [form for form in forms if form not in _KNOWN.get(method, forms)]
-    unknown = f"the format {strange[0]!r} of {method} is not known" if strange else ""
-    if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
-        unknown = f"the quantization method {method!r} is not known"
     weights = [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
-    levels: dict[str, list[Any]] = {"": [config], "group": divided, "weights": weights}
-    strange = [
-        key[:60]
-        for level, found in levels.items()
-        for node in found
-        for key, value in node.items()
-        if key not in _FIELDS[level] and value and value != {"format": "dense"}
-    ]
-    strange += [
-        f"{name}={value[:60]}"
-        for node in (config, *weights)
-        for name, value in node.items()
-        if name in _VALUES and isinstance(value, str) and value.lower() not in _VALUES[name].split()
-    ]
-    for node in (each for each in divided if each.get("weights") in weights):
-        form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
-        strange += [f"type={kind}"] if kind in ("int", "float") and _TYPES.get(form, kind) != kind else []
-    if strange and not unknown:
-        unknown = f"the field {strange[0]!r} of its quantization configuration is not known"
-    nodes += weights
-    nodes = [] if config.get("dynamic") else nodes  # GPTQModel: other facts by module
+    unknown = next(_unknown(method, forms, config, divided, weights), "")
+    nodes = [] if config.get("dynamic") else [*nodes, *weights]  # GPTQModel: other facts by module
     bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
     signs = {sign for node in nodes for name in ("symmetric", "sym") if type(sign := node.get(name)) is bool}
     return Scheme(
@@ -162,6 +139,27 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
         forms,
         unknown,
     )
+
+
+def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any], weights: list[Any]) -> Iterator[str]:
+    """What of a configuration is not known: its method, its format, its fields. divided: its groups."""
+    if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
+        yield f"the quantization method {method!r} is not known"
+    for form in forms:
+        if form not in _KNOWN.get(method, forms):
+            yield f"the format {form!r} of {method} is not known"
+    odd = "the field {!r} of its quantization configuration is not known"
+    for level, nodes in (("", [config]), ("group", divided), ("weights", weights)):
+        for key, value in (item for node in nodes for item in node.items()):
+            if key not in _FIELDS[level] and value and value != {"format": "dense"}:
+                yield odd.format(key[:60])
+    for name, value in (item for node in (config, *weights) for item in node.items()):
+        if name in _VALUES and isinstance(value, str) and value.lower() not in _VALUES[name].split():
+            yield odd.format(f"{name}={value[:60]}")
+    for node in (each for each in divided if each.get("weights") in weights):
+        form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
+        if kind in ("int", "float") and _TYPES.get(form, kind) != kind:
+            yield odd.format(f"type={kind}")
 
 
 def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:

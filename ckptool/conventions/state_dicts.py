@@ -119,8 +119,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     are no keys to change.
     """
     roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
-    if not roots:
-        roots = _weights(checkpoint, "" if named else None)
+    roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if whole := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
@@ -138,7 +137,14 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
 def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[StateDict]:
     """The model roots, or what is at an address. arrays: of numpy arrays too, where there are no others."""
     if at is not None:
-        return _at_address(*find(checkpoint.tree, at), checkpoint.base, arrays=arrays)
+        path, node = find(checkpoint.tree, at)
+        root = arrays and isinstance(node, dict) and _array_root(path, node)
+        root = root or (StateDict(path, node, WEIGHTS) if isinstance(node, dict) else _whole_module(path, node))
+        if root is None:
+            what = f"{address(checkpoint.base + path) or 'the whole file'} is not a dictionary of tensors"
+            is_tensor = isinstance(node, (TensorEntry, Composite))
+            raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
+        return [replace(root, base=checkpoint.base)]
     roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
@@ -151,18 +157,6 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             else f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}",
         )
     return roots or found
-
-
-def _at_address(path: Path, node: Any, base: Path, *, arrays: bool) -> list[StateDict]:
-    """The thing at an address as a set of weights, whatever it looks like."""
-    if isinstance(node, dict):
-        root = (arrays and _array_root(path, node)) or StateDict(path, node, WEIGHTS)
-        return [replace(root, base=base)]
-    if module := _whole_module(path, node):
-        return [replace(module, base=base)]
-    raise UsageError(
-        f"{address(base + path) or 'the whole file'} is not a dictionary of tensors", f"It is {_article(node)}."
-    )
 
 
 def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[StateDict, str]:
@@ -183,10 +177,6 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
         "This command takes one of them.",
         f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}",
     )
-
-
-def _article(node: Any) -> str:
-    return "a tensor" if isinstance(node, (TensorEntry, Composite)) else f"of type {type(node).__name__}"
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
@@ -264,14 +254,8 @@ _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state"
 
 
 def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
-    """Model roots and optimizers, outermost first; the kind of one may follow from what lies beside it."""
-    averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
-    for root in _found(tree, base):
-        yield replace(root, kind=AVERAGE) if averaged and base + root.path == ("state_dict",) else root
-
-
-def _found(tree: Any, base: Path) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree."""
+    averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
@@ -279,18 +263,20 @@ def _found(tree: Any, base: Path) -> Iterator[StateDict]:
         if id(node) in seen or not isinstance(node, (dict, list, tuple, Object)):
             continue
         seen.add(id(node))
+        place, is_opaque = base + path, False
+        root: StateDict | None = None
         if isinstance(node, Object):
-            root = None if _is_other(base + path) else _whole_module(base + path, node)
-            if root:
-                yield replace(root, path=path, base=base)
-            elif module_attributes(node) is None:  # a learner, an agent: what it holds by name
-                stack += reversed([((*path, key), value) for key, value in _containers(node)])
+            root = None if _is_other(place) else _whole_module(place, node)
+            is_opaque = module_attributes(node) is not None  # others (a learner, an agent) hold their parts by name
         elif is_optimizer(node):
-            yield StateDict(path, node, OPTIMIZER, optimizer_detail(node), base=base)
-        elif isinstance(node, dict) and _is_weights(base + path, node):
-            yield StateDict(path, node, _kind_at(base + path), _adapter_detail(node), base=base)
+            root = StateDict(path, node, OPTIMIZER, optimizer_detail(node))
+        elif isinstance(node, dict) and _is_weights(place, node):
+            kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
+            root = StateDict(path, node, kind, _adapter_detail(node))
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
-        else:
+        if root is not None:
+            yield replace(root, path=path, base=base)
+        elif not is_opaque:
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
 
 
@@ -413,13 +399,24 @@ COUNTER = "n_averaged"
 
 def without_wrappers(key: str) -> str:
     """The key as the bare module has it: one `module.` off the front, wrappers that begin with `_` off anywhere."""
-    if "_" not in key and not key.startswith(PEELED):
-        return key
+    return key.removeprefix(PEELED) if "_" not in key else ".".join(_peeled(key)[1])
+
+
+def wrappers(key: str) -> str:
+    """The wrapper prefixes of a key, in order: `module._orig_mod.`; the empty text if it has none."""
+    if "_" not in key:
+        return PEELED if key.startswith(PEELED) and key != PEELED else ""
+    return "".join(f"{part}." for part in _peeled(key)[0])
+
+
+def _peeled(key: str) -> tuple[list[str], list[str]]:
+    """The segments of a key that are wrappers', and the others."""
     *modules, name = key.split(".")
-    modules = [part for part in modules if part not in INNER_WRAPPERS]
-    if modules and modules[0] == "module":
-        del modules[0]
-    return ".".join([*modules, name])
+    ours = [part for part in modules if part in INNER_WRAPPERS]
+    others = [part for part in modules if part not in INNER_WRAPPERS]
+    if others[:1] == ["module"]:
+        ours.insert(modules.index("module"), others.pop(0))
+    return ours, [*others, name]
 
 
 def bare(path: Path) -> Path:
@@ -433,14 +430,3 @@ def unwrapped_front(key: str) -> str:
     while len(parts) > 1 and parts[0] in INNER_WRAPPERS:
         del parts[0]
     return ".".join(parts)
-
-
-def wrappers(key: str) -> str:
-    """The wrapper prefixes of a key, in order: `module._orig_mod.`; the empty text if it has none."""
-    if "_" not in key:
-        return PEELED if key.startswith(PEELED) and len(key) > len(PEELED) else ""
-    front = unwrapped_front(key)
-    found = [part for part in key.split(".")[:-1] if part in INNER_WRAPPERS]
-    if front.startswith(PEELED) and len(front) > len(PEELED):
-        found.insert(key.split(".").index("module"), "module")
-    return "".join(f"{part}." for part in found)

@@ -36,6 +36,8 @@ class Format:
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
     leftovers: names in its folders of files that another run may have left, and that go with them.
+    pickled: its files are pickles, or have some inside.  disguise: the first bytes of a file of its own that may be
+    opcodes, which take in a text, the name of a first member or the length of a header.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Format:
     own_metadata: bool = False
     is_program: bool = False
     leftovers: str = "(?!)"
+    pickled: bool = False
+    disguise: bytes = b"(?!)"
 
     def detect(self, head: bytes, source: Input) -> bool:
         """True for one of its files. head: the first bytes of a file; of a folder, none."""
@@ -105,17 +109,18 @@ FORMATS: tuple[Format, ...] = (
     Format("torch-checkpointing", "layouts.torch_checkpointing", is_folder=True,
            holds=r"^metadata\.pkl$|\d\.(?:pth?|bin)$"),
     Format("folder", "members", is_folder=True),
-    Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False),
-    Format("archive", "archives", _ARCHIVE),
+    Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False,
+           pickled=True),
+    Format("archive", "archives", _ARCHIVE, pickled=True, disguise=b""),
     Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
     Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
-           own_metadata=True),
+           own_metadata=True, pickled=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
-           tensors_only=True, keeps_tree=True),
-    Format("torch-legacy", "torch_legacy", _LEGACY),
-    Format("torch-tar", "torch_tar", rb".{257}ustar"),
-    Format("npy", "npy", rb"\x93NUMPY"),
-    Format("pickle", "pickle_file", rb"[\x80\]}()cNIJKLMFGSTUVXBC\x88-\x8e\x95\x96]"),
+           tensors_only=True, keeps_tree=True, disguise=rb".{0,3}[VUTXBC\x8a-\x8c]"),
+    Format("torch-legacy", "torch_legacy", _LEGACY, pickled=True),
+    Format("torch-tar", "torch_tar", rb".{257}ustar", pickled=True, disguise=b""),
+    Format("npy", "npy", rb"\x93NUMPY", pickled=True),
+    Format("pickle", "pickle_file", rb"[\x80\]}()cNIJKLMFGSTUVXBC\x88-\x8e\x95\x96]", pickled=True),
 )  # fmt: skip
 WRITERS = tuple(container for container in FORMATS if container.writable)
 SUFFIXES = {suffix: container for container in WRITERS for suffix in container.suffixes}
@@ -125,8 +130,6 @@ DEFAULT = "torch-zip"  # what is written where nothing says otherwise
 SHARDED, DCP = "sharded", "dcp"  # what is written as a folder
 LIVE = "live"  # what was read from memory
 HEAD = 512
-# Formats whose first bytes may be opcodes that take in a text, the name of a first member or the length of a header.
-_DISGUISES = {"torch-tar": rb"", "archive": rb"", "safetensors": rb".{0,3}[VUTXBC\x8a-\x8c]"}
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
@@ -173,7 +176,7 @@ def read_alone(source: Input) -> Checkpoint:
             refuse_zip_behind(head, source)
     for container in FORMATS:
         if container.detect(head, source):
-            if isinstance(source, Source) and re.match(_DISGUISES.get(container.name, b"(?!)"), head, re.DOTALL):
+            if isinstance(source, Source) and re.match(container.disguise, head, re.DOTALL):
                 from ckptool.pickles.skeleton import reaches_a_call
 
                 if reaches_a_call(FileRange(source, 0, source.size)):

@@ -3,11 +3,11 @@
 Of a safetensors file, which has no checksums, what its header says. Of a zip, what checksums prove. A record's own
 header stands before its data and, in what torch writes, its size and checksum behind it; so the records of a file that
 lost its directory can be walked one after the other. The pickle is the first of them: it says which storages there are
-and how large each is, and with that the walk jumps from header to header and reads no data. It ends where no header
-follows. Nothing is believed but what is proven: the data by its checksum, the name by the directory or by the place in
-the order in which torch writes records (no checksum covers a name). A zip inside of a tensor is never mistaken for the
-file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: records are given as bytes,
-by name.
+and how large each is, and with that the walk jumps from header to header and reads no data. Where no header follows it
+goes on at the next place that the directory names, if its lines are still there, and else ends. Nothing is believed but
+what is proven: the data by its checksum, the name by the directory or by the place in the order in which torch writes
+records (no checksum covers a name). A zip inside of a tensor is never mistaken for the file itself. Where the pickle is
+lost, nobody can tell which bytes are which tensor: records are given as bytes, by name.
 
 Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -156,26 +157,20 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
 
 
 def with_whole_count(error: Truncated) -> Truncated:
-    """The error for a zip that was cut off, with the number of its storages that look whole, and what saves them."""
-    found = whole_records(error.cut_archive) if error.cut_archive is not None else None
-    if found is None:
+    """The error for a zip that was cut off, with the number of its storages that look whole, unread, and what saves
+    them; the same where that cannot be known."""
+    if (source := error.cut_archive) is None:
         return error
-    whole, count = found
-    save = command("recover", error.cut_archive.path, out=OUT)
-    why = f"{error.why} {whole:,} of its {counted(count, 'storage')} {form(whole, 'looks', 'look')} whole."
-    return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
-
-
-def whole_records(source: Source) -> tuple[int, int] | None:
-    """Counts the storages of a damaged zip that look whole, and all of them, unread; None where it cannot be known."""
     walk = _HeaderWalk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED)
-    try:
-        with no_collection():
-            walk.run()
-    except CkptoolError:
-        return None
-    found = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
-    return (len(found), len(walk.sizes)) if walk.sizes else None
+    with suppress(CkptoolError), no_collection():
+        walk.run()
+        whole = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
+        if walk.sizes:
+            storages = counted(len(walk.sizes), "storage")
+            why = f"{error.why} {len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
+            save = command("recover", source.path, out=OUT)
+            return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
+    return error
 
 
 def _salvaged_safetensors(source: Source) -> Salvaged:
@@ -243,7 +238,6 @@ class _Remnant:
 def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
     state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
-    missing: list[LostRecord] = []
     try:
         state = directory.read_archive(source)
         how = UNDONE if any(note.code == "interrupted-edit" for note in state.notes) else ""
@@ -266,18 +260,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         if not walk.root and len(pickles) == 1:  # behind the storages: only the directory proves it
             walk = _HeaderWalk(source, BUDGET * source.size + FREE).run(pickles[0])
         pieces, root, mentions = walk.pieces, walk.root, walk.mentions
-        for piece in pieces:
-            name, crc, size = mentions.get(piece.header, ("", 0, -1))
-            if size == piece.size and piece.end and (piece.claims or not piece.method):
-                # Otherwise the checksum is of other data that was here: bytes are missing.
-                piece.named = piece.named or (name == piece.name and (crc in piece.claims or not piece.claims))
-                is_other = (
-                    name == piece.name and piece.claims and not any(_is_close(crc, each) for each in piece.claims)
-                )
-                piece.claims = (crc,) if is_other else (*piece.claims, crc)
-                piece.why = "" if piece.why == NO_SUM else piece.why
-        if _are_arrays(piece.name for piece in pieces):
-            missing = _compare_names(pieces, mentions)
+        _compare(pieces, mentions)
     proven = _prove(source, pieces)
     _drop_copies(pieces, mentions)
     archive = Archive(source, 0, 0, b"", has_checksums=proven)
@@ -285,7 +268,12 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         if not piece.why and piece.name.startswith(root):
             archive.records[piece.name] = piece.record(archive)
     lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
-    lost += missing
+    known = archive.records.keys() | {record.name for record in lost}
+    placed = {record.header: record.crc for record in archive.records.values()}
+    for header, (name, crc, size) in mentions.items():
+        is_there = placed.get(header) == crc  # whatever the line calls it
+        if not is_there and name not in known and name.startswith(root):
+            lost.append(LostRecord(name, None, size, MISSING))
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     found = _opened(archive, root, lost)
@@ -310,17 +298,20 @@ def _is_close(one: int, other: int) -> bool:
     return sum(a != b for a, b in zip(one.to_bytes(4, "big"), other.to_bytes(4, "big"), strict=True)) <= 1
 
 
-def _compare_names(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> list[LostRecord]:
-    """Doubts the names that the directory has otherwise, as no pickle proves them; the records that only it names."""
-    found_at, names = {piece.header: piece for piece in pieces}, {piece.name for piece in pieces}
-    missing = []
-    for header, (name, crc, size) in mentions.items():
-        piece = found_at.get(header)
-        if piece is not None and size == piece.size and crc in piece.claims:
-            piece.named = piece.named and name == piece.name
-        elif name not in names:
-            missing.append(LostRecord(name, None, size, MISSING))
-    return missing
+def _compare(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> None:
+    """Takes names and checksums from the lines of the directory, by the place of each record."""
+    are_arrays = _are_arrays(piece.name for piece in pieces)
+    for piece in pieces:
+        name, crc, size = mentions.get(piece.header, ("", 0, -1))
+        if size != piece.size or not piece.end or (piece.method and not piece.claims):
+            continue  # the checksum is of other data that was here: bytes are missing
+        if name == piece.name:
+            piece.named = piece.named or crc in piece.claims or not piece.claims
+        elif are_arrays:
+            piece.named = False  # no pickle proves the one or the other
+        is_other = name == piece.name and piece.claims and not any(_is_close(crc, each) for each in piece.claims)
+        piece.claims = (crc,) if is_other else (*piece.claims, crc)
+        piece.why = "" if piece.why == NO_SUM else piece.why
 
 
 def _are_arrays(names: Iterable[str]) -> bool:
@@ -366,7 +357,7 @@ def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
 
 
 class _HeaderWalk:
-    """Goes through a file from header to header, and ends where there is none. pieces: the records.
+    """Goes through a file from header to header, as far as they or the directory lead. pieces: the records.
 
     states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
     root, sizes: the folder of the pickle, and the storages that it names.  budget: bytes that may be searched.
@@ -382,29 +373,32 @@ class _HeaderWalk:
         self.sizes: dict[str, int] = {}
         self.begin = 0  # the first of the pieces that stand behind the pickle
         self.tries = 0  # to read an archive inside the file
+        self.listed: list[int] = []  # where the directory at the end of the file has records
         self.window_at, self.window = 0, b""  # what was read last
 
     def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
         """Goes to every record. pickle: that of the file, where it is known from the start."""
         if pickle is not None:
             self._learn(pickle)
+        _, begin, found = directory.last_end_record(self.source, 1 << 16)
+        size, place = directory.directory_by(self.source, begin + found) if found >= 0 else (0, 0)
+        if size and place + size in (begin + found, begin + found - LOCATOR.size - END64.size):  # else of another file
+            self._lines(place)
+            self.listed = sorted(self.mentions)
         at: int | None = 0
         begun = False
         while at is not None and at + LOCAL.size <= self.source.size and len(self.pieces) < self.most:
             piece = self._header(at)
             if piece is None:
-                at = self._past_directory(at)
+                at = self._past_directory(at) or self._next_listed(at)
                 continue
-            at = self._measure(piece)
+            at = self._measure(piece) or self._next_listed(at)
             self.pieces.append(piece)
             # An in-place edit puts a new one behind the directory; any other is of a zip in one of the records.
             if piece.is_pickle and not piece.why and (self.tries if self.root else not begun):
                 self._learn(piece)
             begun = begun or piece.is_pickle or "/data/" in piece.name
-        if self.root:
-            self._name_by_pickle()
-        else:
-            self._name_by_number()
+        self._believe_names()
         return self
 
     def _learn(self, pickle: _Remnant) -> None:
@@ -462,7 +456,7 @@ class _HeaderWalk:
         end = piece.end = piece.data_at + piece.stored
         if end > self.source.size:
             piece.why = CUT
-            return self.source.size
+            return None
         if piece.claims and self._peek(end, 4) != b"PK\x07\x08":
             if piece.stored or self._peek(end, 2) in (b"PK", b""):
                 return end
@@ -504,16 +498,27 @@ class _HeaderWalk:
                     found.append(layout)
         return found
 
-    def _past_directory(self, at: int) -> int | None:
-        """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
-        begin = at
+    def _next_listed(self, at: int) -> int | None:
+        """Where the directory has the next record, where no header leads there."""
+        place = bisect_right(self.listed, at)
+        return self.listed[place] if place < len(self.listed) else None
+
+    def _lines(self, at: int) -> int:
+        """Reads the lines of the directory at `at`; where they end."""
         while (raw := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(raw) == CENTRAL.size:
             *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
             extra = self._peek(at + CENTRAL.size, n + m)
+            if len(extra) < n + m:
+                break  # the file ends in it
             if FULL in (size, header):
                 size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
             self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
             at += CENTRAL.size + n + m + k
+        return at
+
+    def _past_directory(self, at: int) -> int | None:
+        """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
+        begin, at = at, self._lines(at)
         for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
             if self._peek(at, 4) == signature:
                 at += layout.size
@@ -525,54 +530,42 @@ class _HeaderWalk:
                             self.states.append(at)
         return min(at, self.source.size) if at > begin else None
 
-    def _name_by_pickle(self) -> None:
-        """Believes the name of the storage that comes next, in the order of the pickle or in that of the numbers.
+    def _believe_names(self) -> None:
+        """Believes the names of storages that come in an order in which torch writes them; no checksum covers a name.
 
-        Where another comes, the record before is in doubt as well, unless the order goes on behind it: bytes that are
-        missing from the middle of a file put the data of one record behind the header of another.
+        The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts; without a pickle
+        that of the numbers alone. Where another comes, the one before is in doubt as well, unless the order goes on
+        behind it: bytes that are missing from the middle put the data of one record behind the header of another.
         """
-        order = [*self.sizes]
-        orders = order, sorted(order, key=lambda name: (len(name), name))
-        places = [{name: place for place, name in enumerate(each)} for each in orders]
-        last, before, doubted = "", None, None
+        sizes, root = [*self.sizes], self.root
+        orders = [sizes, sorted(sizes, key=lambda name: (len(name), name))]
+        if not any(piece.name == f"{root}.storage_alignment" for piece in self.pieces):
+            orders.append(sorted(sizes))
+        if not root:
+            root = next((piece.name.partition("data/")[0] for piece in self.pieces if "/data/" in piece.name), "")
+            orders = [[f"{root}data/{number}" for number in range(len(self.pieces))]]
+        seen, begun, is_other_file = 0, False, False
+        last: _Remnant | None = None  # the storage before
+        doubted: _Remnant | None = None
         for number, piece in enumerate(self.pieces):
-            at = places[0][last] + 1 if last else 0
-            inner = piece.name.removeprefix(self.root)
-            # No tensor is behind the other names, unless one that should come now is damaged.
-            is_other = piece.name not in self.sizes and (
-                number < self.begin or inner[:1] == "." or inner in _SMALL or at == len(order)
-            )
-            piece.named = is_other or (
-                piece.name in self.sizes
-                and any(place[piece.name] == (place[last] + 1 if last else 0) for place in places)
-            )
-            if not is_other:
-                if doubted is not None and not piece.named:
+            inner = piece.name.removeprefix(root)
+            if self.root:
+                # No tensor is behind the other names, unless one that should come now is damaged.
+                is_known = number < self.begin or inner[:1] == "." or inner in _SMALL or seen == len(sizes)
+                is_storage = piece.name in self.sizes or not is_known
+            else:
+                is_other_file = is_other_file or (begun and piece.is_pickle and not piece.why)
+                begun = begun or piece.is_pickle or "/data/" in piece.name
+                is_storage = inner.startswith("data/")
+            piece.named = not is_other_file
+            if is_storage and piece.named:
+                fitting = [order for order in orders if order[seen : seen + 1] == [piece.name]]
+                if not fitting and doubted is not None:
                     doubted.named = False
-                doubted = before if not piece.named and before is not None and before.name == last else None
-                if piece.named:
-                    last = piece.name
-                elif at < len(order):
-                    last = order[at]
-            before = piece
+                orders, doubted = (fitting, None) if fitting else (orders, last)
+                seen, last, piece.named = seen + 1, piece if fitting else None, bool(fitting)
         if doubted is not None:
             doubted.named = False
-
-    def _name_by_number(self) -> None:
-        """Believes names as long as the storages are numbered as torch does it, and there is one checkpoint."""
-        expected, astray, begun = 0, False, False
-        before = None
-        for piece in self.pieces:
-            is_pickle, inner = piece.is_pickle, piece.name.partition("/")[2]
-            astray = astray or (begun and is_pickle and not piece.why)
-            if inner.startswith("data/") and not astray:
-                astray = inner != f"data/{expected}"
-                if astray and expected and before is not None:
-                    before.named = False
-                expected += 1
-            piece.named = not astray
-            begun = begun or is_pickle or "/data/" in piece.name
-            before = piece
 
 
 def _prove(source: Source, pieces: list[_Remnant]) -> bool:

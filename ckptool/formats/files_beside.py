@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.errors import CkptoolError, NotACheckpoint
-from ckptool.formats import HEAD, named, read_alone
+from ckptool.formats import FORMATS, HEAD, read_alone
 from ckptool.formats.parts import FOLDER
 from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
 MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
-_PICKLED = ("torch-zip", "torch-legacy", "torch-tar", "npz", "npy", "pickle", "archive")
 _OF_DCP = (".distcp", ".metadata")
 
 
@@ -62,7 +61,7 @@ def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str
 def is_pickled(source: Source) -> bool:
     """True for a file that is a pickle, or has one inside, by its content."""
     head = source.read(0, min(HEAD, source.size))
-    return any(named(kind).detect(head, source) for kind in _PICKLED)
+    return any(kind.pickled and kind.detect(head, source) for kind in FORMATS)
 
 
 def _names(folder: str) -> Iterator[str]:

@@ -1,25 +1,19 @@
-"""A folder of the files of ranks: their names, which of them are missing, how each is opened, and the errors for what
-does not fit together."""
+"""A folder of the files of ranks: their names, which of them are missing, and the errors for what does not fit."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import has_numbers
 from ckptool.errors import Conflict, Corrupt, counted, listed
-from ckptool.pickles.calls import UNKNOWN, uses
-
-if TYPE_CHECKING:
-    from ckptool.formats.pieces import Joiner
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -118,40 +112,7 @@ def refuse_renamed(checkpoint: Checkpoint) -> None:
             )
 
 
-# The files -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class RankFolder:
-    """The state of joining a folder. discarded: what is not inert in its files."""
-
-    folder: Folder
-    notes: list[Note] = field(default_factory=list)
-    discarded: list[Any] = field(default_factory=list)
-    joiner: Joiner = field(init=False)
-
-    def __post_init__(self) -> None:
-        from ckptool.formats.pieces import Joiner  # files that are no folder's need its names alone
-
-        self.joiner = Joiner(str(self.folder))
-
-    def open(self, name: str, folder: Folder | None = None) -> Any:
-        """The tree of a file in the folder, or in one below it. Raises `Conflict` for another rank's file by this name,
-        and whatever opening it raises."""
-        from ckptool.formats import read_alone
-
-        checkpoint = read_alone((folder or self.folder).open(name))
-        refuse_renamed(checkpoint)
-        self.discarded += checkpoint.discarded
-        if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
-            self.discarded.append(checkpoint.tree)
-        return checkpoint.tree
-
-    def checkpoint(self, container: str, tree: Any, engine: str, ranks: int, step: Any = None) -> Checkpoint:
-        """The joined checkpoint, which `engine` wrote on so many ranks at this step, where that is a number."""
-        facts = {"engine": engine, "ranks": ranks} | ({"step": step} if type(step) is int else {})
-        notes = (*self.notes, *self.joiner.notes())
-        return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=tuple(self.discarded))
+# What does not fit together -------------------------------------------------------------------------------------------
 
 
 def number_in(value: Any) -> float | None:
@@ -159,18 +120,6 @@ def number_in(value: Any) -> float | None:
     if isinstance(value, TensorEntry) and value.numel == 1 and has_numbers(value.dtype):
         value = value.numpy().item()
     return value if type(value) is int or (type(value) is float and isfinite(value)) else None
-
-
-def refuse_other_steps(where: object, steps: Mapping[str, Sequence[float]]) -> None:
-    """Raises `Conflict` where a file has, of all its parameters, another step than the latest in the other files.
-
-    steps: by file, those of the parameters that it has. One alone may be of a parameter that was frozen for a while.
-    """
-    latest = max((max(each) for each in steps.values()), default=0)
-    other = next((name for name, each in steps.items() if max(each) == latest), "")
-    for name, each in steps.items():
-        if len(each) > 1 and max(each) == min(each) < latest:
-            raise mixed(where, other, name, f"one has the optimizer's step {latest:g}, the other {each[0]:g}")
 
 
 def missing_ranks(there: Collection[int], world: int) -> list[int]:
@@ -190,20 +139,6 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
         )
     if missing := [f"rank {rank:,}" for rank in missing_ranks(ranks, world)]:
         raise lacks(folder, f"the files of {counted(world - len(ranks), 'rank')} of {world:,}", missing)
-
-
-def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]) -> None:
-    """Raises `Conflict` for two files, each with what it says of its checkpoint, that say other things."""
-    from ckptool.formats.pieces import agree
-
-    for what, ours in one[1].items():
-        theirs = other[1].get(what, ours)
-        if isinstance(ours, TensorEntry) and isinstance(theirs, TensorEntry):
-            if agree(ours, theirs) is False:
-                raise mixed(where, one[0], other[0], f"the {what} differs")
-        elif type(ours) is not type(theirs) or ours != theirs:
-            shown = f": {ours:,} and {theirs:,}" if type(ours) is type(theirs) is int else ""
-            raise mixed(where, one[0], other[0], f"the {what} differs{shown}")
 
 
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:

@@ -64,13 +64,18 @@ _NAMED = 1_000  # tensors; the rest is counted
 _LONGEST = 200
 
 
-def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
+def recovered_mark(
+    lost: list[str], filled: list[str], before: str = "", unnamed: Mapping[str, int] = MappingProxyType({})
+) -> str:
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had.
+
+    unnamed: how many more there are of each kind.
+    """
     known = recovered_facts(before)
     record: dict[str, Any] = {"schema": SCHEMA, "lost_count": 0, "filled_count": 0}
     for key, new in (("lost", lost), ("filled", filled)):
         names = list(dict.fromkeys([*known[key], *new]))
-        record[f"{key}_count"] = known[f"{key}_count"] + len(names) - len(known[key])
+        record[f"{key}_count"] = known[f"{key}_count"] + len(names) - len(known[key]) + unnamed.get(key, 0)
         record[key] = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
     return json.dumps(record, separators=(",", ":"))
 
@@ -92,7 +97,10 @@ def recovered(
         [below + place.removeprefix(above) for place in facts[kind] if place.startswith(above)]
         for kind in ("lost", "filled")
     )
-    return {RECOVERED: recovered_mark(lost, filled, old)} if lost or filled or not at else {}
+    if at:  # of those that are not named nobody knows where they were
+        return {RECOVERED: recovered_mark(lost, filled, old)} if lost or filled else {}
+    unnamed = {kind: max(0, facts[f"{kind}_count"] - len(facts[kind])) for kind in ("lost", "filled")}
+    return {RECOVERED: recovered_mark(lost, filled, old, unnamed)}
 
 
 def recovered_facts(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,16 +81,36 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     dequantized: the weights no longer are what a `quantization_config` says.
     Raises `UsageError` where `like` has no configuration.
     """
+    tree = tree if isinstance(tree, dict) else {}
     for place in _places(part) if like is None else [like]:
         names = names_in(place)
-        if CONFIG in names or ADAPTER in names:
-            found = _described(place, names, tree if isinstance(tree, dict) else {}, dequantized)
-            if found.library or like is None:
-                return found
-    if like is None:
-        return ModelFolder()
-    what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
-    raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
+        configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
+        library = _library(configs, tree)
+        if configs and (library or like is None):
+            break
+    else:
+        if like is None:
+            return ModelFolder()
+        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
+        raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
+    if not library:
+        reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
+        return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
+    files: dict[str, Data] = {}
+    left, changes = [], list[str]()
+    for name in names:
+        if name.endswith(".py"):
+            left.append(f"{printable(name)} (code is never copied)")
+        elif _COMPANION.fullmatch(name):
+            data = _companion(place, name)
+            if isinstance(data, str):
+                left.append(f"{printable(name)} ({data})")
+                continue
+            files[name] = data
+            if name == CONFIG:
+                config, changes = _made_true(data.read(0, data.length), tree, dequantized)
+                files[name] = InlineBytes(config) if changes else data
+    return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
 def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -121,29 +141,6 @@ def _places(part: Checkpoint) -> Iterator[str]:
     yield from (os.path.join(folder, name) for name in below if not os.path.islink(os.path.join(folder, name)))
     yield from (folder, *above)
     yield from (inner for each in (folder, *above) if not os.path.islink(inner := os.path.join(each, "huggingface")))
-
-
-def _described(place: str, names: Iterable[str], tree: dict[Any, Any], dequantized: bool) -> ModelFolder:
-    configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
-    library = _library(configs, tree)
-    if not library:
-        reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
-        return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
-    files: dict[str, Data] = {}
-    left, changes = [], list[str]()
-    for name in names:
-        if name.endswith(".py"):
-            left.append(f"{printable(name)} (code is never copied)")
-        elif _COMPANION.fullmatch(name):
-            data = _companion(place, name)
-            if isinstance(data, str):
-                left.append(f"{printable(name)} ({data})")
-                continue
-            files[name] = data
-            if name == CONFIG:
-                config, changes = _made_true(data.read(0, data.length), tree, dequantized)
-                files[name] = InlineBytes(config) if changes else data
-    return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
 def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:

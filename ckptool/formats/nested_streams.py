@@ -9,9 +9,9 @@ from functools import cache, partial
 from typing import Any
 
 from ckptool.checkpoint.nodes import Global
-from ckptool.pickles.builders import PerPickle, Spend
 from ckptool.pickles.strings import StubbedValue
 from ckptool.pickles.torch_objects import BUILDERS as TORCH_BUILDERS
+from ckptool.pickles.torch_objects import PerPickle, Spend
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 MAX_NESTING = 2  # streams within streams

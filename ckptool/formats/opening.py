@@ -153,14 +153,15 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    what = f"{found.whole} is a folder, of which {found.label} are there and whole"
     source = checkpoint.source
     first = next(iter(source.files), "").partition("/")[0] if isinstance(source, Folder) else ""
     member = source.path if isinstance(source, Source) else os.path.join(found.whole, first)
-    name = f"ame one of its files: {quoted(member)}; or {otherwise}"
-    how = found.join if isinstance(found.join, Command) else Command(found.join)
-    join = f"Say how: {how} (docs/formats.md has rules to start from); or n{name}"
-    return OnlyAPart(what, found.sentence(), join if found.join else f"N{name}")
+    fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
+    if found.join:
+        how = found.join if isinstance(found.join, Command) else Command(found.join)
+        fix = f"Say how: {how} (docs/formats.md has rules to start from); or n{fix[1:]}"
+    what = f"{found.whole} is a folder, of which {found.label} are there and whole"
+    return OnlyAPart(what, found.sentence(), fix)
 
 
 def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:

@@ -11,38 +11,84 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import NO_FLAGS, Computed, InlineBytes, Note, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    NO_FLAGS,
+    Checkpoint,
+    Computed,
+    FileRange,
+    InlineBytes,
+    Note,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
+from ckptool.formats.folder import mixed, refuse_renamed
+from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_RANK = 32  # numpy's, before its version 2
 MAX_SPLIT = 8  # axes along which one tensor is divided
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
+    it is asked for, once. crc: the checksum of its bytes."""
+
+    __slots__ = ("_entry", "begin", "crc", "file", "like")
+
+    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
+        self.like, self.file, self.begin, self.crc = like, file, begin, crc
+        self._entry: TensorEntry | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        if self._entry is None:
+            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
+            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
+        return self._entry
+
+
+@dataclass(slots=True, eq=False)
 class Piece:
     """A tensor that is the block of another one which begins at `offsets`, counted in elements.
 
     owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
     """
 
-    entry: TensorEntry
+    tensor: TensorEntry | Stored
     offsets: tuple[int, ...]
     owner: str = ""
     replicas: tuple[Piece, ...] = ()
 
     @property
+    def entry(self) -> TensorEntry:
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
+
+    @property
+    def like(self) -> TensorEntry:
+        """A tensor of its type, shape and strides."""
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for pieces that are the same values at the same place."""
+        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
+        return self.offsets, tensor, len(self.replicas)
+
+    @property
     def box(self) -> Box:
-        return self.offsets, self.entry.shape
+        return self.offsets, self.like.shape
 
     def within(self, box: Box) -> Piece | None:
         """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
@@ -66,34 +112,56 @@ class Vector:
         self.vectors = list(vectors)
         *self.begins, self.length = accumulate((entry.shape[0] for entry, _ in self.vectors), initial=0)
 
-    def cut(self, begin: int, length: int) -> Iterator[tuple[TensorEntry, str]]:
-        """The vectors of the elements from `begin`, fewer than `length` where it ends; of nothing, an empty one."""
-        for at in range(max(0, bisect_right(self.begins, begin) - 1), len(self.vectors)):
-            entry, owner = self.vectors[at]
-            skip = begin - self.begins[at]
+    def cut(self, begin: int, length: int, at: int = 0) -> Iterator[Piece]:
+        """The elements from `begin`, fewer than `length` where it ends, as pieces of a vector in which they follow each
+        other from `at`; of nothing, an empty one."""
+        for number in range(max(0, bisect_right(self.begins, begin) - 1), len(self.vectors)):
+            entry, owner = self.vectors[number]
+            skip = begin - self.begins[number]
             count = max(0, min(length, entry.shape[0] - skip))
             if count or not length:
-                yield entry.narrow(0, skip, count).with_flags(NO_FLAGS), owner
-            begin, length = begin + count, length - count
+                yield Piece(entry.narrow(0, skip, count).with_flags(NO_FLAGS), (at,), owner)
+            begin, length, at = begin + count, length - count, at + count
             if not length:
                 return
 
 
-Range = tuple[Vector, int, int]
-"""Elements of a row: where they begin, and how many there are."""
-
-
 @dataclass(slots=True, eq=False)
 class Joiner:
-    """Puts the tensors of one folder together. `where`: the folder, for messages.
+    """Puts together what the ranks of a run saved in a folder: opens their files, and makes whole tensors of pieces.
 
+    where: what messages call the folder.  discarded: what is not inert in its files.
     different: names of which the ranks saved values of their own where one was expected, and whose was taken.
     """
 
-    where: str
+    folder: Folder
+    where: str = ""
+    notes: list[Note] = field(default_factory=list)
+    discarded: list[Any] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
-    _joined: dict[Any, TensorEntry] = field(default_factory=dict)
+    _joined: dict[Any, list[tuple[list[Piece], TensorEntry]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.where = self.where or str(self.folder)
+
+    def open(self, name: str, below: Folder | None = None) -> Checkpoint:
+        """The checkpoint in a file of the folder, or of one below it. Raises `Conflict` for another rank's file by this
+        name, and whatever opening it raises."""
+        from ckptool.formats import read_alone
+
+        found = read_alone((below or self.folder).open(name))
+        refuse_renamed(found)
+        self.discarded += found.discarded
+        if any(use.verdict == UNKNOWN for use in uses(found.tree)):
+            self.discarded.append(found.tree)
+        return found
+
+    def checkpoint(self, container: str, tree: Any, engine: str, ranks: int, step: Any = None) -> Checkpoint:
+        """The joined checkpoint, which `engine` wrote on so many ranks at this step, where that is a number."""
+        facts = {"engine": engine, "ranks": ranks} | ({"step": step} if type(step) is int else {})
+        notes = (*self.notes, *self.notes_of_replicas())
+        return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=tuple(self.discarded))
 
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
@@ -104,54 +172,47 @@ class Joiner:
         Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
         outside of the shape, that overlap or leave gaps; `Unsupported` for too many dimensions.
         """
-        given = list(pieces)
-        for piece in given:
-            if piece.entry.dtype != dtype or len(piece.offsets) != len(shape) or len(piece.entry.shape) != len(shape):
-                found = f"{piece.entry.dtype}{list(piece.entry.shape)} at {list(piece.offsets)}"
-                raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
         places: dict[Box, list[Piece]] = {}
-        for piece in given:
-            if piece.entry.numel or not prod(shape):
+        for piece in pieces:
+            like = piece.like
+            if like.dtype != dtype or not len(piece.offsets) == len(like.shape) == len(shape):
+                found = f"{like.dtype}{list(like.shape)} at {list(piece.offsets)}"
+                raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
+            if like.numel or not prod(shape):
                 places.setdefault(piece.box, []).append(piece)
-        blocks: list[Piece] = []  # one for each place, with the others there that are not known to be the same
-        for first, *others in places.values():
-            rest = tuple(other for other in others if not agree(first.entry, other.entry))
-            _keep_replicas(first, [other for other in others if other not in rest])
-            blocks.append(replace(first, replicas=rest) if rest else first)
-        if not covers(shape, [block.box for block in blocks] if prod(shape) else []):
-            raise self._corrupt(name, shape, problem(shape, blocks))
-        if not blocks:
+        if not covers(shape, [*places] if prod(shape) else []):
+            raise self._corrupt(name, shape, problem(shape, [each[0] for each in places.values()]))
+        if not places:
             raise self._corrupt(name, shape, "no file has any of it")
-        for block in blocks:
-            if any(agree(block.entry, other.entry) is False for other in block.replicas):
-                self.different[name] = f"{_owner(block)} and {_owner(block.replicas[0])} differ"
-        if copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype):
-            blocks = [
-                replace(each, replicas=(*each.replicas, Piece(_cut(copy, each.box), each.offsets, copy.owner)))
-                for each in blocks
-            ]
-        key = (shape, dtype, *((block.offsets, block.entry.view, len(block.replicas)) for block in blocks))
-        if key not in self._joined:
-            alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].entry.shape == shape
-            self._joined[key] = blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {name}")
-        return self._joined[key]
+        copied = copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype)
+        blocks: list[Piece] = []  # one for each place, with the others there that are not known to be the same
+        for box, (first, *others) in places.items():
+            same = [agree(first.entry, other.entry) for other in others]
+            _keep_replicas(first, [other for other, agrees in zip(others, same, strict=True) if agrees])
+            rest = [other for other, agrees in zip(others, same, strict=True) if not agrees]
+            if False in same:
+                self.different[name] = f"{_owner(first)} and {_owner(rest[0])} differ"
+            if copied and copy is not None:
+                rest.append(Piece(_cut(copy, box), first.offsets, copy.owner))
+            blocks.append(replace(first, replicas=tuple(rest)) if rest else first)
+        alike = self._joined.setdefault((shape, blocks[0].identity), [])
+        for earlier, whole in alike:
+            if [each.identity for each in earlier] == [each.identity for each in blocks]:
+                return whole
+        alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].like.shape == shape
+        whole = blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {name}")
+        alike.append((blocks, whole))
+        return whole
 
     def flat(
-        self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
+        self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece], copy: Piece | None = None
     ) -> TensorEntry:
         """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
+        pieces = list(pieces)
         if copy is not None:
             copy = Piece(copy.entry.reshape((copy.entry.numel,)), (0,), copy.owner)
+        dtype = pieces[0].entry.dtype if pieces else by_name("f32")
         return self.tensor(name, (prod(shape),), dtype, pieces, copy).reshape(shape)
-
-    def in_ranges(
-        self, name: str, shape: tuple[int, ...], ranges: Iterable[Range], copy: Piece | None = None
-    ) -> TensorEntry:
-        """The tensor of this shape whose elements these ranges of rows are, in this order. copy: see `tensor`."""
-        vectors = [vector for row, begin, length in ranges for vector in row.cut(begin, length)]
-        begins = accumulate((entry.shape[0] for entry, _ in vectors), initial=0)
-        pieces = [Piece(entry, (begin,), owner) for (entry, owner), begin in zip(vectors, begins, strict=False)]
-        return self.flat(name, shape, vectors[0][0].dtype if vectors else by_name("f32"), pieces, copy)
 
     def replicated(self, name: str, pieces: Sequence[Piece]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
@@ -166,19 +227,16 @@ class Joiner:
                 self.not_compared.append(name)
         return first.entry
 
-    def notes(self) -> list[Note]:
-        notes = []
+    def notes_of_replicas(self) -> Iterator[Note]:
+        """What the ranks should have alike and have not, and what could not be compared."""
         if self.different:
             shown = listed([f"{name} ({what})" for name, what in self.different.items()], 3)
             what = counted(len(self.different), "tensor differs", "tensors differ")
-            notes.append(Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}"))
+            yield Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}")
         if self.not_compared:
-            shown = listed(self.not_compared, 3)
-            what = counted(
-                len(self.not_compared), "value that several ranks saved was", "values that several ranks saved were"
-            )
-            notes.append(Note(NOT_COMPARED, f"{what} not compared, as no checksums of them are known: {shown}"))
-        return notes
+            shown, count = listed(self.not_compared, 3), len(self.not_compared)
+            what = counted(count, "value that several ranks saved was", "values that several ranks saved were")
+            yield Note(NOT_COMPARED, f"{what} not compared, as no checksums of them are known: {shown}")
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
@@ -194,8 +252,10 @@ def _owner(piece: Piece) -> str:
     return piece.owner or "a block"
 
 
-def _keep_replicas(first: Piece, others: Iterable[Piece]) -> None:
+def _keep_replicas(first: Piece, others: Sequence[Piece]) -> None:
     """Notes the storages of which the values are not used with the one whose are, for a check of all files."""
+    if not others:
+        return
     own = first.entry.storage
     known = {id(storage): storage for storage in own.replicas}
     known |= {id(other.entry.storage): other.entry.storage for other in others if other.entry.storage is not own}
@@ -221,6 +281,18 @@ def agree(one: TensorEntry, other: TensorEntry, *, read: bool = False) -> bool |
     if read and one.nbytes <= SMALL:
         return one.bytes() == other.bytes()
     return None
+
+
+def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]) -> None:
+    """Raises `Conflict` for two files, each with what it says of its checkpoint, that say other things."""
+    for what, ours in one[1].items():
+        theirs = other[1].get(what, ours)
+        if isinstance(ours, TensorEntry) and isinstance(theirs, TensorEntry):
+            if agree(ours, theirs) is False:
+                raise mixed(where, one[0], other[0], f"the {what} differs")
+        elif type(ours) is not type(theirs) or ours != theirs:
+            shown = f": {ours:,} and {theirs:,}" if type(ours) is type(theirs) is int else ""
+            raise mixed(where, one[0], other[0], f"the {what} differs{shown}")
 
 
 def _is_all(entry: TensorEntry) -> bool:
@@ -290,74 +362,71 @@ def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> Te
             return Piece(each.entry.reshape((1,)), (0,), each.owner, tuple(map(as_vector, each.replicas)))
 
         return replace(assembled((1,), [*map(as_vector, pieces)], name), shape=(), stride=())
-    first = pieces[0].entry
-    length = prod(shape) * first.dtype.itemsize
-    every = [each for piece in pieces for each in (piece, *piece.replicas)]
-    inputs = tuple({id(piece.entry.storage): piece.entry.storage for piece in every}.values())
-    # Whole rows, each piece all of its storage in row-major order: their bytes follow each other.
-    one_by_one = all(
-        piece.entry.shape[1:] == shape[1:] and _is_all(piece.entry) and not piece.replicas and piece.entry.numel
-        for piece in pieces
-    )
-    if one_by_one:
-        inputs = tuple(piece.entry.storage for piece in sorted(pieces, key=lambda piece: piece.offsets))
-    checks = len(every) > len(pieces)
-    read = _Assembly(shape, pieces, name).read
-    data = Computed(length, read, inputs, checks=checks, concatenated=one_by_one) if length else InlineBytes(b"")
-    return TensorEntry(Storage(data, first.location), first.dtype, shape, row_major_strides(shape))
+    first, assembly = pieces[0].like, _Assembly(shape, pieces, name)
+    length, checks = prod(shape) * first.dtype.itemsize, any(piece.replicas for piece in pieces)
+    data = Computed(length, assembly.read, assembly, checks=checks, concatenated=assembly.in_turn)
+    storage = Storage(data if length else InlineBytes(b""), first.location)
+    return TensorEntry(storage, first.dtype, shape, row_major_strides(shape))
 
 
 class _Assembly:
-    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis."""
+    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis; and the
+    storages that they are of.
 
-    __slots__ = ("begins", "itemsize", "name", "pieces", "shape", "strides", "tallest")
+    in_turn: each is whole rows and all of its storage in row-major order, so that the bytes of these follow each other.
+    """
 
-    def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> None:
-        self.name = name
-        self.shape, self.strides = shape, row_major_strides(shape)
-        self.itemsize = pieces[0].entry.dtype.itemsize
-        self.pieces = sorted((piece for piece in pieces if piece.entry.numel), key=lambda piece: piece.offsets)
-        self.begins = [piece.offsets[0] for piece in self.pieces]
-        self.tallest = max((piece.entry.shape[0] for piece in self.pieces), default=0)
+    __slots__ = ("in_turn", "name", "pieces", "shape", "tallest")
+
+    def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str) -> None:
+        self.shape, self.name = shape, name
+        self.pieces = sorted((piece for piece in pieces if piece.like.numel), key=lambda piece: piece.offsets)
+        self.tallest = max((piece.like.shape[0] for piece in self.pieces), default=0)
+        self.in_turn = len(self.pieces) == len(pieces) and all(
+            piece.like.shape[1:] == shape[1:] and _is_all(piece.like) and not piece.replicas for piece in pieces
+        )
+
+    def __iter__(self) -> Iterator[Storage]:
+        storages = [each.entry.storage for piece in self.pieces for each in (piece, *piece.replicas)]
+        return iter(storages if self.in_turn else {id(storage): storage for storage in storages}.values())
 
     def read(self, offset: int, length: int) -> bytes:
-        stop = min(offset + length, prod(self.shape) * self.itemsize)
+        size = self.pieces[0].like.dtype.itemsize
+        stop = min(offset + length, prod(self.shape) * size)
         if offset >= stop:
             return b""
-        first, last = offset // self.itemsize, -(-stop // self.itemsize)
-        data = b"".join(self._block(box).tobytes() for box in boxes_between(self.shape, self.strides, first, last))
-        skip = offset - first * self.itemsize
-        return data[skip : skip + stop - offset] if skip or len(data) != stop - offset else data
+        first, last = offset // size, -(-stop // size)
+        boxes = boxes_between(self.shape, row_major_strides(self.shape), first, last)
+        data = b"".join(self._block(box, size).tobytes() for box in boxes)
+        return data[offset - first * size : stop - first * size]
 
-    def _block(self, box: Box) -> Array:
-        """The elements in a box, from all pieces that it touches."""
+    def _block(self, box: Box, size: int) -> Array:
+        """The elements in a box, from all pieces that it touches; their replicas have to have the same."""
         import numpy
 
         begin, sizes = box
-        out = numpy.empty(sizes, f"V{self.itemsize}")
-        from_ = bisect_left(self.begins, begin[0] - self.tallest + 1)
-        for piece in self.pieces[from_ : bisect_left(self.begins, begin[0] + sizes[0])]:
-            common = _common(box, (piece.offsets, piece.entry.shape))
-            if common is not None:
-                place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
-                values = self._values(piece, common)
-                out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
+        out = numpy.empty(sizes, f"V{size}")
+        low, high = (
+            bisect_left(self.pieces, row, key=lambda piece: piece.offsets[0])
+            for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
+        )
+        for piece in self.pieces[low:high]:
+            if (common := _common(box, piece.box)) is None:
+                continue
+            data = row_major(_cut(piece, common))
+            values = data.read(0, data.length)
+            for other in piece.replicas:
+                theirs = row_major(_cut(other, common))
+                if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+                    raise Conflict(
+                        f"{self.name or 'a tensor'}: {_owner(piece)} and {_owner(other)} saved different values of the "
+                        f"elements from {list(common[0])}",
+                        "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
+                        "Copy all files of the folder again, or take another checkpoint.",
+                    )
+            place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
+            out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
         return out
-
-    def _values(self, piece: Piece, box: Box) -> bytes:
-        """The bytes of a piece in a box within it, which its replicas have to have as well."""
-        data = row_major(_cut(piece, box))
-        values = data.read(0, data.length)
-        for other in piece.replicas:
-            theirs = row_major(_cut(other, box))
-            if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                raise Conflict(
-                    f"{self.name or 'a tensor'}: {_owner(piece)} and {_owner(other)} saved different values of the "
-                    f"elements from {list(box[0])}",
-                    "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
-                    "Copy all files of the folder again, or take another checkpoint.",
-                )
-        return values
 
 
 def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:

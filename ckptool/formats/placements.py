@@ -210,12 +210,10 @@ class RankFile:
                 raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
             dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
             dim = each.args[0] if dim is None and each.args else dim
-            if kind == "Replicate":
-                axes.append(None)
-            elif type(dim) is int and type(split) is int and -len(shape) <= dim < len(shape) and split > 0:
-                axes.append((dim % len(shape), split))
-            else:
-                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {len(shape)}")
+            try:
+                axes.append(axis_of(kind.lstrip("_"), dim, split, len(shape)))
+            except ValueError:
+                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {len(shape)}") from None
         if len(axes) != len(mesh.sizes):
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
             raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
@@ -314,6 +312,19 @@ class RankFile:
 
     def _corrupt(self, name: str, what: str) -> Corrupt:
         return Corrupt(f"{self.path}: {name} {what}", "No rank saves that: the file is damaged or malicious.")
+
+
+def axis_of(kind: str, dim: Any, split: Any, dims: int) -> Axis:
+    """A placement on one axis of a mesh, of a tensor of so many dimensions: `Replicate`, `Shard` or `StridedShard`.
+
+    Raises `ValueError` for one that cannot be.
+    """
+    if kind == "Replicate":
+        return None
+    fits = type(dim) is int and type(split) is int and -dims <= dim < dims and split > 0
+    if kind not in ("Shard", "StridedShard") or not fits:
+        raise ValueError(kind)
+    return dim % dims, split
 
 
 def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:

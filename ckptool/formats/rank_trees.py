@@ -7,7 +7,7 @@ other value is the first rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
@@ -19,7 +19,7 @@ from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
-DIFFERENT = "ranks-differ"  # of the note
+DIFFERENT, NOT_JOINED = "ranks-differ", "not-joined"  # of the notes
 MAX_DEPTH = 200
 # Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
 _DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
@@ -29,41 +29,75 @@ _OTHER_RUN = "The ranks' files are of different steps or runs."
 _AGAIN = "Copy the files of all ranks of one checkpoint, or take another."
 
 
-@dataclass(slots=True, eq=False)
-class TreeJoiner:
-    """Joins the trees of one set of files.
+def joined_trees(
+    joiner: Joiner,
+    name: str,
+    files: Sequence[RankFile],
+    trees: Sequence[Any],
+    described: Described | None = None,
+    *,
+    apart: bool = False,
+) -> Any:
+    """The tree of the trees that ranks saved as `name`, each in its file; what differs is noted.
 
-    described: gives the blocks that a plain tensor is, where a table says how it is divided.
+    described: gives the blocks that a plain tensor is, where a table says how it is divided.  apart: where plain
+    tensors differ and nothing says whether they are divided, each rank's tree stays as it is, by its rank; else that is
+    `Unsupported`. Raises `Conflict` for ranks of different steps or runs, and what `Joiner.tensor` raises.
+    """
+    walk, before = _SideBySide(joiner, described), dict(joiner.different)
+    tree = walk.join((name,), files, trees)
+    if unjoinable := walk.unjoinable():
+        if not apart:
+            raise Unsupported(
+                f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
+                "No file says how they are divided over the ranks, or whether they are: one rank's would not be the "
+                "model.",
+                "Save a full state dict: "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
+            )
+        joiner.different = before
+        what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
+        joiner.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
+        return {f"rank {file.rank}": each for file, each in zip(files, trees, strict=True)}
+    walk.check()
+    if walk.others:
+        shown = [f"{place} (not as in {listed(where, 2)})" for place, where in walk.others.items()]
+        what = counted(len(shown), "value differs", "values differ")
+        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}"))
+    return tree
+
+
+class _SideBySide:
+    """The state of walking the trees of one set of files.
+
     distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
     others: addresses of other values that differ, and the files that have other ones than the first.
     """
 
-    joiner: Joiner
-    described: Described | None = None
-    distributed: int = 0
-    differing: dict[Path, tuple[TensorEntry, str]] = field(default_factory=dict)
-    others: dict[str, list[str]] = field(default_factory=dict)
-    _joined: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    def __init__(self, joiner: Joiner, described: Described | None) -> None:
+        self.joiner, self.described = joiner, described
+        self.distributed = 0
+        self.differing: dict[Path, tuple[TensorEntry, str]] = {}
+        self.others: dict[str, list[str]] = {}
+        self._joined: dict[tuple[int, ...], Any] = {}
 
     def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         """What is at `path` of the whole, of the values that these files have there."""
         if len(path) > MAX_DEPTH:
             raise LimitExceeded(f"{self.joiner.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
-        first = values[0]
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
             return self._tensor(path, files, values)
-        for kind, join in ((dict, self._dictionary), (list, self._sequence), (tuple, self._sequence)):
-            if all(isinstance(value, kind) for value in values):
-                key = tuple(map(id, values))
-                if key not in self._joined:
-                    self._joined[key] = join(path, files, values)
-                return self._joined[key]
-        self._compare(path, files, values)
-        return first
+        if not any(all(isinstance(value, kind) for value in values) for kind in (dict, list, tuple)):
+            return self._compared(path, files, values)
+        key = tuple(map(id, values))
+        if key not in self._joined:
+            joined = self._dictionary if isinstance(values[0], dict) else self._sequence
+            self._joined[key] = joined(path, files, values)
+        return self._joined[key]
 
     def _dictionary(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         joined = {}
-        for key in dict.fromkeys(key for value in values for key in value):
+        for key in dict.fromkeys(chain(*values)):
             have = [(file, value[key]) for file, value in zip(files, values, strict=True) if key in value]
             if len(have) < len(files):
                 lacking = [file.where for file, value in zip(files, values, strict=True) if key not in value]
@@ -74,12 +108,9 @@ class TreeJoiner:
     def _sequence(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         plain = not any(isinstance(item, _HOLDERS) for value in values for item in value)
         if plain or len({len(value) for value in values}) > 1:
-            self._compare(path, files, values)
-            return values[0]
+            return self._compared(path, files, values)
         joined = [self.join((*path, i), files, items) for i, items in enumerate(zip(*values, strict=True))]
         return tuple(joined) if isinstance(values[0], tuple) else joined
-
-    # Tensors
 
     def _tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         name = address(path)
@@ -90,13 +121,11 @@ class TreeJoiner:
             return self._whole(name, [f.share(name, each) for f, each in zip(files, found, strict=True)])
         entries = [value for value in values if type(value) is TensorEntry]
         if len(entries) < len(values):
-            self._compare(path, files, values)
-            return values[0]
+            return self._compared(path, files, values)
         if self.described is not None:
             shares = [self.described(file, path, entry) for file, entry in zip(files, entries, strict=True)]
-            known = [share for share in shares if share is not None]
-            if len(known) == len(shares):
-                return self._whole(name, known)
+            if None not in shares:
+                return self._whole(name, [share for share in shares if share is not None])
         first = entries[0]
         if other := next((each for each in entries if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
@@ -109,6 +138,7 @@ class TreeJoiner:
         return whole
 
     def _whole(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
+        """The tensor of which ranks have these shares."""
         self.distributed += 1
         first = shares[0]
         for share in shares:
@@ -121,32 +151,27 @@ class TreeJoiner:
         tables = dict.fromkeys(share.table for share in shares)
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
             raise self._conflict(name, "is divided over meshes of which some ranks are in two")
-        for readings in zip(*(share.readings for share in shares), strict=True):  # the one way that fits all of them
-            parts = [reading for reading in readings if reading is not None]
-            if len(parts) == len(readings):
-                break
-        else:
+        fits = (each for each in zip(*(share.readings for share in shares), strict=True) if None not in each)
+        if (blocks := next(fits, None)) is None:  # the one way that fits all of them
             odd = next(share for share in shares if None in share.readings)
             raise odd.file.differs(name, f"has another shape here than its rank's part of {list(odd.shape)} would have")
-        chunks = [chunk for part in parts for chunk in part]
-        whole = self.joiner.tensor(name, first.shape, first.dtype, chunks)
+        whole = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
 
-    # Anything else
-
-    def _compare(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> None:
-        """Notes which ranks have another value than the first. Raises `Conflict` where that is a part of a tensor, or a
+    def _compared(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        """The first rank's value; notes which have another. Raises `Conflict` where that is a part of a tensor, or a
         step."""
         name, first = address(path), values[0]
         other = [file for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
-        if not other:
-            return
-        if any(distributed(node) for value in values for node in visit(value)):
-            raise self._conflict(name, "holds tensors that are divided over the ranks, and is not of one kind on all")
-        if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
-            raise self._conflict(name, f"is {first!r} by {files[0].where}, and another step by {other[0].where}")
-        self.others.setdefault(name, [file.where for file in other])
+        if other:
+            if any(distributed(node) for value in values for node in visit(value)):
+                what = "holds tensors that are divided over the ranks, and is not of one kind on all"
+                raise self._conflict(name, what)
+            if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
+                raise self._conflict(name, f"is {first!r} by {files[0].where}, and another step by {other[0].where}")
+            self.others.setdefault(name, [file.where for file in other])
+        return first
 
     def unjoinable(self) -> list[str]:
         """The plain tensors that differ where no tensor says how it is divided: they may be parts of larger ones."""
@@ -168,24 +193,8 @@ class TreeJoiner:
                     _AGAIN,
                 )
 
-    def notes(self) -> list[Note]:
-        if not self.others:
-            return []
-        shown = [f"{name} (not as in {listed(files, 2)})" for name, files in self.others.items()]
-        what = counted(len(self.others), "value differs", "values differ")
-        return [Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}")]
-
     def _conflict(self, name: str, what: str) -> Conflict:
         return Conflict(f"{self.joiner.where}: {name} {what}", _OTHER_RUN, _AGAIN)
-
-
-def not_joinable(where: object, name: str, differing: list[str]) -> Unsupported:
-    """The error for plain tensors that may be shards of larger ones."""
-    return Unsupported(
-        f"{where}: the ranks saved different plain tensors as {name}: {listed(differing, 3)}",
-        "No file says how they are divided over the ranks, or whether they are: one rank's would not be the model.",
-        "Save a full state dict: torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
-    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, FileRange, InlineBytes, Note, Storage, StorageRef
+from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.plan import Deferred, Plan
 from ckptool.commands import FILE, OUT, command
@@ -25,10 +26,9 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import ZIP64_VERSION, Archive, guard
 from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, FULL, Record
-from ckptool.pickles.builders import Builder
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
-from ckptool.pickles.torch_objects import storage_class
+from ckptool.pickles.torch_objects import Builder, storage_class
 
 NAME = "torch-zip"
 ALIGNMENT = 64
@@ -97,8 +97,21 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
     Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
     what `decode` raises.
     """
-    source, records, pickle = archive.source, archive.records, find_pickle(archive)
-    root = pickle.name.removesuffix("data.pkl")
+    source, records = archive.source, archive.records
+    pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) > 1:
+        what = f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})"
+        raise Ambiguous(what, "Readers would disagree about which of them it is.")
+    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
+    root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
+    if not pickles or f"{root}.data/extern_modules" in records:
+        from ckptool.formats.unrecognized import other_zip
+
+        raise other_zip(source, records)
+    if outside := [name for name in records if not name.startswith(root)]:
+        what = f"{source} has records outside its folder {root}: {outside[0]}"
+        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
         what = f"{source} is a checkpoint that has records of a TorchScript program as well"
@@ -125,28 +138,7 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
             "torch refuses such a file.",
         )
     storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
-    return Pickled(root, small, storages, decoded_record(pickle, storages, builders))
-
-
-def find_pickle(archive: Archive) -> Record:
-    """The one `data.pkl` of an archive; raises `Ambiguous` for two, and says what else a zip without one is."""
-    source, records = archive.source, archive.records
-    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(pickles) > 1:
-        names = " and ".join(str(records[name]) for name in pickles)
-        what = f"{source} holds two checkpoints ({names})"
-        raise Ambiguous(what, "Readers would disagree about which of them it is.")
-    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
-        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
-    root = pickles[0].removesuffix("data.pkl") if pickles else ""
-    if not pickles or f"{root}.data/extern_modules" in records:
-        from ckptool.formats.unrecognized import other_zip
-
-        raise other_zip(source, records)
-    if outside := [name for name in records if not name.startswith(root)]:
-        what = f"{source} has records outside its folder {root}: {outside[0]}"
-        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
-    return records[pickles[0]]
+    return Pickled(root, small, storages, decoded_record(pickles[0], storages, builders))
 
 
 def confirm_the_rest(archive: Archive) -> None:
@@ -177,32 +169,30 @@ class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
     prefix: the folder of the records (`archive/data/`).  find: the record of a name, which should have so many bytes.
-    refs: by class and key.
     """
 
     archive: Archive
     prefix: str
     big_endian: bool
     find: Callable[[str, int], Record | None] | None = None
-    refs: dict[Global, dict[str, StorageRef]] = field(default_factory=dict)
+    refs: dict[str, tuple[Global, StorageRef]] = field(default_factory=dict)  # by key, with the first class of each
+    others: dict[tuple[str, Global], StorageRef] = field(default_factory=dict)  # of its other classes
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
 
         The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
         """
-        is_plain = type(pid) is tuple and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
-        if not is_plain or (*map(type, pid[:5]),) != _PID or pid[0] != "storage":
+        if type(pid) is not tuple or (*map(type, pid),) not in _PIDS or pid[0] != "storage":
             what = "a persistent id that names no storage"
             raise Corrupt(what, "torch writes one for each storage, for nothing else.")
-        _, cls, key, location, numel = pid[:5]
+        cls, key, location, numel = pid[1:5]
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
-        name, size = self.prefix + key, numel * (dtype.itemsize if dtype is not None else 1)
-        refs = self.refs.setdefault(cls, {})
-        ref = refs.get(key)
-        if ref is None:
+        size = numel * (dtype.itemsize if dtype is not None else 1)
+        if (first := self.refs.get(key)) is None:
+            name = self.prefix + key
             record = self.find(name, size) if self.find is not None else self.archive.records.get(name)
             if record is None:
                 what = f"the storage {key[:200]} has no record {name[:200]} in the archive"
@@ -211,22 +201,23 @@ class RecordStorages:
                 there = f"its record {record} has {record.size:,} bytes"
                 what = f"the storage {key} should have {numel} elements; {there}"
                 raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
-            storage = next((of[key].storage for of in self.refs.values() if key in of), None)
-            if storage is None:
-                storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
-                if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
-                    storage = Storage(data, location)
-            ref = refs[key] = StorageRef(storage, dtype)
+            storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
+            if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
+                storage = Storage(data, location)
+            ref = StorageRef(storage, dtype)
+            self.refs[key] = cls, ref
+            return ref
+        of, ref = first
         # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        types = [of[key].dtype for of in self.refs.values() if key in of]
-        mixed = len(types) > 1 and not all(each is None or each.name == "u8" for each in types)
+        mixed = of is not cls and not all(each is None or each.name == "u8" for each in (ref.dtype, dtype))
         if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
             what = f"the storage {key} is described in two ways"
             raise Corrupt(what, "Readers would disagree about which is right.")
-        return ref
+        return ref if of is cls else self.others.setdefault((key, cls), StorageRef(ref.storage, dtype))
 
 
 _PID = (str, Global, str, str, int)
+_PIDS = {_PID, (*_PID, type(None))}
 
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
@@ -253,6 +244,7 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
+@no_collection()
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """The plan of a torch zip with this tree. Records of the file that it was read from are copied as they are.
 
@@ -283,9 +275,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             is_aligned = (layout.at - record.header) % origin.alignment == 0
             fits = record.zip64 or max(record.size, layout.at) < FULL
             if fits and is_aligned and is_usual and not record.method and archive.has_checksums:
-                begin = archive.source.start + record.header
-                whole = FileRange(archive.source.file, begin, record.end - record.header, record.confirm)
-                layout.add_old(record, whole)
+                layout.add_old(record, copied=True)
             else:
                 layout.add(record.name, record.data, record.crc if archive.has_checksums else None)
     for key, storage in keys.fresh:
@@ -311,6 +301,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 GUARD_EVERY = 65_000
 
 
+@no_collection()
 def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
     """The plan of the same change made inside the file: a new pickle and directory behind the old ones.
 
@@ -339,7 +330,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         layout.add(f"{root}data/{key}", storage.data, storage.crc)
     for record in archive.by_offset():
         if record.name != root + "data.pkl":
-            layout.add_old(record)
+            layout.add_old(record, copied=False)
     return Plan({"": layout}, keep=archive.end, guard=guard(archive.end_records), guard_every=GUARD_EVERY)
 
 
@@ -353,21 +344,19 @@ class _Keys:
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
-        taken = {name.removeprefix(self.root + "data/") for name in records}
-        self.free = (key for n in itertools.count() if (key := str(n)) not in taken)
+        self.free = (key for n in itertools.count() if f"{self.root}data/{(key := str(n))}" not in records)
 
     def key_of(self, storage: Storage) -> str:
         """The key of a storage: its old record's, unless another storage has that (two that became different stay
         so)."""
         key = self.keys.get(id(storage))
-        if key is not None:
-            return key
-        record = self.records.get(id(storage.data))
-        if record is None or record in self.used:
-            key = next(self.free)
-            self.fresh.append((key, storage))
-        else:
-            self.used.add(record)
-            key = record.name.removeprefix(self.root + "data/")
-        self.keys[id(storage)] = key
+        if key is None:
+            record = self.records.get(id(storage.data))
+            if record is None or record in self.used:
+                key = next(self.free)
+                self.fresh.append((key, storage))
+            else:
+                self.used.add(record)
+                key = record.name.removeprefix(self.root + "data/")
+            self.keys[id(storage)] = key
         return key

@@ -151,11 +151,9 @@ def as_bytes(storage: Storage) -> TensorEntry:
 
 def _is_all_of_its_storage(entry: TensorEntry) -> bool:
     """True for a tensor of which the values in row-major order are all bytes of its storage, and that can be stored."""
-    if entry.offset or not 0 < entry.nbytes == entry.storage.nbytes or entry.flags.conj or entry.flags.neg:
-        return False
-    if entry.dtype.safetensors is None or (entry.dtype.name == "f4_e2m1fn_x2" and not entry.shape):
-        return False
-    return entry.is_contiguous or in_storage_order(entry) is not None
+    is_whole = not entry.offset and 0 < entry.nbytes == entry.storage.nbytes and not any(entry.flags.lazy)
+    is_held = entry.dtype.safetensors is not None and (entry.dtype.name != "f4_e2m1fn_x2" or bool(entry.shape))
+    return is_whole and is_held and (entry.is_contiguous or in_storage_order(entry) is not None)
 
 
 def unpack(

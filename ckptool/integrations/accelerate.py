@@ -101,9 +101,7 @@ class AcceleratorCheckpoints:
                 "Call it after an optimizer step: if accelerator.sync_gradients: checkpoints.save()",
             )
         target = os.path.join(self.folder, f"checkpoint_{self.step}")
-        temporary = folders.staging(target)
-        if main:
-            folders.prepare(temporary)
+        temporary = folders.staged(target, make=main)
         accelerator.wait_for_everyone()
         project = accelerator.project_configuration
         named, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False

@@ -23,20 +23,20 @@ SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
 
 
-def staging(target: str) -> str:
-    """The path to write a checkpoint to until it is complete."""
-    return os.path.join(os.path.dirname(target), STAGING, os.path.basename(target))
+def staged(target: str, *, make: bool = True) -> str:
+    """The path to write a checkpoint to until it is complete, without what a killed run left there.
 
-
-def prepare(temporary: str) -> str:
-    """Makes the folder of a path that `staging` gave, without what a killed run left there."""
-    shutil.rmtree(os.path.dirname(temporary), ignore_errors=True)
-    make_folder(os.path.dirname(temporary))
-    return temporary
+    make: make the folder that it is in, which one process does, before the others write.
+    """
+    folder = os.path.join(os.path.dirname(target), STAGING)
+    if make:
+        shutil.rmtree(folder, ignore_errors=True)
+        make_folder(folder)
+    return os.path.join(folder, os.path.basename(target))
 
 
 def commit_folder(temporary: str, target: str, step: int) -> None:
-    """Makes a complete checkpoint, written to the path that `staging` gave, visible; one that is there is replaced."""
+    """Makes a complete checkpoint, written to the path that `staged` gave, visible; one that is there is replaced."""
     describe(temporary, step)
     move_folder(temporary, target)
     with suppress(OSError):
@@ -65,7 +65,7 @@ def _sync(path: str) -> None:
 
 def remove_checkpoint(path: str) -> None:
     """Deletes a checkpoint. It loses its name first: no kill leaves a part of it visible."""
-    hidden = prepare(staging(path))
+    hidden = staged(path)
     with suppress(FileNotFoundError):
         os.rename(path, hidden)
     shutil.rmtree(os.path.dirname(hidden), ignore_errors=True)

@@ -97,9 +97,7 @@ class DurableCheckpoints:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
         target = os.path.join(run, f"checkpoint-{step}")
-        temporary = folders.staging(target)
-        if main:
-            folders.prepare(temporary)
+        temporary = folders.staged(target, make=main)
         self.accelerator.wait_for_everyone()
         self._staged = os.path.dirname(temporary)
         try:

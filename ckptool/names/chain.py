@@ -1,12 +1,13 @@
 """The operations of rules, as they are written: what becomes of tensors between their old names and their new ones.
 
-`KINDS` has them all; most have an inverse. `transforms/translate/operations.py` carries them out.
+`KINDS` has them all; most have an inverse. `transforms/translate/operations.py` carries them out. `JOIN_WAYS` has those
+that join ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptool.errors import UsageError
@@ -183,4 +184,47 @@ KINDS: dict[str, OperationKind] = {
     "add": OperationKind("add NUMBER", inverse=_subtract),
     "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", "l", free=True),
     "cast": OperationKind("cast DTYPE", "", free=True),
+}
+
+
+# How ranks are joined ------------------------------------------------------------------------------------------------
+
+Numbers = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinWay:
+    """A way in which tensor-parallel ranks divide a tensor, as rules of `join` name it.
+
+    numbers: the names of those that a rule gives; `like` is the name of a tensor instead.
+    axis: that is divided; None where each rank has all of it.  parts: the sizes, in proportion, of the blocks of a
+    rank's share that lie apart in the whole.  rows: of the whole, if the numbers say it.  rows_are: what those are;
+    empty where a share may have more, which is padding.
+    """
+
+    numbers: tuple[str, ...] = ()
+    axis: int | None = 0
+    parts: Callable[[Numbers], tuple[int, ...]] = lambda numbers: (1,)
+    rows: Callable[[Numbers], int] | None = None
+    rows_are: str = ""
+
+
+# Source: megatron/core/tensor_parallel/layers.py (rows and columns), transformer/mlp.py (halves of gated linear units),
+# transformer/attention.py (groups of heads).
+JOIN_WAYS: dict[str, JoinWay] = {
+    "column": JoinWay(),
+    "row": JoinWay(axis=1),
+    "vocab": JoinWay(("rows",), rows=lambda of: of["rows"]),
+    "glu": JoinWay(parts=lambda of: (1, 1)),
+    "qkv": JoinWay(
+        ("heads", "kv_heads", "head_dim"),
+        rows=lambda of: (of["heads"] + 2 * of["kv_heads"]) * of["head_dim"],
+        rows_are="queries, keys and values",
+    ),
+    "qkv_blocks": JoinWay(("heads", "kv_heads"), parts=lambda of: (of["heads"] // of["kv_heads"], 1, 1)),
+    "heads": JoinWay(("heads",)),
+    "width": JoinWay(("like",)),
+    "replicated": JoinWay(axis=None),
+    "first": JoinWay(axis=None),
+    "skip": JoinWay(axis=None),
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import comb, prod
 
@@ -120,13 +120,32 @@ class Name:
             return {"": key}
         if not self.sums:
             return match.groupdict()
-        groups = {group: match[group] for group in self.variables}
-        results = [int(match[f"e{number}"]) for number in range(len(self.sums))]
-        ways = list(_solutions(self.sums, results, groups, lookup, ranges))
+        ways = list(self._solutions(match, lookup, ranges))
         if len(ways) > 1:
             what = f"{key} is {self.text} in {counted(len(ways), 'way')}"
             raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
         return ways[0] if ways else None
+
+    def _solutions(self, match: re.Match[str], lookup: Lookup, ranges: Mapping[str, int]) -> Iterator[dict[str, str]]:
+        """The ways to bind the unknown names of its sums so that these have the numbers of a match."""
+        groups = {group: match[group] for group in self.variables}
+        sums = [(each, int(match[f"e{number}"])) for number, each in enumerate(self.sums)]
+        names = dict.fromkeys(name for each in self.sums for name in sorted(each.names))
+        unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
+        tried = [name for name in unknown if name in ranges]
+        if (ways := prod(ranges[name] for name in tried)) > MAX_WAYS:
+            what = f"{counted(ways, 'way')} to solve {self.sums[0].text}"
+            raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
+        for values in product(*(range(ranges[name]) for name in tried)):
+            known = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names}
+            known |= zip(tried, values, strict=True)
+            number = partial(_number, known, lookup)
+            for each, result in sums * (len(unknown) + 1):  # those without a range, where a sum has only one left
+                left = [name for name in each.names if name in unknown and name not in known]
+                if len(left) == 1 and (found := solved(each, result, left[0], number)) is not None:
+                    known[left[0]] = found
+            if known.keys() >= {*unknown} and all(each.value(number) == result for each, result in sums):
+                yield groups | {f"v_{name}": str(known[name]) for name in unknown}
 
     def fill(self, groups: Groups, lookup: Lookup = lambda name: None) -> str:
         """The key with these in the places of the variables. Raises `UsageError` for a number below zero."""
@@ -134,6 +153,10 @@ class Name:
             match = self.expression.fullmatch(groups[""])
             return match.expand(self.text) if match else groups[""]
         return "".join([piece if isinstance(piece, str) else _filled(piece, groups, lookup) for piece in self.pieces])
+
+
+def _number(known: Mapping[str, int], lookup: Lookup, name: str) -> int | None:
+    return known[name] if name in known else lookup(name)
 
 
 def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str:
@@ -219,44 +242,3 @@ def parse_expressions(old: str, new: str) -> tuple[Name, Name]:
     except (re.error, IndexError) as error:
         raise UsageError(str(error)) from None
     return Name(f"re:{old}", expression=expression), Name(new, expression=expression)
-
-
-# Arithmetic on the left side ------------------------------------------------------------------------------------------
-
-
-def _solutions(
-    expressions: list[Arithmetic], results: list[int], groups: dict[str, str], lookup: Lookup, ranges: Mapping[str, int]
-) -> Iterator[dict[str, str]]:
-    """The ways to bind the unknown names of the expressions so that they have their results."""
-    names = dict.fromkeys(name for each in expressions for name in sorted(each.names))
-    unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
-    free = [name for name in unknown if name not in ranges]
-    if (ways := prod(ranges[name] for name in unknown if name in ranges)) > MAX_WAYS:
-        what = f"{counted(ways, 'way')} to solve {expressions[0].text}"
-        raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
-    for values in product(*(range(ranges[name]) for name in unknown if name in ranges)):
-        bound = dict(zip((name for name in unknown if name in ranges), values, strict=True))
-        known = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names} | bound
-        if _bind_free(free, expressions, results, known, lookup):
-            yield groups | {f"v_{name}": str(known[name]) for name in unknown}
-
-
-def _bind_free(
-    free: list[str], expressions: list[Arithmetic], results: list[int], known: dict[str, int], lookup: Lookup
-) -> bool:
-    """Adds the names without a range to those that are known, each from an expression that has only it left."""
-
-    def number(name: str) -> int | None:
-        return known.get(name) if name in known else lookup(name)
-
-    for _ in range(len(free) + 1):
-        for expression, result in zip(expressions, results, strict=True):
-            left = [name for name in expression.names if name in free and name not in known]
-            if len(left) == 1:
-                value = solved(expression, result, left[0], number)
-                if value is None:
-                    return False
-                known[left[0]] = value
-    if any(name not in known for name in free):
-        return False
-    return all(each.value(number) == result for each, result in zip(expressions, results, strict=True))

@@ -33,8 +33,7 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.commands import FILE, FOLDER, OUT, Slot, command
 from ckptool.errors import UsageError, listed, printable
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
-from ckptool.names.chain import Operation
-from ckptool.names.joining import JOIN_WAYS
+from ckptool.names.chain import JOIN_WAYS, Operation
 from ckptool.names.pattern import Name, parse_name, split_names
 from ckptool.names.rules import LOOK, Rule, Translation, parse_rules
 

@@ -12,21 +12,22 @@ from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.graph import check_depth
+from ckptool.checkpoint.graph import alike, check_depth
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed
-from ckptool.pickles.builders import Builder, PerPickle, purse
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
 from ckptool.pickles.objects import ObjectMaker
 from ckptool.pickles.reader import DAMAGED, PickleReader
 from ckptool.pickles.strings import StubbedValue
+from ckptool.pickles.torch_objects import Builder, PerPickle, purse
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
 NESTED_NAMES = 4  # the protocol from which on a dot in a name leads into a class
 OLD_GRADIENTS, REPEATED_KEY = "old-gradients", "repeated-key"  # codes of notes
+MAX_REPEATED = 100  # keys given twice whose values are compared
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
@@ -123,7 +124,13 @@ def decode(
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
     unreachable = tuple(name for name in objects.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
-    counts = objects.byte_strings, unreachable, objects.gradients, objects.replaced()
+    # keys with two values, or ones that are too long to compare
+    replaced = [
+        key
+        for number, (key, old, new) in enumerate(objects.repeated)
+        if number >= MAX_REPEATED or not alike(old, new, 1_000)
+    ]
+    counts = objects.byte_strings, unreachable, objects.gradients, tuple(replaced)
     return Decoded(root, objects.discarded(root), machine.protocol, reader.at, *counts)
 
 

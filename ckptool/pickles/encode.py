@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import NO_FLAGS, Composite, Storage, StorageRef, TensorEntry
@@ -21,8 +21,8 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.errors import Conflict, Unsupported
-from ckptool.pickles.builders import ORDERED_DICT
 from ckptool.pickles.torch_objects import (
+    ORDERED_DICT,
     REBUILD_FROM_TYPE,
     REBUILD_PARAMETER,
     REBUILD_TENSOR_V2,
@@ -50,11 +50,14 @@ class _Call(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """How plain tensors of one kind are written: begin, the key, and each place in the memo with what follows it."""
+    """How plain tensors of one kind are written: begin, the key, and each place in the memo with what follows it.
+
+    fields: of `rest`, places and what follows them in turn; of the last tensor that was written so.
+    """
 
     begin: bytes
     rest: struct.Struct
-    parts: list[bytes]
+    fields: list[Any]
 
 
 _NO_HOOKS = _Call(ORDERED_DICT, ())
@@ -78,10 +81,10 @@ class _Encoder:
         self.protocol = protocol
         self.out = bytearray(b"\x80\x02")
         self.count = 0  # values memoized so far
-        self.memo: dict[Any, bytes] = {}  # text, bytes, name, or the id of another value -> the opcode that recalls it
+        self.memo: dict[Any, int] = {}  # text, bytes, name, or the id of another value -> its place
         self.begun: dict[int, int] = {}  # id of a set -> how much could be recalled when it was begun
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
-        self.places: list[int] = []  # in `out`, of the opcodes that memoize what the last plain tensor is made of
+        self.puts: list[int] | None = None  # where in `out` a tensor's parts are memoized, while that is wanted
         self.alike: dict[Any, _Alike] = {}  # by all that two plain tensors may share
 
     def run(self, tree: Any) -> bytes:
@@ -99,21 +102,21 @@ class _Encoder:
 
     def _recalled(self, key: Any, unfinished: bytes = b"") -> bool:
         """Recalls what was written before; says whether it was. unfinished: opcodes that drop what was begun of it."""
-        recall = self.memo.get(key)
-        if recall is None:
+        index = self.memo.get(key)
+        if index is None:
             return False
-        self.out += unfinished + recall
+        self.out += unfinished + (b"h" + bytes([index]) if index < 256 else b"j" + _pack_uint(index))
         return True
 
     def _put(self, key: Any = None) -> None:
         """Memoizes what is on top of the stack; by its key it is recalled, and without one never."""
         index = self.count
         self.count += 1
-        raw, put, get = (bytes([index]), b"q", b"h") if index < 256 else (_pack_uint(index), b"r", b"j")
-        self.places.append(len(self.out))
-        self.out += put + raw
+        if self.puts is not None:
+            self.puts.append(len(self.out))
+        self.out += b"q" + bytes([index]) if index < 256 else b"r" + _pack_uint(index)
         if key is not None:
-            self.memo[key] = get + raw
+            self.memo[key] = index
 
     # Leaves: everything that refers to no container ---------------------------------------------------------------
 
@@ -213,20 +216,21 @@ class _Encoder:
         raw = key.encode("utf-8", "surrogatepass")
         alike, is_new = self.alike.get(kind), key not in self.memo and id(storage) not in self.types
         if alike is not None and is_new:
+            begin, rest, fields = alike
             self.types[id(storage)] = entry.dtype if entry.dtype.storage is not None else None
-            self.count += len(alike.parts)
-            self.memo[key], self.memo[id(entry)] = b"j" + _pack_uint(first), b"j" + _pack_uint(self.count - 1)
-            out += alike.begin + _pack_uint(len(raw)) + raw + b"r"
-            out += alike.rest.pack(*chain.from_iterable(zip(count(first), alike.parts)))
+            self.count = after = first + len(fields) // 2
+            self.memo[key], self.memo[id(entry)] = first, after - 1
+            fields[::2] = range(first, after)
+            out += b"".join((begin, _pack_uint(len(raw)), raw, b"r", rest.pack(*fields)))
             return
-        begin, known = len(out), len(self.memo)
-        self.places.clear()
+        begin_at, known, self.puts = len(out), len(self.memo), []
         self._tensor(entry)
+        puts, self.puts = self.puts, None
         if is_new and first > 255 and len(self.memo) == known + 2:  # nothing was memoized but the key and the tensor
-            ends = [*(place + 1 for place in self.places[1:]), len(out)]
-            parts = [bytes(out[place + 5 : end]) for place, end in zip(self.places, ends, strict=True)]
-            rest = struct.Struct("<" + "".join(f"I{len(part)}s" for part in parts))
-            self.alike[kind] = _Alike(bytes(out[begin : self.places[0] - len(raw) - 4]), rest, parts)
+            ends = [*(place + 1 for place in puts[1:]), len(out)]
+            fields = [each for place, end in zip(puts, ends, strict=True) for each in (0, bytes(out[place + 5 : end]))]
+            rest = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
+            self.alike[kind] = _Alike(bytes(out[begin_at : puts[0] - len(raw) - 4]), rest, fields)
 
     def _tensor(self, entry: TensorEntry) -> None:
         flags, typed = entry.flags, entry.dtype.storage is not None
@@ -254,10 +258,8 @@ class _Encoder:
         """
         first = self.types.setdefault(id(storage), dtype)
         if first is not dtype and storage.nbytes and not {first and first.name, dtype and dtype.name} <= {"u8", None}:
-            raise Conflict(
-                f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}",
-                "torch can neither save nor load that: it would read both as one type.",
-            )
+            what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
+            raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
         of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
         size = storage.nbytes // (dtype.itemsize if dtype else 1)
         self._arguments(("storage", of, self.key_of(storage), storage.location, size))
@@ -297,10 +299,8 @@ class _Encoder:
             # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was
             # stored on the way.
             if self.begun.get(key) == len(self.memo):
-                raise Unsupported(
-                    "a set that contains itself cannot be written",
-                    "Protocol 2, which every torch reads, cannot express it.",
-                )
+                what = "a set that contains itself cannot be written"
+                raise Unsupported(what, "Protocol 2, which every torch reads, cannot express it.")
             self.begun[key] = len(self.memo)
             self._leaf(_FROZENSET if value.frozen else _SET)
             out += b"]"
@@ -312,10 +312,8 @@ class _Encoder:
                 out += b"R"
                 self._put(key)
         else:
-            raise Unsupported(
-                f"a value of type {type(value).__name__} cannot be written",
-                "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets.",
-            )
+            why = "A checkpoint holds tensors, strings, numbers, bytes, lists, tuples, dictionaries and sets."
+            raise Unsupported(f"a value of type {type(value).__name__} cannot be written", why)
 
     def _elements(self, values: list[Any], one: bytes = b"a", many: bytes = b"e") -> Iterator[Any]:
         for start in range(0, len(values), _BATCH):

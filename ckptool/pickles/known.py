@@ -11,6 +11,7 @@ libraries below.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,10 +20,7 @@ from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.checkpoint.numpy_arrays import is_array, is_type
 from ckptool.pickles import arguments as given
-from ckptool.pickles.arguments import every, exactly, up_to
-
-Arguments = tuple[Any, ...]
-
+from ckptool.pickles.arguments import Rule, every, exactly, up_to
 
 NOWHERE = 1 << 30  # of no call's arguments
 
@@ -41,7 +39,7 @@ class Kind(NamedTuple):
     weights_only: `torch.load(weights_only=True)` calls it.
     """
 
-    called: Callable[[Arguments], bool] | None = None
+    called: Rule | None = None
     empty: bool = False
     state: bool = False
     items: bool = False
@@ -52,6 +50,10 @@ class Kind(NamedTuple):
     filled: Callable[[Object], bool] | None = None
     value: str = ""
     weights_only: bool = False
+
+    def of(self, names: str) -> dict[tuple[str, str], Kind]:
+        """The rows of the names in a text (see `named`)."""
+        return dict.fromkeys(named(names), self)
 
 
 _NAME = Kind()  # a class, a function or a constant that is only referred to
@@ -86,277 +88,6 @@ def named(text: str) -> Iterator[tuple[str, str]]:
         else:
             yield from ((module, word) for module in modules)
         last = word
-
-
-# What may be done with names, and which names those are; of a name that stands in two rows the later counts.
-_TABLE: tuple[tuple[Kind, str], ...] = (
-    # torch: tensors, and what describes them
-    (
-        _TENSOR,
-        """torch._utils: _rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage
-        _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
-    ),
-    (
-        Kind(given.of_tensors),
-        """torch._utils: _rebuild_sparse_csr_tensor _rebuild_xla_tensor
-        torch.nested._internal.nested_tensor: _rebuild_njt""",
-    ),
-    (
-        Kind(given.of_tensors, value="uninitialized"),
-        "torch.nn.parameter: UninitializedParameter UninitializedBuffer",
-    ),
-    (Kind(given.without_hooks(5), weights_only=True), "torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
-    (Kind(given.without_hooks(2), weights_only=True), "torch._utils: _rebuild_parameter"),
-    (
-        Kind(given.parameter_with_state, state_at=3, weights_only=True),
-        "torch._utils: _rebuild_parameter_with_state",
-    ),
-    (Kind(given.without_hooks(6), weights_only=True), "torch._utils: _rebuild_qtensor"),
-    (
-        Kind(given.rebuild_and_class, state_at=3, stands=False),  # it sets any attribute of what any function gives
-        "torch._tensor: torch.tensor: _rebuild_from_type _rebuild_from_type_v2",
-    ),
-    (Kind(given.class_first, weights_only=True), "torch._utils: _rebuild_wrapper_subclass"),
-    (
-        Kind(given.of_tensors, empty=True, state=True),
-        "torch.nn.parameter: Parameter Buffer torch.autograd.variable: Variable",
-    ),
-    (_SEQUENCE._replace(value="size", weights_only=True), "torch: Size"),
-    (_SCALARS._replace(value="device", weights_only=True), "torch: device"),
-    (_SCALARS._replace(value="layout", weights_only=True), "torch.serialization: _get_layout"),
-    (_SCALARS._replace(value="str"), "torch.torch_version: TorchVersion"),
-    (Kind(up_to("device"), state=True, filled=given.seeded), "torch: torch._C: Generator"),
-    *((_PACKED, f"{given.PACKED}.{module}: {name}") for module, name in (each.split(".") for each in given.CLASSES)),
-    (_PACKED, "torch: ScriptObject"),
-    (Kind(given.getattr_of_known, stands=False), "builtins: getattr"),
-    (
-        _NAME,
-        """torch: torch._tensor: Tensor
-        torch._C: _VariableFunctionsClass
-        torch.utils.data.dataloader: DataLoader
-        torch.nested._internal.nested_tensor: NestedTensor
-        torch.distributed.tensor: torch.distributed._tensor.api: torch.distributed._tensor: DTensor
-        torch.distributed.fsdp._flat_param: torch.distributed.fsdp.flat_param: FlatParameter
-        torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: _refresh_per_optimizer_state
-        torch.nn.functional: relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh softmax
-        log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish tanhshrink logsigmoid
-        glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
-        binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout layer_norm interpolate
-        torch._C._nn: gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus softshrink
-        torch.nn.init: xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_ ones_
-        constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_""",
-    ),
-    # as protocol 4 spells them
-    (_NAME, "torch._utils: torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format"),
-    # torch.distributed: what ranks save
-    (
-        _OBJECT,
-        """torch.distributed.tensor._dtensor_spec: DTensorSpec
-        torch.distributed._tensor.placement_types: DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement
-        torch.distributed._tensor.dispatch: TensorMeta
-        torch.distributed._shard.sharded_tensor.api: ShardedTensor ShardedTensor.ProcessGroupState
-        torch.distributed._shard.sharded_tensor.shard: Shard
-        torch.distributed._shard.metadata: ShardMetadata
-        torch.distributed._shard.sharding_spec.chunk_sharding_spec: ChunkShardingSpec
-        torch.distributed._shard.sharding_spec.api: EnumerableShardingSpec DevicePlacementSpec
-        torch.distributed.checkpoint.metadata: BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex
-        StorageMeta TensorStorageMetadata
-        torch.distributed.checkpoint.planner: SavePlan WriteItem TensorWriteData BytesIOWriteData
-        torch._dynamo.decorators: _DimRange""",
-    ),
-    (
-        # namedtuples, and classes that say themselves how they are filled
-        Kind(_ANY, empty=True, state=True),
-        """torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
-        torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
-        torch.distributed._mesh_layout: _MeshLayout _FlatLayout
-        torch.distributed.remote_device: _remote_device
-        torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING
-        torch.distributed.checkpoint.metadata: TensorProperties _MEM_FORMAT_ENCODING
-        torch.distributed.checkpoint.planner: WriteItemType
-        torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
-        torch.distributed.checkpoint._hf_utils: _HFStorageInfo""",
-    ),
-    # made with arguments, it opens connections
-    (
-        Kind(empty=True, state=True, stands=False),
-        "torch.distributed.device_mesh: torch.distributed._tensor.device_mesh: DeviceMesh",
-    ),
-    (_ENUM, "torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState"),
-    (Kind(given.none), "torch.nn.backends.thnn: _get_thnn_function_backend"),
-    # Python
-    (_CONTAINER._replace(elements=False, value="namespace"), "argparse: Namespace types: SimpleNamespace"),
-    (_MAPPING, "collections: OrderedDict"),
-    (_MAPPING._replace(called=up_to("factory"), value="defaultdict"), "collections: defaultdict"),
-    (
-        Kind(up_to("sequence", "limit"), empty=True, state=True, elements=True, value="deque"),
-        "collections: deque",
-    ),
-    (_MAPPING._replace(value="counter", weights_only=True), "collections: Counter"),
-    (_MAPPING._replace(state=False, value="dict"), "builtins: dict"),
-    (_SEQUENCE._replace(elements=True, value="list"), "builtins: list"),
-    (_SEQUENCE._replace(elements=True), "builtins: set"),
-    (_SEQUENCE._replace(value="tuple"), "builtins: tuple"),
-    (_SEQUENCE, "builtins: frozenset"),
-    (Kind(up_to("content", "codec", "on error"), empty=True), "builtins: bytes bytearray"),
-    (Kind(up_to("scalar", "codec", "on error"), empty=True, value="str"), "builtins: str unicode"),
-    (_NUMBER._replace(value="int"), "builtins: int long"),
-    (_NUMBER._replace(value="float"), "builtins: float"),
-    (_SCALARS._replace(value="bool"), "builtins: bool"),
-    (_NUMBER._replace(weights_only=True), "builtins: complex"),
-    (_SCALARS._replace(value="slice"), "builtins: slice"),
-    (_SCALARS._replace(value="range"), "builtins: range xrange"),
-    (_SCALARS, "builtins: object"),
-    (Kind(exactly("constant"), stands=False), "builtins: type"),
-    (_NAME, "builtins: Ellipsis NotImplemented abs max min sum len round sorted"),
-    *(
-        (Kind(every("in date"), value=name), f"datetime: {name}")
-        for name in ("datetime", "date", "time", "timedelta", "timezone")
-    ),
-    (_NUMBER._replace(value="decimal"), "decimal: Decimal"),
-    (_NUMBER._replace(value="fraction"), "fractions: Fraction"),
-    (Kind(given.none, empty=True, state=True, value="uuid"), "uuid: UUID"),
-    (_ENUM, "uuid: SafeUUID"),
-    (_PATH._replace(value="posix path"), "pathlib: PosixPath"),
-    (_PATH._replace(value="windows path"), "pathlib: WindowsPath"),
-    (_PATH._replace(value="pure posix path"), "pathlib: PurePosixPath"),
-    (_PATH._replace(value="pure windows path"), "pathlib: PureWindowsPath"),
-    (_PATH, "pathlib: Path PurePath"),
-    (Kind(given.none, empty=True, state=True, filled=given.generated), "random: Random"),
-    (_PATH._replace(empty=False, stands=False), "logging: getLogger"),
-    (Kind(exactly("expression", "integer"), stands=False), "re: _compile"),
-    (Kind(given.application, state=True, stands=False, filled=given.same_application), "functools: partial"),
-    (Kind(given.type_expression), "operator: _operator: getitem or_ types: GenericAlias"),
-    (Kind(given.union, stands=False), "functools: _functools: reduce"),
-    (
-        _NAME,
-        """typing: Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable
-        Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn
-        ClassVar Final
-        numbers: Number Complex Real Rational Integral
-        math: sqrt exp log log2 log10 sin cos tanh ceil floor
-        inspect: _empty""",
-    ),
-    # numpy
-    (Kind(every("scalar"), state=True, filled=is_type, value="array type"), "numpy: dtype"),
-    (
-        Kind(exactly("class of arrays", "shape", "anything"), state=True, filled=is_array, value="array"),
-        "numpy.core.multiarray: _reconstruct",
-    ),
-    (Kind(_ANY, filled=is_array, value="array"), "numpy.core.numeric: _frombuffer"),
-    (Kind(_ANY, filled=is_array, value="array scalar"), "numpy.core.multiarray: scalar"),
-    (
-        Kind(every("of random"), state=True),
-        """numpy.random._pickle: __bit_generator_ctor __generator_ctor __randomstate_ctor
-        numpy.random: __RandomState_ctor numpy.random.bit_generator: __pyx_unpickle_SeedSequence""",
-    ),
-    (
-        _OBJECT,
-        """numpy.random._pcg64: PCG64 PCG64DXSM numpy.random._mt19937: MT19937 numpy.random._philox: Philox
-        numpy.random._sfc64: SFC64 numpy.random.bit_generator: SeedSequence""",
-    ),
-    (
-        Kind(given.none),
-        """numpy.dtypes: BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType
-        LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType
-        UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType
-        CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType""",
-    ),
-    (
-        _NAME,
-        """numpy: ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64
-        float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64
-        timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc uintc
-        intp uintp long ulong longlong ulonglong
-        numpy.rec: numpy.core.records: recarray
-        numpy.core.defchararray: chararray
-        numpy.matrixlib.defmatrix: matrix""",
-    ),
-    # Configuration: dictionaries and lists in disguise
-    (
-        _CONTAINER._replace(value="omegaconf"),
-        "omegaconf.dictconfig: DictConfig omegaconf.listconfig: ListConfig",
-    ),
-    (
-        _CONTAINER._replace(value="omegaconf node"),
-        """omegaconf.nodes: AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode
-        InterpolationResultNode""",
-    ),
-    (_CONTAINER, "omegaconf.base: ContainerMetadata Metadata"),
-    (
-        _CONTAINER._replace(value="items or attributes"),
-        """pytorch_lightning.utilities.parsing: lightning_fabric.utilities.data: lightning.fabric.utilities.data:
-        lightning.pytorch.utilities.parsing: AttributeDict easydict: EasyDict""",
-    ),
-    (
-        _CONTAINER._replace(value="items"),
-        """yacs.config: CfgNode mmcv.utils.config: mmengine.config.config: ConfigDict munch: Munch
-        addict: addict.addict: Dict box: box.box: Box""",
-    ),
-    (_CONTAINER._replace(value="elements"), "box: box.box_list: BoxList"),
-    (_CONTAINER._replace(value="attributes"), "mmengine.logging.history_buffer: HistoryBuffer"),
-    (_CONTAINER._replace(value="mmengine config"), "mmengine.config.config: Config"),
-    (
-        _CONTAINER._replace(value="ml_collections"),
-        "ml_collections.config_dict.config_dict: ml_collections.config_dict: ConfigDict FrozenConfigDict",
-    ),
-    # Data in batches and graphs, whose classes set their state as it is
-    (
-        Kind(exactly("class of tensordict", "attributes"), state_at=1, stands=False),
-        "tensordict._reductions: _make_td",
-    ),
-    (
-        _OBJECT,
-        """torch_geometric.data.data: Data torch_geometric.data.hetero_data: HeteroData
-        torch_geometric.data.storage: BaseStorage NodeStorage EdgeStorage GlobalStorage""",
-    ),
-    (
-        _NAME,
-        """tensordict._td: TensorDict tensordict._lazy: LazyStackedTensorDict
-        torch_geometric.data.data: DataEdgeAttr DataTensorAttr torch_geometric.data.feature_store: TensorAttr
-        torch_geometric.data.graph_store: EdgeAttr""",
-    ),
-    (
-        _ENUM,
-        """pytorch_lightning.trainer.states: lightning.pytorch.trainer.states: TrainerFn TrainerStatus RunningStage
-        transformers.trainer_utils: IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption
-        RemoveColumnsCollator EvaluationStrategy
-        transformers.training_args: OptimizerNames ParallelMode
-        transformers.debug_utils: DebugOption
-        transformers.utils.generic: ExplicitEnum PaddingStrategy TensorType
-        transformers.utils.quantization_config: QuantizationMethod AWQLinearVersion
-        transformers.optimization: SchedulerType
-        accelerate.utils.dataclasses: DistributedType DynamoBackend LoggerType PrecisionType RNGType
-        SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType
-        accelerate.state: DistributedType
-        deepspeed.runtime.zero.config: ZeroStageEnum
-        fairseq.dataclass.constants: StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES
-        GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES
-        PIPELINE_CHECKPOINT_CHOICES PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES
-        CLIP_GRAD_NORM_TYPE_CHOICES ZERO_SHARDING_CHOICES""",
-    ),
-    (
-        _NAME,
-        """fairseq.dataclass.configs: FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig
-        OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig
-        InteractiveConfig EMAConfig FairseqDataclass""",
-    ),
-    # they stand in checkpoints as keys
-    (
-        _NAME,
-        """pytorch_lightning.callbacks.: lightning.pytorch.callbacks.: model_checkpoint: ModelCheckpoint
-        early_stopping: EarlyStopping lr_monitor: LearningRateMonitor gpu_stats_monitor: GPUStatsMonitor
-        device_stats_monitor: DeviceStatsMonitor progress: ProgressBar ProgressBarBase TQDMProgressBar
-        RichProgressBar progress.base: ProgressBarBase progress.progress_bar: ProgressBar progress.tqdm_progress:
-        TQDMProgressBar progress.rich_progress: RichProgressBar model_summary: ModelSummary rich_model_summary:
-        RichModelSummary gradient_accumulation_scheduler: GradientAccumulationScheduler stochastic_weight_avg:
-        StochasticWeightAveraging weight_averaging: WeightAveraging EMAWeightAveraging finetuning: BaseFinetuning
-        BackboneFinetuning lambda_function: LambdaCallback prediction_writer: BasePredictionWriter pruning:
-        ModelPruning quantization: QuantizationAwareTraining timer: Timer xla_stats_monitor: XLAStatsMonitor
-        throughput_monitor: ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder:
-        LearningRateFinder callback: Callback""",
-    ),
-)
 
 
 # torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets,
@@ -453,6 +184,266 @@ TORCH_CLASSES = """
     WeightedRandomSampler utils.hooks: RemovableHandle
 """
 
+
+def _constants(module: str) -> Iterator[str]:
+    """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
+    yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
+    yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
+    if module == "torch":
+        yield from BY_TORCH
+        yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
+        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d".split()
+        yield "preserve_format"
+
+
+_CONSTANTS = {
+    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+}
+
+# What may be done with names, and which names those are; of a name that stands in two rows the later counts.
+_KINDS: dict[tuple[str, str], Kind] = {
+    **_LAYER.of(TORCH_CLASSES),
+    # torch: tensors, and what describes them
+    **_TENSOR.of("""
+        torch._utils: _rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage
+        _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor
+    """),
+    **Kind(given.of_tensors).of("""
+        torch._utils: _rebuild_sparse_csr_tensor _rebuild_xla_tensor
+        torch.nested._internal.nested_tensor: _rebuild_njt
+    """),
+    **Kind(given.of_tensors, value="uninitialized").of(
+        "torch.nn.parameter: UninitializedParameter UninitializedBuffer"
+    ),
+    **Kind(given.without_hooks(5), weights_only=True).of("torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
+    **Kind(given.without_hooks(2), weights_only=True).of("torch._utils: _rebuild_parameter"),
+    **Kind(given.parameter_with_state, state_at=3, weights_only=True).of("torch._utils: _rebuild_parameter_with_state"),
+    **Kind(given.without_hooks(6), weights_only=True).of("torch._utils: _rebuild_qtensor"),
+    **Kind(given.rebuild_and_class, state_at=3, stands=False).of(
+        "torch._tensor: torch.tensor: _rebuild_from_type _rebuild_from_type_v2"
+    ),
+    **Kind(given.class_first, weights_only=True).of("torch._utils: _rebuild_wrapper_subclass"),
+    **Kind(given.of_tensors, empty=True, state=True).of(
+        "torch.nn.parameter: Parameter Buffer torch.autograd.variable: Variable"
+    ),
+    **_SEQUENCE._replace(value="size", weights_only=True).of("torch: Size"),
+    **_SCALARS._replace(value="device", weights_only=True).of("torch: device"),
+    **_SCALARS._replace(value="layout", weights_only=True).of("torch.serialization: _get_layout"),
+    **_SCALARS._replace(value="str").of("torch.torch_version: TorchVersion"),
+    **Kind(up_to("device"), state=True, filled=given.seeded).of("torch: torch._C: Generator"),
+    **{(f"{given.PACKED}.{module}", name): _PACKED for module, name in (each.split(".") for each in given.CLASSES)},
+    **_PACKED.of("torch: ScriptObject"),
+    **Kind(given.getattr_of_known, stands=False).of("builtins: getattr"),
+    **_NAME.of("""
+        torch: torch._tensor: Tensor
+        torch._C: _VariableFunctionsClass
+        torch.utils.data.dataloader: DataLoader
+        torch.nested._internal.nested_tensor: NestedTensor
+        torch.distributed.tensor: torch.distributed._tensor.api: torch.distributed._tensor: DTensor
+        torch.distributed.fsdp._flat_param: torch.distributed.fsdp.flat_param: FlatParameter
+        torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: _refresh_per_optimizer_state
+        torch.nn.functional: relu relu6 leaky_relu prelu rrelu elu selu celu gelu silu mish sigmoid tanh softmax
+        log_softmax softmin softplus softsign softshrink hardshrink hardtanh hardsigmoid hardswish tanhshrink logsigmoid
+        glu threshold normalize cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+        binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity dropout layer_norm interpolate
+        torch._C._nn: gelu silu mish elu_ hardtanh hardswish hardsigmoid leaky_relu log_sigmoid softplus softshrink
+        torch.nn.init: xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ normal_ uniform_ zeros_ ones_
+        constant_ orthogonal_ trunc_normal_ eye_ dirac_ sparse_
+    """),
+    # as protocol 4 spells them
+    **_NAME.of(
+        "torch._utils: torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format"
+    ),
+    # torch.distributed: what ranks save
+    **_OBJECT.of("""
+        torch.distributed.tensor._dtensor_spec: DTensorSpec
+        torch.distributed._tensor.placement_types: DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement
+        torch.distributed._tensor.dispatch: TensorMeta
+        torch.distributed._shard.sharded_tensor.api: ShardedTensor ShardedTensor.ProcessGroupState
+        torch.distributed._shard.sharded_tensor.shard: Shard
+        torch.distributed._shard.metadata: ShardMetadata
+        torch.distributed._shard.sharding_spec.chunk_sharding_spec: ChunkShardingSpec
+        torch.distributed._shard.sharding_spec.api: EnumerableShardingSpec DevicePlacementSpec
+        torch.distributed.checkpoint.metadata: BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex
+        StorageMeta TensorStorageMetadata
+        torch.distributed.checkpoint.planner: SavePlan WriteItem TensorWriteData BytesIOWriteData
+        torch._dynamo.decorators: _DimRange
+    """),
+    # namedtuples, and classes that say themselves how they are filled
+    **Kind(_ANY, empty=True, state=True).of("""
+        torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
+        torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
+        torch.distributed._mesh_layout: _MeshLayout _FlatLayout
+        torch.distributed.remote_device: _remote_device
+        torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.metadata: TensorProperties _MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.planner: WriteItemType
+        torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
+        torch.distributed.checkpoint._hf_utils: _HFStorageInfo
+    """),
+    # made with arguments, it opens connections
+    **Kind(empty=True, state=True, stands=False).of(
+        "torch.distributed.device_mesh: torch.distributed._tensor.device_mesh: DeviceMesh"
+    ),
+    **_ENUM.of("torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState"),
+    **Kind(given.none).of("torch.nn.backends.thnn: _get_thnn_function_backend"),
+    # Python
+    **_CONTAINER._replace(elements=False, value="namespace").of("argparse: Namespace types: SimpleNamespace"),
+    **_MAPPING.of("collections: OrderedDict"),
+    **_MAPPING._replace(called=up_to("factory"), value="defaultdict").of("collections: defaultdict"),
+    **Kind(up_to("sequence", "limit"), empty=True, state=True, elements=True, value="deque").of("collections: deque"),
+    **_MAPPING._replace(value="counter", weights_only=True).of("collections: Counter"),
+    **_MAPPING._replace(state=False, value="dict").of("builtins: dict"),
+    **_SEQUENCE._replace(elements=True, value="list").of("builtins: list"),
+    **_SEQUENCE._replace(elements=True).of("builtins: set"),
+    **_SEQUENCE._replace(value="tuple").of("builtins: tuple"),
+    **_SEQUENCE.of("builtins: frozenset"),
+    **Kind(up_to("content", "codec", "on error"), empty=True).of("builtins: bytes bytearray"),
+    **Kind(up_to("scalar", "codec", "on error"), empty=True, value="str").of("builtins: str unicode"),
+    **_NUMBER._replace(value="int").of("builtins: int long"),
+    **_NUMBER._replace(value="float").of("builtins: float"),
+    **_SCALARS._replace(value="bool").of("builtins: bool"),
+    **_NUMBER._replace(weights_only=True).of("builtins: complex"),
+    **_SCALARS._replace(value="slice").of("builtins: slice"),
+    **_SCALARS._replace(value="range").of("builtins: range xrange"),
+    **_SCALARS.of("builtins: object"),
+    **Kind(exactly("constant"), stands=False).of("builtins: type"),
+    **_NAME.of("builtins: Ellipsis NotImplemented abs max min sum len round sorted"),
+    **{
+        ("datetime", name): Kind(every("in date"), value=name)
+        for name in ("datetime", "date", "time", "timedelta", "timezone")
+    },
+    **_NUMBER._replace(value="decimal").of("decimal: Decimal"),
+    **_NUMBER._replace(value="fraction").of("fractions: Fraction"),
+    **Kind(given.none, empty=True, state=True, value="uuid").of("uuid: UUID"),
+    **_ENUM.of("uuid: SafeUUID"),
+    **_PATH._replace(value="posix path").of("pathlib: PosixPath"),
+    **_PATH._replace(value="windows path").of("pathlib: WindowsPath"),
+    **_PATH._replace(value="pure posix path").of("pathlib: PurePosixPath"),
+    **_PATH._replace(value="pure windows path").of("pathlib: PureWindowsPath"),
+    **_PATH.of("pathlib: Path PurePath"),
+    **Kind(given.none, empty=True, state=True, filled=given.generated).of("random: Random"),
+    **_PATH._replace(empty=False, stands=False).of("logging: getLogger"),
+    **Kind(exactly("expression", "integer"), stands=False).of("re: _compile"),
+    **Kind(given.application, state=True, stands=False, filled=given.same_application).of("functools: partial"),
+    **Kind(given.type_expression).of("operator: _operator: getitem or_ types: GenericAlias"),
+    **Kind(given.union, stands=False).of("functools: _functools: reduce"),
+    **_NAME.of("""
+        typing: Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable
+        Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn
+        ClassVar Final
+        numbers: Number Complex Real Rational Integral
+        math: sqrt exp log log2 log10 sin cos tanh ceil floor
+        inspect: _empty
+    """),
+    # numpy
+    **Kind(every("scalar"), state=True, filled=is_type, value="array type").of("numpy: dtype"),
+    **Kind(exactly("class of arrays", "shape", "anything"), state=True, filled=is_array, value="array").of(
+        "numpy.core.multiarray: _reconstruct"
+    ),
+    **Kind(_ANY, filled=is_array, value="array").of("numpy.core.numeric: _frombuffer"),
+    **Kind(_ANY, filled=is_array, value="array scalar").of("numpy.core.multiarray: scalar"),
+    **Kind(every("of random"), state=True).of("""
+        numpy.random._pickle: __bit_generator_ctor __generator_ctor __randomstate_ctor
+        numpy.random: __RandomState_ctor numpy.random.bit_generator: __pyx_unpickle_SeedSequence
+    """),
+    **_OBJECT.of("""
+        numpy.random._pcg64: PCG64 PCG64DXSM numpy.random._mt19937: MT19937 numpy.random._philox: Philox
+        numpy.random._sfc64: SFC64 numpy.random.bit_generator: SeedSequence
+    """),
+    **Kind(given.none).of("""
+        numpy.dtypes: BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType
+        LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType
+        UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType
+        CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType
+    """),
+    **_NAME.of("""
+        numpy: ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64
+        float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64
+        timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc uintc
+        intp uintp long ulong longlong ulonglong
+        numpy.rec: numpy.core.records: recarray
+        numpy.core.defchararray: chararray
+        numpy.matrixlib.defmatrix: matrix
+    """),
+    # Configuration: dictionaries and lists in disguise
+    **_CONTAINER._replace(value="omegaconf").of("omegaconf.dictconfig: DictConfig omegaconf.listconfig: ListConfig"),
+    **_CONTAINER._replace(value="omegaconf node").of("""
+        omegaconf.nodes: AnyNode StringNode IntegerNode FloatNode BooleanNode BytesNode PathNode EnumNode
+        InterpolationResultNode
+    """),
+    **_CONTAINER.of("omegaconf.base: ContainerMetadata Metadata"),
+    **_CONTAINER._replace(value="items or attributes").of("""
+        pytorch_lightning.utilities.parsing: lightning_fabric.utilities.data: lightning.fabric.utilities.data:
+        lightning.pytorch.utilities.parsing: AttributeDict easydict: EasyDict
+    """),
+    **_CONTAINER._replace(value="items").of("""
+        yacs.config: CfgNode mmcv.utils.config: mmengine.config.config: ConfigDict munch: Munch
+        addict: addict.addict: Dict box: box.box: Box
+    """),
+    **_CONTAINER._replace(value="elements").of("box: box.box_list: BoxList"),
+    **_CONTAINER._replace(value="attributes").of("mmengine.logging.history_buffer: HistoryBuffer"),
+    **_CONTAINER._replace(value="mmengine config").of("mmengine.config.config: Config"),
+    **_CONTAINER._replace(value="ml_collections").of(
+        "ml_collections.config_dict.config_dict: ml_collections.config_dict: ConfigDict FrozenConfigDict"
+    ),
+    # Data in batches and graphs, whose classes set their state as it is
+    **Kind(exactly("class of tensordict", "attributes"), state_at=1, stands=False).of(
+        "tensordict._reductions: _make_td"
+    ),
+    **_OBJECT.of("""
+        torch_geometric.data.data: Data torch_geometric.data.hetero_data: HeteroData
+        torch_geometric.data.storage: BaseStorage NodeStorage EdgeStorage GlobalStorage
+    """),
+    **_NAME.of("""
+        tensordict._td: TensorDict tensordict._lazy: LazyStackedTensorDict
+        torch_geometric.data.data: DataEdgeAttr DataTensorAttr torch_geometric.data.feature_store: TensorAttr
+        torch_geometric.data.graph_store: EdgeAttr
+    """),
+    **_ENUM.of("""
+        pytorch_lightning.trainer.states: lightning.pytorch.trainer.states: TrainerFn TrainerStatus RunningStage
+        transformers.trainer_utils: IntervalStrategy SaveStrategy HubStrategy SchedulerType FSDPOption
+        RemoveColumnsCollator EvaluationStrategy
+        transformers.training_args: OptimizerNames ParallelMode
+        transformers.debug_utils: DebugOption
+        transformers.utils.generic: ExplicitEnum PaddingStrategy TensorType
+        transformers.utils.quantization_config: QuantizationMethod AWQLinearVersion
+        transformers.optimization: SchedulerType
+        accelerate.utils.dataclasses: DistributedType DynamoBackend LoggerType PrecisionType RNGType
+        SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType
+        accelerate.state: DistributedType
+        deepspeed.runtime.zero.config: ZeroStageEnum
+        fairseq.dataclass.constants: StrEnum DDP_BACKEND_CHOICES DDP_COMM_HOOK_CHOICES DATASET_IMPL_CHOICES
+        GENERATION_CONSTRAINTS_CHOICES GENERATION_DECODING_FORMAT_CHOICES LOG_FORMAT_CHOICES
+        PIPELINE_CHECKPOINT_CHOICES PRINT_ALIGNMENT_CHOICES SHORTEN_METHOD_CHOICES SAMPLE_BREAK_MODE_CHOICES
+        CLIP_GRAD_NORM_TYPE_CHOICES ZERO_SHARDING_CHOICES
+    """),
+    **_NAME.of("""
+        fairseq.dataclass.configs: FairseqConfig CommonConfig DistributedTrainingConfig DatasetConfig
+        OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig
+        InteractiveConfig EMAConfig FairseqDataclass
+    """),
+    # they stand in checkpoints as keys
+    **_NAME.of("""
+        pytorch_lightning.callbacks.: lightning.pytorch.callbacks.: model_checkpoint: ModelCheckpoint
+        early_stopping: EarlyStopping lr_monitor: LearningRateMonitor gpu_stats_monitor: GPUStatsMonitor
+        device_stats_monitor: DeviceStatsMonitor progress: ProgressBar ProgressBarBase TQDMProgressBar
+        RichProgressBar progress.base: ProgressBarBase progress.progress_bar: ProgressBar progress.tqdm_progress:
+        TQDMProgressBar progress.rich_progress: RichProgressBar model_summary: ModelSummary rich_model_summary:
+        RichModelSummary gradient_accumulation_scheduler: GradientAccumulationScheduler stochastic_weight_avg:
+        StochasticWeightAveraging weight_averaging: WeightAveraging EMAWeightAveraging finetuning: BaseFinetuning
+        BackboneFinetuning lambda_function: LambdaCallback prediction_writer: BasePredictionWriter pruning:
+        ModelPruning quantization: QuantizationAwareTraining timer: Timer xla_stats_monitor: XLAStatsMonitor
+        throughput_monitor: ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder:
+        LearningRateFinder callback: Callback
+    """),
+    **{
+        (module, name): _STORAGE if "Storage" in name else _NAME
+        for module, constants in _CONSTANTS.items()
+        for name in constants
+    },
+}
+
 # Where modules were before, and where they are now.
 MOVED = {
     "torch.nn._intrinsic": "torch.ao.nn.intrinsic",
@@ -467,33 +458,14 @@ MOVED = {
 TORCH_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
 
 # Modules that every installation may have: a name in one of them that is in no row of the table is nobody's own class.
+# Here those that some version of Python from 3.6 to 3.14 has and some does not; beside them what this version has.
 PYTHON3 = """
-    __future__ _abc _aix_support _android_support _apple_support _ast _ast_unparse _asyncio _bisect _blake2
-    _bootsubprocess _bz2 _codecs _codecs_cn _codecs_hk _codecs_iso2022 _codecs_jp _codecs_kr _codecs_tw _collections
-    _collections_abc _colorize _compat_pickle _compression _contextvars _crypt _csv _ctypes _curses _curses_panel
-    _datetime _dbm _decimal _elementtree _frozen_importlib _frozen_importlib_external _functools _gdbm _hashlib
-    _heapq _hmac _imp _interpchannels _interpqueues _interpreters _io _ios_support _json _locale _lsprof _lzma
-    _markupbase _md5 _msi _multibytecodec _multiprocessing _opcode _opcode_metadata _operator _osx_support
-    _overlapped _pickle _posixshmem _posixsubprocess _py_abc _py_warnings _pydatetime _pydecimal _pyio _pylong
-    _pyrepl _queue _random _remote_debugging _scproxy _sha1 _sha2 _sha256 _sha3 _sha512 _signal _sitebuiltins
-    _socket _sqlite3 _sre _ssl _stat _statistics _string _strptime _struct _suggestions _symtable _sysconfig _thread
-    _threading_local _tkinter _tokenize _tracemalloc _types _typing _uuid _warnings _weakref _weakrefset _winapi
-    _wmi _zoneinfo _zstd abc aifc annotationlib antigravity argparse array ast asynchat asyncio asyncore atexit
-    audioop base64 bdb binascii binhex bisect builtins bz2 cProfile calendar cgi cgitb chunk cmath cmd code codecs
-    codeop collections colorsys compileall compression concurrent configparser contextlib contextvars copy copyreg
-    crypt csv ctypes curses dataclasses datetime dbm decimal difflib dis distutils doctest email encodings ensurepip
-    enum errno faulthandler fcntl filecmp fileinput fnmatch fractions ftplib functools gc genericpath getopt getpass
-    gettext glob graphlib grp gzip hashlib heapq hmac html http idlelib imaplib imghdr imp importlib inspect io
-    ipaddress itertools json keyword lib2to3 linecache locale logging lzma mailbox mailcap marshal math mimetypes
-    mmap modulefinder msilib msvcrt multiprocessing netrc nis nntplib nt ntpath nturl2path numbers opcode operator
-    optparse os ossaudiodev pathlib pdb pickle pickletools pipes pkgutil platform plistlib poplib posix posixpath
-    pprint profile pstats pty pwd py_compile pyclbr pydoc pydoc_data pyexpat queue quopri random re readline reprlib
-    resource rlcompleter runpy sched secrets select selectors shelve shlex shutil signal site smtpd smtplib sndhdr
-    socket socketserver spwd sqlite3 sre_compile sre_constants sre_parse ssl stat statistics string stringprep
-    struct subprocess sunau symtable sys sysconfig syslog tabnanny tarfile telnetlib tempfile termios test textwrap
-    this threading time timeit tkinter token tokenize tomllib trace traceback tracemalloc tty turtle turtledemo
-    types typing unicodedata unittest urllib uu uuid venv warnings wave weakref webbrowser winreg winsound wsgiref
-    xdrlib xml xmlrpc zipapp zipfile zipimport zlib zoneinfo
+    _aix_support _android_support _apple_support _ast_unparse _bootsubprocess _colorize _compression _crypt _hmac
+    _interpchannels _interpqueues _interpreters _ios_support _msi _opcode_metadata _py_warnings _pydatetime _pylong
+    _pyrepl _remote_debugging _sha2 _sha256 _sha512 _suggestions _sysconfig _tokenize _types _typing _wmi _zstd aifc
+    annotationlib asynchat asyncore audioop binhex cgi cgitb chunk compression crypt distutils imghdr imp lib2to3
+    mailcap msilib nis nntplib nturl2path ossaudiodev pipes smtpd sndhdr spwd sre_compile sre_constants sre_parse
+    sunau telnetlib test tomllib uu xdrlib
 """
 
 PYTHON2 = """
@@ -518,32 +490,8 @@ REQUIRED = """
     triton typing_extensions yaml
 """
 
-PYTHON_MODULES = frozenset(f"{PYTHON3} {PYTHON2} {INSTALLERS}".split())
+PYTHON_MODULES = sys.stdlib_module_names | frozenset(f"{PYTHON3} {PYTHON2} {INSTALLERS}".split())
 SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())
-
-
-def _constants(module: str) -> Iterator[str]:
-    """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
-    yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
-    yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
-    if module == "torch":
-        yield from BY_TORCH
-        yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
-        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d".split()
-        yield "preserve_format"
-
-
-_CONSTANTS = {
-    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
-}
-_KINDS: dict[tuple[str, str], Kind] = {
-    **{each: kind for kind, text in ((_LAYER, TORCH_CLASSES), *_TABLE) for each in named(text)},
-    **{
-        (module, name): _STORAGE if "Storage" in name else _NAME
-        for module, constants in _CONSTANTS.items()
-        for name in constants
-    },
-}
 
 
 def value_word(name: Any) -> str:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.graph import alike, visit
-from ckptool.checkpoint.nodes import (
-    MISSING,
-    Global,
-    Object,
-    OrderedDict,
-    Set,
-    check_collisions,
-    is_hashable,
-)
+from ckptool.checkpoint.graph import structural_parts, visit
+from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, check_collisions, is_hashable
 from ckptool.errors import CkptoolError, UnsafeObject, counted
-from ckptool.pickles.builders import Builder, TakesState
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.reader import PickleReader
 from ckptool.pickles.strings import key_text, whole
-from ckptool.pickles.torch_objects import set_tensor_state
+from ckptool.pickles.torch_objects import Builder, TakesState, set_tensor_state
 
 MAX_KEY_DEPTH = 4
 MAX_NAME = 1_000  # characters of a module and a name in it
-MAX_REPEATED = 100  # keys given twice whose values are compared
 MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
 
@@ -53,29 +43,22 @@ class ObjectMaker:
         """A name that pickles may have; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
-        if len(module) + len(attribute) > MAX_NAME:
-            raise self.reader.beyond(
-                pos,
-                f"a class or function with a name of {counted(len(module) + len(attribute), 'character')}",
-                "No program has such a name; the file is probably malicious.",
-            )
+        if (length := len(module) + len(attribute)) > MAX_NAME:
+            what = f"a class or function with a name of {counted(length, 'character')}"
+            raise self.reader.beyond(pos, what, "No program has such a name; the file is probably malicious.")
         found = Global(module, attribute)
         self.names[found] = None
         if len(self.names) > MAX_NAMES:
-            raise self.reader.beyond(
-                pos,
-                f"more than {MAX_NAMES:,} different classes and functions",
-                "Real checkpoints do not name so many; the file is probably malicious.",
-            )
+            what = f"more than {MAX_NAMES:,} different classes and functions"
+            raise self.reader.beyond(pos, what, "Real checkpoints do not name so many; the file is probably malicious.")
         return found
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
         """The error for a name that is no text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
             self.reader.at = pos
-            return UnsafeObject(
-                "a name is computed", "What would be called is decided by calling something else first."
-            )
+            why = "What would be called is decided by calling something else first."
+            return UnsafeObject("a name is computed", why)
         return self.reader.corrupt(pos, "a name is computed, not text")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
@@ -129,16 +112,12 @@ class ObjectMaker:
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
-                raise self.reader.beyond(
-                    pos, "a dictionary key of tuples within tuples", "Hashing it could take practically forever."
-                )
+                what = "a dictionary key of tuples within tuples"
+                raise self.reader.beyond(pos, what, "Hashing it could take practically forever.")
             self.hashed += len(key)
             if self.hashed > self.limit:
-                raise self.reader.beyond(
-                    pos,
-                    f"dictionary keys of more than {counted(self.limit, 'part')}",
-                    "Hashing them could take practically forever.",
-                )
+                what = f"dictionary keys of more than {counted(self.limit, 'part')}"
+                raise self.reader.beyond(pos, what, "Hashing them could take practically forever.")
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif not is_hashable(key) or key != key:
@@ -194,20 +173,20 @@ class ObjectMaker:
         else:
             self.gradients += len(state) == 5 and state[1] is not None
 
-    def replaced(self) -> tuple[Any, ...]:
-        """The keys that were given twice, with two values, or ones that are too long to compare."""
-        keys = [key for key, old, new in self.repeated[:MAX_REPEATED] if not alike(old, new, 1_000)]
-        return (*keys, *(key for key, _, _ in self.repeated[MAX_REPEATED:]))
-
     def discarded(self, root: Any) -> tuple[Any, ...]:
         """The objects and names that are not inert and not in the tree: loading makes and imports them all the same."""
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()
-        seen = set(map(id, visit(root)))
+        seen = set(map(id, visit(root, _parts)))
         lost = [made for made in self.objects.values() if id(made) not in seen]
         names -= {made.fn for made in lost if type(made.fn) is Global}
         return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """What is in a node, without the leaves that builders made, of which a table has hundreds of thousands."""
+    return (part for part in structural_parts(node) if not isinstance(part, TakesState))
 
 
 def _kind(value: Any) -> str:

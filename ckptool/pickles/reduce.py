@@ -11,7 +11,7 @@ import collections
 import sys
 import types
 from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ from ckptool.checkpoint.graph import (
     copy_object,
     copy_tuple,
     same,
+    structural_parts,
+    visit,
 )
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
@@ -73,17 +75,12 @@ class LiveReader:
 
     def _refusal(self, tree: Any) -> Unsupported:
         wanted = {id(node): name for node, name, _ in self.refused}
-        places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
-        names = [f"{name} at {places[key] or 'the top'}" for key, name in wanted.items() if key in places]
-        fix = next(
-            (fix for _, _, fix in self.refused if fix),
-            "Save what it holds as plain values: vars(object), dict(object), str(object).",
-        )
-        return Unsupported(
-            f"cannot save {listed(names)}",
-            "Loading the file would run code of its class, and fail where that class is missing.",
-            fix,
-        )
+        places = places_in(tree, wanted)
+        names = [f"{name} at {places[key]}" for key, name in wanted.items() if key in places]
+        fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
+        fix = next((fix for _, _, fix in self.refused if fix), fix)
+        why = "Loading the file would run code of its class, and fail where that class is missing."
+        return Unsupported(f"cannot save {listed(names)}", why, fix)
 
     def special(self, value: Any) -> Any:
         """The result for what is neither a scalar nor a container."""
@@ -106,17 +103,10 @@ class LiveReader:
             return name if _found(name.module, name.name) is value else self.refuse(value)
         return self.called(value, *answer) if isinstance(answer, tuple) and len(answer) > 1 else self.refuse(value)
 
-    def called(
-        self,
-        value: Any,
-        function: Any,
-        args: tuple[Any, ...],
-        state: Any = None,
-        elements: Any = None,
-        items: Any = None,
-        *rest: Any,
-    ) -> Any:
+    def called(self, value: Any, function: Any, args: tuple[Any, ...], *after: Any) -> Any:
         """A call of `function`, and what is done to its result; refused where the function is not known."""
+        more: tuple[Any, ...] = (*after, None, None, None, None)
+        state, elements, items, setter = more[:4]
         how, kwargs = "call", None
         if function.__name__ == "__newobj__":
             how, function, args = "new", args[0], args[1:]
@@ -127,7 +117,7 @@ class LiveReader:
         plain = kind is not None and kind.called is not None and not kind.custom
         # with no other classes or functions as its arguments
         plain = plain and all(kind_of(self.name_of(arg)) for arg in args if isinstance(arg, _NAMED))
-        if name is None or (rest and rest[0] is not None) or not (plain or self.keep_unknown):
+        if name is None or setter is not None or not (plain or self.keep_unknown):
             return self.refuse(value)
         made = Object(name, (), how)
 
@@ -149,6 +139,25 @@ class LiveReader:
             fix = "Save its .state_dict() instead."
         self.refused.append((stand_in, name, fix))
         return stand_in
+
+
+def places_in(tree: Any, wanted: Collection[int]) -> dict[int, str]:
+    """Where nodes are first, by their ids: their addresses; of what was set on a tensor, and of keys, that of what they
+    are in."""
+    places, seen = dict[int, str](), set[int]()
+
+    def once(node: Any) -> Iterable[Any]:  # however many tensors refer to it
+        if id(node) in seen:
+            return ()
+        seen.add(id(node))
+        return structural_parts(node)
+
+    for path, node in walk(tree):
+        inside = visit(node, once) if isinstance(node, Composite) else node if isinstance(node, dict) else ()
+        for part in (node, *inside):
+            if id(part) in wanted:
+                places.setdefault(id(part), address(path) or "the top")
+    return places
 
 
 def _dict(value: dict[Any, Any]) -> Any:
@@ -235,11 +244,8 @@ def array_entry(value: Any) -> TensorEntry:
     given = numpy.asarray(value)
     dtype = next((each for each in DTYPES if each.numpy == given.dtype.name and each.kind != "quantized"), None)
     if dtype is None:
-        raise Unsupported(
-            f"a numpy array of type {given.dtype} is no tensor",
-            "Tensors hold numbers and booleans.",
-            "Convert it first: array.astype('float32').",
-        )
+        what, fix = f"a numpy array of type {given.dtype} is no tensor", "Convert it first: array.astype('float32')."
+        raise Unsupported(what, "Tensors hold numbers and booleans.", fix)
     array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)
     strides = row_major_strides(array.shape)
     return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)

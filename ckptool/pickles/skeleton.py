@@ -26,11 +26,11 @@ from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
-from ckptool.pickles.builders import Builder
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.machine import REFUSED, STUB
-from ckptool.pickles.reader import MAX_INTEGER_BITS
+from ckptool.pickles.reader import DAMAGED, MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
+from ckptool.pickles.torch_objects import Builder
 
 Leaf = TypeVar("Leaf")
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
@@ -108,9 +108,8 @@ def decode_lazily(
 
 
 def _too_long(size: int) -> LimitExceeded:
-    return LimitExceeded(
-        f"a pickle of {size:,} bytes beside the data of its tensors", f"At most {MAX_SKELETON:,} are read."
-    )
+    what = f"a pickle of {size:,} bytes beside the data of its tensors"
+    return LimitExceeded(what, f"At most {MAX_SKELETON:,} are read.")
 
 
 def leaves(root: Any, kind: type[Leaf]) -> set[Leaf]:
@@ -188,7 +187,7 @@ class _Lexer:
         end = self.base + self.pos + 1
         if self.frame not in (-1, end):
             self.pos += 1
-            raise self._corrupt("a frame that goes on after the end of the pickle")
+            raise self._error("a frame that goes on after the end of the pickle")
         self._keep(self.buffer[: self.pos + 1], self.base)
         return Skeleton(b"".join(self.parts), self.stubs, end, self.spots)
 
@@ -215,12 +214,13 @@ class _Lexer:
         self._need(1 + width)
         size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 1 + width], "little", signed=signed)
         if size < 0:
-            raise self._corrupt(f"a length of {size:,}")
+            raise self._error(f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
             what = f"an integer of {counted(size * 8, 'bit')}"
-            raise self._error(LimitExceeded, what, f"At most {MAX_INTEGER_BITS:,} are read.")
+            raise self._error(what, LimitExceeded, f"At most {MAX_INTEGER_BITS:,} are read.")
         if size < LONG_VALUE or kind == "integer":
-            self._pass(1 + width + size)
+            self._need(1 + width + size)
+            self.pos += 1 + width + size
             return
         self._check_room(1 + width + size)
         place = self.base + self.pos
@@ -231,7 +231,8 @@ class _Lexer:
 
     def _other(self, op: int) -> None:
         if op in _FIXED:
-            self._pass(1 + _FIXED[op])
+            self._need(1 + _FIXED[op])
+            self.pos += 1 + _FIXED[op]
         elif op in _LINES:
             for _ in range(_LINES[op]):
                 self._line()
@@ -239,18 +240,18 @@ class _Lexer:
         elif op == _FRAME:
             self._need(9)
             if self.frame >= 0:
-                raise self._corrupt("a frame inside a frame")
+                raise self._error("a frame inside a frame")
             size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 9], "little")
             begin = self.base + self.pos + 9
             if begin + size > self.data.length:
                 what = f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left"
-                raise self._error(Corrupt, what, "The file is truncated or malicious.")
+                raise self._error(what, Corrupt, "The file is truncated or malicious.")
             self.frame = begin + size
             self.pos += 9
         elif op in REFUSED:
-            raise self._error(Unsupported, f"opcode {REFUSED[op]} is not read", "No PyTorch file uses it.")
+            raise self._error(f"opcode {REFUSED[op]} is not read", Unsupported, "No PyTorch file uses it.")
         else:
-            raise self._corrupt(f"0x{op:02x} is not a pickle opcode")
+            raise self._error(f"0x{op:02x} is not a pickle opcode")
 
     def _line(self) -> None:
         """Goes to the line break after the next byte."""
@@ -259,17 +260,13 @@ class _Lexer:
             end = self.buffer.find(b"\n", self.pos, len(self.buffer) if self.frame < 0 else self.frame - self.base)
             seen = (end if end >= 0 else len(self.buffer)) - self.pos
             if seen > MAX_STRING:
-                raise self._error(LimitExceeded, f"a text of more than {MAX_STRING:,} bytes", "No more are read.")
+                raise self._error(f"a text of more than {MAX_STRING:,} bytes", LimitExceeded, "No more are read.")
             if end >= 0:
                 self.pos = end
                 return
             self._need(seen + 1, 2 * seen + _FIRST_WINDOW)
 
     # The window ---------------------------------------------------------------------------------------------------
-
-    def _pass(self, length: int) -> None:
-        self._need(length)
-        self.pos += length
 
     def _need(self, length: int, window: int = 0) -> None:
         """Makes sure that so many bytes from here are in the window."""
@@ -280,10 +277,10 @@ class _Lexer:
     def _check_room(self, length: int) -> None:
         end = self.base + self.pos + length
         if 0 <= self.frame < end:
-            raise self._corrupt("an opcode that runs past the end of its frame")
+            raise self._error("an opcode that runs past the end of its frame")
         if end > self.data.length:
             what = f"{length:,} bytes are expected, {self.data.length - self.base - self.pos:,} are there"
-            raise self._error(Truncated, what, "The pickle was cut off.")
+            raise self._error(what, Truncated, "The pickle was cut off.")
 
     def _move(self, place: int, length: int) -> None:
         """Keeps what was passed, and goes on at another place of the data."""
@@ -298,10 +295,7 @@ class _Lexer:
         if self.size > MAX_SKELETON:
             raise _too_long(self.size)
 
-    def _corrupt(self, what: str) -> CkptoolError:
-        return self._error(Corrupt, what, "The pickle is damaged or malicious.")
-
-    def _error(self, kind: type[CkptoolError], what: str, why: str) -> CkptoolError:
+    def _error(self, what: str, kind: type[CkptoolError] = Corrupt, why: str = DAMAGED) -> CkptoolError:
         return kind(f"{what} (at byte {self.base + self.pos:,})", why)
 
 
@@ -329,14 +323,14 @@ class _CallFinder(_Lexer):
             self._need(min(403, self.data.length - self.base - self.pos))
             names = _NAMES.match(self.buffer, self.pos + 1)
             if names is None:
-                raise self._corrupt("a line that is no name")
+                raise self._error("a line that is no name")
             self.named = True
             if op == ord("i"):
                 raise _Reached
             self.pos = names.end()
             return
         if op in _LINES and op != ord("V"):
-            raise self._corrupt("a line that is no value")
+            raise self._error("a line that is no value")
         if op in _CALLS and self.named:
             raise _Reached
         self.named |= op == _STACK_GLOBAL

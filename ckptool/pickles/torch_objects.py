@@ -1,8 +1,10 @@
-"""The meaning of torch's rebuild functions: their calls become entries, storages and composites.
+"""Builders: the meaning of known functions in pickles. Calls of torch's rebuild functions become entries, storages and
+composites, those of Python's own types dictionaries, sets, bytes and complex numbers.
 
 Each builder takes the arguments of one call and returns the value, or `NotImplemented` where the arguments are not the
-ones that torch writes; the call then stays an inert object, shown and not passed on. Source of the signatures:
-torch/_utils.py and torch/_tensor.py, torch 0.4 to 2.13.
+ones that torch or Python writes; the call then stays an inert object, shown and not passed on. Source of the
+signatures: torch/_utils.py and torch/_tensor.py, torch 0.4 to 2.13; the `__reduce__` methods of Python 2.7 to 3.14, and
+Lib/pickle.py (`save_bytes`, `save_set`).
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
-from ckptool.checkpoint.nodes import Global, Object, OrderedDict
-from ckptool.errors import BadTensor, counted
-from ckptool.pickles.builders import ORDERED_DICT, PLAIN_BUILDERS
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.errors import BadTensor, LimitExceeded, counted
+from ckptool.pickles.arguments import no_hooks
+from ckptool.pickles.strings import StubbedValue, encoded, key_text
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
 _DAMAGED = "The pickle contradicts itself: it is damaged or malicious."
 
+ORDERED_DICT = Global("collections", "OrderedDict")
 REBUILD_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
@@ -33,6 +37,103 @@ REBUILD_JAGGED = Global("torch.nested._internal.nested_tensor", "_rebuild_njt")
 TENSOR = Global("torch", "Tensor")
 UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 SIZE = Global("torch", "Size")
+
+
+Builder = Callable[[tuple[Any, ...]], Any]
+"""Makes the value of a known call from its arguments; returns `NotImplemented` for arguments that it does not know."""
+
+
+class TakesState:
+    """What a builder makes of an object without arguments, to be given its state (BUILD): a leaf of the tree."""
+
+    __slots__ = ()
+
+    def fill(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+Spend = Callable[[int], None]
+"""Says that a call copies what takes at least so many bytes in a file; see `purse`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerPickle:
+    """A builder whose calls copy what they are given: `build(spend, args)`, with a purse of its own for each pickle."""
+
+    build: Callable[[Spend, tuple[Any, ...]], Any]
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        return self.build(lambda _: None, args)
+
+
+def purse(left: int) -> Spend:
+    """The `spend` of a builder that may copy so many bytes; it raises `LimitExceeded` for more than a file can have."""
+
+    def spend(amount: int) -> None:
+        nonlocal left
+        left -= amount
+        if left < 0:
+            raise LimitExceeded(
+                "one value copied over and over", "The copies would fill the memory; the file is probably malicious."
+            )
+
+    return spend
+
+
+# Python's own types ---------------------------------------------------------------------------------------------------
+
+
+def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
+    """The value of a call of a type of Python's, or of `_codecs.encode`."""
+    match (name, *args):
+        case ["OrderedDict"]:
+            return OrderedDict()
+        case ["OrderedDict", list(pairs)]:  # Python 2 gave the items as a list of pairs
+            spend(8 * len(pairs))
+            if all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
+                check_collisions(pair[0] for pair in pairs)
+                made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
+                return made if len(made) == len(pairs) else NotImplemented
+        case ["set" | "frozenset", list() | tuple() as items]:
+            spend(2 * len(items))
+            return Set(list(items), name == "frozenset") if all(map(is_hashable, items)) else NotImplemented
+        case ["complex", float(real), float(imag)]:
+            return complex(real, imag)
+        case ["encode", str(text), "latin1" | "latin-1"]:  # how protocol 2 spells bytes; any other codec stays a call
+            spend(len(text))
+            try:
+                return text.encode("latin-1")
+            except UnicodeEncodeError:
+                return NotImplemented
+        case ["encode", StubbedValue() as stub, "latin1" | "latin-1"]:
+            spend(stub.data.length)
+            return (encoded(stub) if stub.kind == "text" else None) or NotImplemented
+        case ["bytes"]:
+            return b""
+        case ["bytearray"]:
+            return bytearray()
+        case ["bytearray", bytes(content)] if type(content) is bytes:
+            spend(len(content))
+            return bytearray(content)
+        case ["bytearray", StubbedValue(kind="bytes") as stub]:
+            return StubbedValue(stub.data, "bytearray", stub.of or stub)
+        case ["bytearray", text, codec]:
+            return _plain("bytearray", spend, (_plain("encode", spend, (text, codec)),))
+    return NotImplemented
+
+
+_PLAIN_BUILDERS: dict[Global, Builder] = {
+    ORDERED_DICT: PerPickle(partial(_plain, "OrderedDict")),
+    Global("_codecs", "encode"): PerPickle(partial(_plain, "encode")),
+    **{
+        Global(module, name): PerPickle(partial(_plain, name))
+        for module in ("builtins", "__builtin__")
+        for name in ("set", "frozenset", "complex", "bytes", "bytearray")
+    },
+}
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +159,8 @@ def storage_class(name: Any) -> tuple[bool, DType | None]:
     """True for a name of torch's storage classes, with its element type (None for untyped storages)."""
     if type(name) is not Global or name.module not in ("torch", "torch.cuda", "torch.storage"):
         return False, None
-    if name.name in ("UntypedStorage", "_UntypedStorage"):
-        return True, None
     dtype = BY_STORAGE.get(name.name)
-    return dtype is not None, dtype
+    return dtype is not None or name.name in ("UntypedStorage", "_UntypedStorage"), dtype
 
 
 def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
@@ -106,17 +205,10 @@ def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype
     return TensorEntry(ref.storage, dtype, shape, stride, offset, flags)
 
 
-def _no_hooks(hooks: Any) -> bool:
-    """True for the empty dictionary of backward hooks that torch writes; a tensor with hooks stays a call."""
-    if isinstance(hooks, Object):
-        return hooks.fn is ORDERED_DICT and not hooks.items
-    return hooks is None or (isinstance(hooks, dict) and not hooks)
-
-
 def _rebuild_tensor_v2(args: tuple[Any, ...], dtype: DType | None = None) -> Any:
     if len(args) == 6 and args[4] is False and type(args[5]) is OrderedDict and not args[5]:  # nearly all of them
         return _strided(args[0], args[1], args[2], args[3], NO_FLAGS, dtype)
-    if not 6 <= len(args) <= 7 or not _no_hooks(args[5]):
+    if not 6 <= len(args) <= 7 or not no_hooks(args[5]):
         return NotImplemented
     metadata = (args[6] if len(args) == 7 else None) or {}
     if not isinstance(metadata, dict) or not set(metadata) <= {"conj", "neg"}:
@@ -134,7 +226,7 @@ def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
-    if len(args) != 3 or type(args[1]) is not bool or not _no_hooks(args[2]):
+    if len(args) != 3 or type(args[1]) is not bool or not no_hooks(args[2]):
         return NotImplemented
     data = args[0]
     if isinstance(data, Composite):
@@ -193,7 +285,7 @@ def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
             pass
         case _:
             return False
-    if not _no_hooks(hooks):
+    if not no_hooks(hooks):
         return False
     for name in ("storage", "dtype", "shape", "stride", "offset"):
         setattr(entry, name, getattr(data, name))
@@ -254,7 +346,7 @@ def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
 def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
     """What the tensor of a rebuild call is; None where torch does not write these arguments."""
     match (name, *args):
-        case ["_rebuild_parameter_with_state", TensorEntry() | Composite() as data, _, hooks, _] if _no_hooks(hooks):
+        case ["_rebuild_parameter_with_state", TensorEntry() | Composite() as data, _, hooks, _] if no_hooks(hooks):
             return "parameter with attributes", data.dtype, data.shape
         case ["_rebuild_device_tensor_from_cpu_tensor", TensorEntry() | Composite() as data, _, _, _]:
             return "device", data.dtype, data.shape
@@ -267,7 +359,7 @@ def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | 
         case ["_rebuild_nested_tensor", TensorEntry() as values, _, _, _]:
             return "nested", values.dtype, None
         case ["_rebuild_qtensor", StorageRef(dtype=DType() as dtype) as ref, at, shape, stride, scheme, _, hooks] if (
-            _no_hooks(hooks)
+            no_hooks(hooks)
         ):
             if dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
                 check_view(ref.storage, dtype, shape, stride, at)
@@ -394,7 +486,7 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,
-    **PLAIN_BUILDERS,
+    **_PLAIN_BUILDERS,
     **_TENSOR_CLASSES,
     **{
         fn: partial(_composite, fn)

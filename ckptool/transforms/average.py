@@ -7,28 +7,24 @@ Counters and booleans have no mean: they are the last file's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.arrays import each, fold
-from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
 from ckptool.commands import arg, command
-from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError, counted, listed
+from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
-from ckptool.transforms.merging import METHODS, Mean, Merge
+from ckptool.transforms.merging import COMPONENTS, Merge, merged
 
 _PLAIN = (
     "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
     "torch.from_numpy(array)"
 )
-_COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +75,13 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: M
     for text in reversed(texts):
         pattern, _, numbers = text.rpartition("=")
         try:
-            shares = weights_of(count, [float(number) for number in numbers.split(",")], None, how)
-        except CkptoolError:
-            raise
+            shares = [float(number) for number in numbers.split(",")]
         except ValueError:
             pattern = ""
         if not pattern:
             example = f"For example: {arg(weight='layers.0.*=0.3,0.7')}"
             raise UsageError(f"{arg('weight')} {text!r} is not of the form PATTERN=W,W", "", example)
-        found |= dict.fromkeys(selected(every, [pattern]), shares)
+        found |= dict.fromkeys(selected(every, [pattern]), weights_of(count, shares, None, how))
     return found
 
 
@@ -105,11 +99,8 @@ def average(
     that have no plain values.
     """
     last, merge = nodes[-1], how or Merge()
-    if problems := [
-        line
-        for node, name in zip(nodes[:-1], names, strict=False)
-        for line in _differences(node, last, name, names[-1])
-    ]:
+    others = zip(nodes[:-1], names, strict=False)
+    if problems := [line for node, name in others for line in _differences(node, last, name, names[-1])]:
         raise Conflict(
             f"the files do not hold the same weights: {listed(problems, 6)}",
             "The mean of different models is not a model. Nothing was written.",
@@ -131,7 +122,7 @@ def average(
         if not isinstance(value, TensorEntry):
             kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
             tree[key] = value
-        elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
+        elif not (value.dtype.is_float or value.dtype.name in COMPONENTS):
             kept.append((str(key), f"of type {value.dtype.name}"))
             tree[key] = value
         else:
@@ -140,8 +131,7 @@ def average(
             view = tuple(entry.view for entry in entries)
             shares = (by_key or {}).get(str(key), weights)
             if view not in made:
-                method = METHODS[merge.method](merge, shares, first[value.view])
-                made[view], given[view] = _merged(entries, method), (key, shares)
+                made[view], given[view] = merged(entries, merge, shares, first[value.view]), (key, shares)
             elif list(given[view][1]) != list(shares):
                 what = f"{given[view][0]!s} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
@@ -165,58 +155,15 @@ def _equal(one: Any, other: Any) -> bool:
     return diff(Checkpoint({"": one}, DEFAULT), Checkpoint({"": other}, DEFAULT), statistics=False).same
 
 
-def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> list[str]:
-    found = [f"{key!s} is only in {name}" for key in node if key not in last]
-    found += [f"{key!s} is only in {other}" for key in last if key not in node]
+def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> Iterator[str]:
+    yield from (f"{key!s} is only in {name}" for key in node if key not in last)
+    yield from (f"{key!s} is only in {other}" for key in last if key not in node)
     for key, value in last.items():
         before = node.get(key)
         if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
             if before.shape != value.shape:
-                found.append(f"{key!s} is {list(before.shape)} in {name}, {list(value.shape)} in {other}")
+                yield f"{key!s} is {list(before.shape)} in {name}, {list(value.shape)} in {other}"
             elif before.dtype is not value.dtype:
-                found.append(f"{key!s} is {before.dtype} in {name}, {value.dtype} in {other}")
+                yield f"{key!s} is {before.dtype} in {name}, {value.dtype} in {other}"
         elif key in node and type(before) is not type(value):
-            found.append(f"{key!s} is a tensor in only one of {name} and {other}")
-    return found
-
-
-def _merged(entries: Sequence[TensorEntry], method: Mean) -> TensorEntry:
-    dtype = entries[0].dtype
-    if dtype.numpy is None and dtype.name != "c32":
-        raise Unsupported(f"tensors of dtype {dtype} cannot be averaged", "Their values are packed.")
-    return each(_Merged(entries, method), *entries, dtype=dtype)
-
-
-class _Merged:
-    """The values of the result, of the same places of all sources."""
-
-    __slots__ = ("dtype", "entries", "method", "prepared", "work_type")
-
-    def __init__(self, entries: Sequence[TensorEntry], method: Mean) -> None:
-        self.entries, self.method, self.prepared = entries, method, False
-        self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
-        self.work_type = method.work_type(self.dtype.itemsize)
-
-    def __call__(self, place: int, *blocks: Array) -> Array:
-        components = self.entries[0].dtype.itemsize // self.dtype.itemsize
-        if not self.prepared:
-            self.method.prepare(self._fold, self.entries[0].numel * components)
-            self.prepared = True
-        total = self.method.merged(lambda number, name: self._numbers(blocks[number], name), place * components)
-        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
-
-    def _numbers(self, raw: Array, name: str) -> Array:
-        """The elements of a block, widened first: numpy multiplies half as fast while it converts."""
-        import numpy
-
-        values = scratch(name, self.work_type, len(raw) // self.dtype.itemsize)
-        numpy.copyto(values, numbers(raw, self.dtype, "merge values"))
-        return values
-
-    def _fold(self, take: Callable[..., Any], *chosen: int) -> None:
-        """All numbers of some sources, side by side."""
-
-        def take_numbers(place: int, *blocks: Array) -> Any:
-            return take(*(self._numbers(block, f"merge source {number}") for number, block in enumerate(blocks)))
-
-        fold(take_numbers, *(self.entries[number] for number in chosen))
+            yield f"{key!s} is a tensor in only one of {name} and {other}"

@@ -14,223 +14,128 @@ ones turn into each other exactly.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_tensor, fold
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
+from ckptool.transforms.by_rows import normed, refuse_wide
 
 FORMS = ("plain", "old", "new")
-_NEW = re.compile(
-    r"(?P<module>(?:.*\.)?)parametrizations\.(?P<name>[^.]+)\.(?P<part>original0|original1|original|0\._u|0\._v)"
-)
 WEIGHT_NORM, PRUNING, SPECTRAL = "weight norm", "pruning", "spectral norm"
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """A weight and its parts. parts: role -> key (`g`, `v`, `orig`, `mask`, `u`).  new: by torch's newer names."""
-
-    weight: str
-    kind: str
-    parts: dict[str, str]
-    new: bool
+_ROLES = {WEIGHT_NORM: {"g", "v"}, PRUNING: {"orig", "mask"}, SPECTRAL: {"orig", "u", "v"}}
+_NEW = {"original0": "g", "original1": "v", "original": "orig", "0._u": "u", "0._v": "v"}
+_PART = re.compile(
+    rf"(?P<module>(?:.*\.)?)parametrizations\.(?P<name>[^.]+)\.(?P<new>{'|'.join(map(re.escape, _NEW))})"
+    r"|(?P<weight>.+)_(?P<old>g|v|orig|mask|u)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A state dict with parametrisations folded. left: those that were recognised and left alone, with why."""
+    """A state dict with parametrisations folded. folded: the weights and their kinds.  left: those that were recognised
+    and left alone, with why."""
 
     tree: dict[Any, Any]
-    folded: tuple[Folded, ...]
-    left: tuple[tuple[str, str], ...]
+    folded: dict[str, str]
+    left: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """The folded weights and those left alone, a line for each kind."""
+        kinds = {kind: [name for name, of in self.folded.items() if of == kind] for kind in (WEIGHT_NORM, PRUNING)}
+        lines = [f"{kind}: {listed(names, 4)}" for kind, names in kinds.items() if names]
+        return lines + [f"left alone: {name} ({why})" for name, why in self.left.items()]
 
 
 def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
     """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names.
 
-    Raises `UsageError` for another form, `Conflict` where the plain weight is there already, `Unsupported` for types
-    that have no product.
+    Raises `UsageError` for another form, `Conflict` where the plain weight is there already or its parts do not fit
+    each other, `Unsupported` for types that have no product, `LimitExceeded` for rows that are too wide.
     """
     if form not in FORMS:
         raise UsageError(f"unknown {arg('form')} {form!r}", f"Available: {', '.join(FORMS)}.")
-    found, left = _found(node)
-    chosen = []
-    for each in found:
-        if each.kind == SPECTRAL:
-            vectors = " and ".join(printable(key) for role, key in each.parts.items() if role in ("u", "v"))
-            left.append((each.weight, f"spectral norm: {vectors} change with every step in training"))
-        elif form == "plain" or each.kind == WEIGHT_NORM:
-            chosen.append(each)
+    groups: dict[tuple[str, bool], dict[str, str]] = {}  # the keys of a weight's parts, by role
+    for key, value in node.items():
+        if type(key) is str and isinstance(value, TensorEntry) and (match := _PART.fullmatch(key)):
+            weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
+            groups.setdefault((weight, match["new"] is not None), {})[role] = key
+    folded, left = dict[str, str](), dict[str, str]()
+    made: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    for (weight, new), keys in groups.items():
+        kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
+        if kind == SPECTRAL:
+            vectors = f"{printable(keys['u'])} and {printable(keys['v'])}"
+            left[weight] = f"spectral norm: {vectors} change with every step in training"
+        elif kind is None:
+            left |= {weight: "an unknown parametrization"} if new else {}
+        elif form != "plain" and kind != WEIGHT_NORM:
+            left[weight] = f"{kind} has one form only"
         else:
-            left.append((each.weight, f"{each.kind} has one form only"))
-    parts = {key: each for each in chosen for key in each.parts.values()}
+            folded[weight] = kind
+            if form == "plain":
+                parts = {role: node[key] for role, key in keys.items()}
+                fold = weight_normed if kind == WEIGHT_NORM else pruned
+                first, *others = keys.values()
+                made |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
+            else:
+                made |= {key: (_renamed(weight, role, form), node[key]) for role, key in keys.items()}
     tree = same_kind(node, {})
-    done: set[str] = set()
     for key, value in node.items():
-        folding = parts.get(key) if type(key) is str else None
-        if folding is None:
-            _put(tree, key, value)
-        elif form != "plain":
-            _put(tree, _renamed(folding, key, form), value)
-        elif folding.weight not in done:
-            done.add(folding.weight)
-            _put(tree, folding.weight, _FOLDS[folding.kind](node, folding))
-    return Baked(tree, tuple(chosen), tuple(left))
+        if (item := made.get(key, (key, value)) if type(key) is str else (key, value)) is None:
+            continue
+        if item[0] in tree:
+            what = f"{item[0]!s} exists already, next to the parts that it is made from"
+            raise Conflict(what, "One of the two would be lost.")
+        tree[item[0]] = item[1]
+    return Baked(tree, folded, left)
 
 
-def _put(tree: dict[Any, Any], key: Any, value: Any) -> None:
-    if key in tree:
-        raise Conflict(
-            f"{key!s} exists already, next to the parts that it is made from", "One of the two would be lost."
-        )
-    tree[key] = value
-
-
-# What is there -------------------------------------------------------------------------------------------------------
-
-
-def _found(node: Mapping[Any, Any]) -> tuple[list[Folded], list[tuple[str, str]]]:
-    """Everything that is recognised, in order; and what looks like a parametrisation and is not understood."""
-    groups: dict[tuple[str, bool], dict[str, str]] = {}
-    for key, value in node.items():
-        if type(key) is str and isinstance(value, TensorEntry):
-            for weight, new, role in _roles(key):
-                groups.setdefault((weight, new), {})[role] = key
-    found: list[Folded] = []
-    left: list[tuple[str, str]] = []
-    for (weight, new), parts in groups.items():
-        kind = _kind(set(parts))
-        if kind is None:
-            if new:
-                left.append((weight, "an unknown parametrization"))
-        else:
-            found.append(Folded(weight, kind, {role: parts[role] for role in _NEEDS[kind]}, new))
-    return found, left
-
-
-def _roles(key: str) -> list[tuple[str, bool, str]]:
-    """The weight that a key may be a part of, whether by the new names, and as what."""
-    if match := _NEW.fullmatch(key):
-        roles = {"original0": "g", "original1": "v", "original": "orig", "0._u": "u", "0._v": "v"}
-        return [(match["module"] + match["name"], True, roles[match["part"]])]
-    weight, _, role = key.rpartition("_")
-    return [(weight, False, role)] if weight and role in ("g", "v", "orig", "mask", "u") else []
-
-
-_NEEDS = {WEIGHT_NORM: ("g", "v"), PRUNING: ("orig", "mask"), SPECTRAL: ("orig", "u", "v")}
-
-
-def _kind(roles: set[str]) -> str | None:
-    for kind, needs in _NEEDS.items():
-        if roles == set(needs):
-            return kind
-    return None
-
-
-def _renamed(folding: Folded, key: str, form: str) -> str:
-    role = next(role for role, name in folding.parts.items() if name == key)
+def _renamed(weight: str, role: str, form: str) -> str:
+    """The key of a part of weight norm by the old or the new names."""
     if form == "old":
-        return f"{folding.weight}_{role}"
-    module, _, name = folding.weight.rpartition(".")
-    return f"{module + '.' if module else ''}parametrizations.{name}.{'original0' if role == 'g' else 'original1'}"
+        return f"{weight}_{role}"
+    module, dot, name = weight.rpartition(".")
+    return f"{module}{dot}parametrizations.{name}.{'original0' if role == 'g' else 'original1'}"
 
 
-# Folding -------------------------------------------------------------------------------------------------------------
-
-
-def _weight_norm(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
-    g, v = node[folding.parts["g"]], node[folding.parts["v"]]
+def weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
+    """v · g / ‖v‖, the norm over the axes where g has one element. weight: its name, for errors."""
     shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
         raise Conflict(
-            f"{folding.weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
+            f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
             "They are not the two halves of one weight.",
         )
-    scale: list[Array] = []
-
-    def scales() -> Array:
-        if not scale:
-            import numpy
-
-            norm = numpy.sqrt(_sums(v, shape, lambda values: values * values))
-            with numpy.errstate(all="ignore"):
-                scale.append(_elements(g)(0, g.numel).reshape(shape) / norm)
-        return scale[0]
-
-    return _product(v, (g, v), lambda start, stop: _spread(scales(), v.shape, start, stop))
+    _refuse_types(g, v)
+    refuse_wide(v.shape, prod(v.shape[1:]))
+    matrix = v.reshape(v.shape or (1,))
+    values = TensorValues(matrix)
+    rows = normed(lambda *place: values.rows(*place).astype("d"), matrix.shape[0], g.reshape(shape or (1,)))
+    made = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
+    return made.with_flags(v.flags._replace(conj=False, neg=False))
 
 
-def _pruned(node: Mapping[Any, Any], folding: Folded) -> TensorEntry:
-    orig, mask = node[folding.parts["orig"]], node[folding.parts["mask"]]
+def pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
+    """orig · mask, exact. weight: its name, for errors."""
     if orig.shape != mask.shape:
-        raise Conflict(f"{folding.weight}: the mask is of another shape, {list(mask.shape)}", "")
-    return _product(orig, (orig, mask), _elements(mask))
+        raise Conflict(f"{weight}: the mask is of another shape, {list(mask.shape)}", "")
+    _refuse_types(mask, orig)
+
+    def product(_: int, mask_block: Array, block: Array) -> Array:
+        made: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
+        return made
+
+    return each(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
 
 
-_FOLDS: dict[str, Callable[[Mapping[Any, Any], Folded], TensorEntry]] = {WEIGHT_NORM: _weight_norm, PRUNING: _pruned}
-
-
-def _product(entry: TensorEntry, inputs: tuple[TensorEntry, ...], factor: Callable[[int, int], Any]) -> TensorEntry:
-    """The tensor times a factor for each element, made piece by piece, rounded once."""
-    if not entry.dtype.is_float or any(not part.dtype.is_float and part.dtype.kind != "bool" for part in inputs):
+def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
+    if not entry.dtype.is_float or not (factor.dtype.is_float or factor.dtype.kind == "bool"):
         raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")
-    elements = _elements(entry)
-    made = computed_tensor(
-        entry.dtype, entry.shape, lambda *place: elements(*place) * factor(*place), inputs, entry.location
-    )
-    return made.with_flags(entry.flags._replace(conj=False, neg=False))
-
-
-def _elements(entry: TensorEntry) -> Callable[[int, int], Array]:
-    """A function that gives elements by row-major numbers, as f64."""
-    values = TensorValues(entry)
-    return lambda start, stop: values.read(start, stop).astype("f8")
-
-
-def _sums(entry: TensorEntry, shape: tuple[int, ...], term: Callable[[Array], Array]) -> Array:
-    """Sums over the axes where `shape` has 1, of a term of each element, in f64."""
-    import numpy
-
-    total = numpy.zeros(prod(shape))
-
-    def add(start: int, raw: Array) -> None:
-        values = numbers(raw, entry.dtype).astype(numpy.float64)
-        places = _places(numpy.arange(start, start + len(values)), entry.shape, shape)
-        numpy.add(total, numpy.bincount(places, term(values), len(total)), out=total)
-
-    fold(add, entry)
-    return total.reshape(shape)
-
-
-def _spread(values: Array, shape: tuple[int, ...], start: int, stop: int) -> Array:
-    """For each element of `shape` from its number `start` to `stop`, the value that is broadcast to it."""
-    import numpy
-
-    spread: Array = values.reshape(-1)[_places(numpy.arange(start, stop), shape, values.shape)]
-    return spread
-
-
-def _places(at: Array, shape: tuple[int, ...], reduced: tuple[int, ...]) -> Array:
-    """The row-major numbers in `reduced` of elements of `shape`; axes of 1 are summed over."""
-    import numpy
-
-    places = numpy.zeros(len(at), numpy.int64)
-    for index, size in zip(numpy.unravel_index(at, shape) if shape else (), reduced, strict=True):
-        places = places * size + (index if size != 1 else 0)
-    return places
-
-
-def summary_lines(baked: Baked) -> list[str]:
-    """The folded weights and those left alone, a line for each kind."""
-    lines = []
-    for kind in _FOLDS:
-        names = [each.weight for each in baked.folded if each.kind == kind]
-        lines += [f"{kind}: {listed(names, 4)}"] if names else []
-    return lines + [f"left alone: {name} ({why})" for name, why in baked.left]

@@ -45,23 +45,19 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
     among: names that are there besides, which only must not clash with these.
     """
+    fix = f"another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
         if why := _why_not(name):
-            raise Conflict(
-                f"a member cannot be called {_shown(name)}: {why}",
-                "A member can become a file of its name, on any system. Nothing was written.",
-                f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}",
-            )
+            what = f"a member cannot be called {_shown(name)}: {why}"
+            nothing = "A member can become a file of its name, on any system. Nothing was written."
+            raise Conflict(what, nothing, f"Give it {fix}")
         if (folded := _folded(name)) in taken:
             other = taken[folded]
-            raise Conflict(
-                f"two members are called {_shown(name)}"
-                if other == name
-                else f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored",
-                "One member would replace the other. Nothing was written.",
-                f"Give one of them another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}",
-            )
+            what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
+            what = f"two members are called {_shown(name)}" if other == name else what
+            nothing = "One member would replace the other. Nothing was written."
+            raise Conflict(what, nothing, f"Give one of them {fix}")
         taken[folded] = name
 
 
@@ -106,13 +102,10 @@ def bundled(members: Mapping[Any, Any], like: Any = None, *, live: bool = False)
 
 def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     """The members of a bundle, by name. Raises `UsageError` where the checkpoint is no dictionary of several parts."""
-    tree = checkpoint.tree
-    where = checkpoint.source or "the checkpoint"
+    tree, where = checkpoint.tree, checkpoint.source or "the checkpoint"
     if not isinstance(tree, dict):
-        raise UsageError(
-            f"{where} is not a bundle: it is of type {type(tree).__name__}",
-            "A bundle is a dictionary with names as keys.",
-        )
+        what = f"{where} is not a bundle: it is of type {type(tree).__name__}"
+        raise UsageError(what, "A bundle is a dictionary with names as keys.")
     if one := one_thing(checkpoint):
         raise UsageError(
             f"{where} is not a bundle, but {one}",
@@ -148,15 +141,11 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
     """The key of the member called `name`; raises `UsageError` for none, `Ambiguous` for 0 and '0'."""
     found = [key for key in members if str(key) == name]
     if len(found) > 1:
-        raise Ambiguous(
-            f"{_shown(name)} names {counted(len(found), 'member')}",
-            f"Available: {listed([repr(key) for key in found])}.",
-        )
+        available = f"Available: {listed([repr(key) for key in found])}."
+        raise Ambiguous(f"{_shown(name)} names {counted(len(found), 'member')}", available)
     if not found:
-        there = listed(list(members), 12)
-        raise UsageError(
-            f"there is no member {_shown(name)}", f"Available: {there}." if members else "There are no members."
-        )
+        available = f"Available: {listed(list(members), 12)}." if members else "There are no members."
+        raise UsageError(f"there is no member {_shown(name)}", available)
     return found[0]
 
 
@@ -197,17 +186,11 @@ def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
 
 def lines_of(rows: Sequence[Member]) -> list[str]:
     """The members as a table for people."""
-    cells = [
-        (
-            row.name,
-            row.kind,
-            counted(row.tensors, "tensor") if row.tensors else "",
-            f"{row.bytes:,} bytes" if row.tensors else "",
-            row.file,
-        )
-        for row in rows
-    ]
-    widths = [max((len(row[column]) for row in cells), default=0) for column in range(4)]
+    cells = []
+    for row in rows:
+        sizes = (counted(row.tensors, "tensor"), f"{row.bytes:,} bytes") if row.tensors else ("", "")
+        cells.append((row.name, row.kind, *sizes, row.file))
+    widths = [max(map(len, column)) for column in list(zip(*cells, strict=True))[:4]]
     return ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells]
 
 
@@ -219,16 +202,13 @@ def is_plain(value: Any) -> bool:
     if is_optimizer(value):
         return False
     seen: set[int] = set()
-    stack: list[tuple[Any, int]] = [(value, 0)]
-    left = _MAX_PARTS
+    stack, left = [(value, 0)], _MAX_PARTS
     while stack:
         node, depth = stack.pop()
         left -= 1
-        if not left or depth > _MAX_DEPTH or not _is_json(node):
+        if not left or depth > _MAX_DEPTH or id(node) in seen or not _is_json(node):
             return False
         if type(node) in (list, dict):
-            if id(node) in seen:
-                return False
             seen.add(id(node))
             if type(node) is dict and not all(_is_json(key) and type(key) is str for key in node):
                 return False
@@ -252,17 +232,15 @@ def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
 
     Raises `Ambiguous` where such an address leads to two tensors.
     """
-    users: dict[int, list[tuple[Any, str]]] = defaultdict(list)
+    users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
     meanings: dict[str, set[int]] = defaultdict(set)
     for path, place, storage in _places(tree):
         users[id(storage)].append((path[:1], place))
         meanings[place].add(id(storage))
     ties = [tuple(place for _, place in places) for places in users.values() if len({of for of, _ in places}) > 1]
     if twice := [place for group in ties for place in group if len(meanings[place]) > 1]:
-        raise Ambiguous(
-            f"{twice[0]} leads to two tensors, one of which is shared with another member",
-            "What is shared could not be recorded.",
-        )
+        what = f"{twice[0]} leads to two tensors, one of which is shared with another member"
+        raise Ambiguous(what, "What is shared could not be recorded.")
     return tuple(ties)
 
 
@@ -298,7 +276,5 @@ def _places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
 def refuse_unnamed(like: Any) -> None:
     """Raises `Unsupported` for what a bundle has beside its members: attributes of its dictionary."""
     if isinstance(like, OrderedDict) and like.attributes:
-        raise Unsupported(
-            "the bundle's dictionary has attributes of its own, which no file of a member can hold",
-            f"They are: {listed(list(like.attributes))}.",
-        )
+        what = "the bundle's dictionary has attributes of its own, which no file of a member can hold"
+        raise Unsupported(what, f"They are: {listed(list(like.attributes))}.")

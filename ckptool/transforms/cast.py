@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.dtypes import DType, dtype_of
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
-from ckptool.transforms.casting import CastTally, cast_storage
+from ckptool.transforms.casting import CastTally, cast_storage, recast
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +71,34 @@ def cast_roots(
     skipped: list[tuple[str, str]] = []
     for root in roots:
         for key, value in root.node.items():
-            place = address((*root.base, *root.path, key))
-            if key not in keys:
+            if key not in keys or not isinstance(value, (TensorEntry, Composite)) or value.dtype is None:
                 continue
-            if isinstance(value, TensorEntry) and value.dtype.is_float:
-                if value.dtype is not target:
-                    chosen[id(value)] = value
-                    slots.add((id(root.node), key))
-                    names.setdefault(id(value.storage), place)
-            elif (
-                isinstance(value, Composite) and value.dtype is not None and value.dtype.kind in ("float", "quantized")
-            ):
-                skipped.append((place, value.kind))
+            place = address((*root.base, *root.path, key))
+            if isinstance(value, Composite):
+                skipped += [(place, value.kind)] if value.dtype.kind in ("float", "quantized") else []
+            elif value.dtype.is_float and value.dtype is not target:
+                chosen[id(value)] = value
+                slots.add((id(root.node), key))
+                names.setdefault(id(value.storage), place)
     _refuse_shared(checkpoint.tree, chosen, slots, names)
-    storages: dict[int, Storage] = {}
-    tallies: list[tuple[str, DType, CastTally]] = []
-    for entry in chosen.values():
-        if id(entry.storage) not in storages:
-            tally = CastTally()
-            tallies.append((names[id(entry.storage)], entry.dtype, tally))
-            storages[id(entry.storage)] = cast_storage(entry.storage, entry.dtype, target, tally)
+    before = {id(entry.storage): entry for entry in chosen.values()}
+    tallies = {number: CastTally() for number in before}
+    storages = {
+        number: cast_storage(entry.storage, entry.dtype, target, tallies[number]) for number, entry in before.items()
+    }
 
     def leaf(node: Any) -> Any:
-        return replace(node, storage=storages[id(node.storage)], dtype=target) if id(node) in chosen else node
+        return recast(node, storages[id(node.storage)], target) if id(node) in chosen else node
 
-    tree = rebuild(checkpoint.tree, leaf)
-    before = sum({id(entry.storage): entry.storage.nbytes for entry in chosen.values()}.values())
-    after = sum(storage.nbytes for storage in storages.values())
-    return Cast(replace(checkpoint, tree=tree), target, tuple(tallies), len(slots), before, after, tuple(skipped))
+    return Cast(
+        replace(checkpoint, tree=rebuild(checkpoint.tree, leaf)),
+        target,
+        tuple((names[number], before[number].dtype, tally) for number, tally in tallies.items()),
+        len(slots),
+        sum(entry.storage.nbytes for entry in before.values()),
+        sum(storage.nbytes for storage in storages.values()),
+        tuple(skipped),
+    )
 
 
 def _refuse_shared(
@@ -107,10 +107,8 @@ def _refuse_shared(
     dtypes: dict[int, DType] = {}
     for entry in chosen.values():
         if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
-            raise Conflict(
-                f"the storage of {names[id(entry.storage)]} is seen as two types",
-                "Its elements cannot be converted without knowing their dtype.",
-            )
+            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
+            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
     for path, node in walk(tree):
         for segment, part in children(node):
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]

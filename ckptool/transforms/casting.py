@@ -102,31 +102,25 @@ def _count_rounded(tally: CastTally, before: Array, after: Array, new: DType) ->
     if before.itemsize > back.itemsize or new.name == "f8_e8m0fnu":
         # Without a sign, the difference from a negative value may be too large for f32.
         before, back = before.astype(numpy.float64), back.astype(numpy.float64)
-    _count_losses(tally, before, back)
-
-
-def _count_losses(tally: CastTally, before: Array, back: Array) -> None:
-    """Adds one chunk to the tally: the values `before`, and what is left of them, in the same type."""
-    import numpy
-
     finite = numpy.isfinite(back, out=scratch("cast mask", "?", len(back)))
-    if finite.all() and numpy.isfinite(before, out=finite).all():
+    if not (finite.all() and numpy.isfinite(before, out=finite).all()):
+        finite = numpy.isfinite(before) & numpy.isfinite(back)
+        lost = ~finite & (before != back)
+        tally.changed += int(numpy.count_nonzero(lost & ~(numpy.isnan(before) & numpy.isnan(back))))
+        tally.overflowed += int(numpy.count_nonzero(lost & numpy.isfinite(before)))
+        before, back = before[finite], back[finite]
+    if len(before):
         _count_finite(tally, before, back)
-        return
-    finite = numpy.isfinite(before) & numpy.isfinite(back)
-    lost = ~finite & (before != back)
-    tally.changed += int(numpy.count_nonzero(lost & ~(numpy.isnan(before) & numpy.isnan(back))))
-    tally.overflowed += int(numpy.count_nonzero(lost & numpy.isfinite(before)))
-    if finite.any():
-        _count_finite(tally, before[finite], back[finite])
 
 
 def _count_finite(tally: CastTally, before: Array, back: Array) -> None:
+    """Adds one chunk to the tally: the values `before`, and what is left of them, in the same type."""
     import numpy
 
-    error = numpy.subtract(before, back, out=scratch("cast error", before.dtype.str, len(before)))
+    kind, count = before.dtype.str, len(before)
+    error = numpy.subtract(before, back, out=scratch("cast error", kind, count))
     numpy.abs(error, out=error)
-    mask = scratch("cast mask", "?", len(before))
+    mask = scratch("cast mask", "?", count)
     changed = int(numpy.count_nonzero(numpy.not_equal(error, 0, out=mask)))
     if not changed:
         return
@@ -135,20 +129,13 @@ def _count_finite(tally: CastTally, before: Array, back: Array) -> None:
         tally.underflowed += int(numpy.count_nonzero(mask & (before != 0)))
     worst = int(error.argmax())
     tally.max_abs_error = max(tally.max_abs_error, abs(float(before[worst]) - float(back[worst])))
-    tally.max_rel_error = max(tally.max_rel_error, _worst_ratio(error, before))
-
-
-def _worst_ratio(error: Array, before: Array) -> float:
-    """The largest error relative to the value, over values that are not zero."""
-    import numpy
-
-    ratio = numpy.abs(before, out=scratch("cast ratio", before.dtype.str, len(before)))
-    numpy.divide(error, ratio, out=ratio)
-    worst = float(ratio.max())
-    if numpy.isfinite(worst):
-        return worst
-    keep = before != 0
-    return float((error[keep].astype(numpy.float64) / numpy.abs(before[keep])).max()) if keep.any() else 0.0
+    ratio = numpy.abs(before, out=scratch("cast ratio", kind, count))
+    largest = float(numpy.divide(error, ratio, out=ratio).max())
+    if not numpy.isfinite(largest):  # over values that are not zero
+        keep = before != 0
+        ratios = error[keep].astype(numpy.float64) / numpy.abs(before[keep])
+        largest = float(ratios.max(initial=0))
+    tally.max_rel_error = max(tally.max_rel_error, largest)
 
 
 def _unseen(seen: list[int], start: int, stop: int) -> list[tuple[int, int]]:
@@ -166,17 +153,8 @@ SAME, EXACT, LOSSY = "same", "exact", "lossy"
 _WHOLE = ("int", "uint", "bool")
 # Digits of the largest whole number up to which a floating type has every one, in bits.
 _DIGITS = {"f64": 53, "f32": 24}
-_ALSO_EXACT = {
-    ("f16", "f8_e5m2"),
-    ("f16", "f8_e4m3fn"),
-    ("f16", "f8_e4m3fnuz"),
-    ("f16", "f8_e5m2fnuz"),
-    ("bf16", "f8_e5m2"),
-    ("bf16", "f8_e4m3fn"),
-    ("bf16", "f8_e4m3fnuz"),
-    ("bf16", "f8_e5m2fnuz"),
-    ("bf16", "f8_e8m0fnu"),
-}
+_SIGNED_F8 = {"f8_e5m2", "f8_e4m3fn", "f8_e4m3fnuz", "f8_e5m2fnuz"}
+_HOLDS = {"f16": _SIGNED_F8, "bf16": {*_SIGNED_F8, "f8_e8m0fnu"}}  # every value of these
 
 
 def conversion(old: DType | None, new: DType | None) -> str | None:
@@ -187,7 +165,7 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
         return None
     if old.is_float and new.is_float:
         wider = new.itemsize >= 4 and new.itemsize > old.itemsize
-        return EXACT if wider or (new.name, old.name) in _ALSO_EXACT else LOSSY
+        return EXACT if wider or old.name in _HOLDS.get(new.name, ()) else LOSSY
     if old.kind in _WHOLE and (new.kind in _WHOLE or new.name in _DIGITS):
         return EXACT if _fits(old, new) else LOSSY
     if old.name in ("c64", "c128") and new.name in ("c64", "c128"):
@@ -227,15 +205,19 @@ def _refuse_expanded(entry: TensorEntry) -> None:
         )
 
 
+def recast(entry: TensorEntry, storage: Storage, new: DType) -> TensorEntry:
+    """The same view of its storage that was cast to another floating type."""
+    negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
+    return replace(entry, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
+
+
 def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) -> TensorEntry:
     """The tensor as another type, computed when it is read. Only for pairs that `conversion` has a word for."""
     if entry.dtype is new:
         return entry
     whole = compact(entry)
     if entry.dtype.is_float and new.is_float:
-        storage = cast_storage(whole.storage, entry.dtype, new, tally)
-        negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
-        return replace(whole, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
+        return recast(whole, cast_storage(whole.storage, entry.dtype, new, tally), new)
     made = each(_Converted(entry.dtype, new, tally), whole.with_flags(NO_FLAGS), dtype=new)
     return made.with_flags(entry.flags)
 
@@ -245,10 +227,9 @@ def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
     if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:
         what = f"{tensor!r} is not cast to {new.name} without torch"
         raise UsageError(what, "", f"In memory: entry.torch().to(torch.{new.torch})")
-    if not (tensor.dtype.is_float and new.is_float):
-        return converted(tensor, new)
-    flags = tensor.flags._replace(neg=tensor.flags.neg and new.name != "f8_e8m0fnu")  # a type without sign
-    return replace(tensor, storage=cast_storage(tensor.storage, tensor.dtype, new), dtype=new, flags=flags)
+    if tensor.dtype.is_float and new.is_float:
+        return recast(tensor, cast_storage(tensor.storage, tensor.dtype, new), new)
+    return converted(tensor, new)
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:

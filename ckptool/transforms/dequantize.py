@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -48,81 +48,67 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
 def _rows_of(weight: QuantizedWeight) -> Numbers:
     """Rows of the weight; for gpt-oss, whose last two dimensions are exchanged, of [experts · groups, 32 · rows]."""
     if weight.codes != "gpt-oss":
-        return _Scaled(weight).rows
+        return _scaled(weight)
     count, scale = weight.shape[2], weight.parts["scale"]
     grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
-    groups = _Scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))
-    return lambda start, stop: groups.rows(start * count, stop * count).reshape(-1, count, 32).transpose(0, 2, 1)
+    groups = _scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))
+    return lambda start, stop: groups(start * count, stop * count).reshape(-1, count, 32).transpose(0, 2, 1)
 
 
-class _Scaled:
+def _scaled(weight: QuantizedWeight) -> Numbers:
     """Rows of (codes - zero points) · scale."""
+    import numpy
 
-    __slots__ = ("codes", "middle", "offset", "weight", "zeros")
+    single, parts = numpy.float32, weight.parts
+    codes, zeros = _codes(weight, "codes"), _codes(weight, "zeros") if "zeros" in parts else None
+    middle = 1 << weight.bits - 1 if weight.codes == "bits" and zeros is None else 0
+    offset = cache(lambda: _gptq_offset(weight) if weight.facts.get("stored") == "gptq" else 0)
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self.weight = weight
-        self.codes = _codes(weight, "codes")
-        self.zeros = _codes(weight, "zeros") if "zeros" in weight.parts else None
-        self.middle = 1 << weight.bits - 1 if weight.codes == "bits" and self.zeros is None else 0
-        self.offset: int | None = None if weight.facts.get("stored") == "gptq" else 0
-
-    def rows(self, start: int, stop: int) -> Array:
-        import numpy
-
-        if self.offset is None:
-            self.offset = _gptq_offset(self.weight)
+    def rows(start: int, stop: int) -> Array:
+        # Which rows of the table of scales these rows of the weight need, and which of them each.
+        block, grid = weight.block[:-1], weight.grid[:-1]
+        places = numpy.unravel_index(numpy.arange(start, stop), weight.shape[:-1])
+        at = numpy.ravel_multi_index(tuple(each // size for each, size in zip(places, block, strict=True)), grid)
+        first, last = int(at.min()), int(at.max()) + 1
         with numpy.errstate(all="ignore"):
-            values: Array = self.codes(start, stop).astype(numpy.float32)
-            grid, at = self._places(start, stop)
-            if self.zeros is not None:
-                values -= self._wide(self.zeros(*grid).astype(numpy.float32)[at] + numpy.float32(self.offset))
-            elif self.middle:
-                values -= numpy.float32(self.middle)
-            values *= self._wide(self._scales(*grid)[at])
-            if self.weight.codes == "int8":
-                values *= numpy.float32(_INT8)
+            values: Array = codes(start, stop).astype(single)
+            if zeros is not None:
+                points = zeros(first, last).astype(single)[at - first] + single(offset())
+                values -= _for_columns(weight, points)
+            elif middle:
+                values -= single(middle)
+            scales = _table(parts["scale"], first, last)
+            if "global" in parts:
+                scales = scales / TensorValues(parts["global"]).read(0, 1)
+            values *= _for_columns(weight, scales[at - first])
+            if weight.codes == "int8":
+                values *= single(_INT8)
         return values
 
-    def _places(self, start: int, stop: int) -> tuple[tuple[int, int], Array]:
-        """The rows of the table of scales that these rows of the weight need; and which of them each needs."""
-        import numpy
+    return rows
 
-        block, grid = self.weight.block[:-1], self.weight.grid[:-1]
-        places = numpy.unravel_index(numpy.arange(start, stop), self.weight.shape[:-1])
-        at = numpy.ravel_multi_index(tuple(each // size for each, size in zip(places, block, strict=True)), grid)
-        first = int(at.min())
-        return (first, int(at.max()) + 1), at - first
 
-    def _scales(self, start: int, stop: int) -> Array:
-        found = _table(self.weight.parts["scale"], start, stop)
-        whole = self.weight.parts.get("global")
-        return found if whole is None else found / TensorValues(whole).read(0, 1)
+def _for_columns(weight: QuantizedWeight, table: Array) -> Array:
+    """A number for each column, of one for each group of columns."""
+    import numpy
 
-    def _wide(self, table: Array) -> Array:
-        """A number for each column, of one for each group of columns."""
-        import numpy
-
-        columns, groups = self.weight.shape[-1], table.shape[-1]
-        index = self.weight.parts.get("g_idx")
-        if groups == 1:
-            return table
-        if index is not None:
-            at = TensorValues(index).read(0, columns)
-            if (at >= 0).all():  # -1: not in use, the columns are in their order
-                if at.max() >= groups:
-                    what = f"{self.weight.name}: its index of groups reaches {int(at.max())} of {groups}"
-                    raise Corrupt(what)
-                return table[:, at]
-        return numpy.repeat(table, self.weight.block[-1], axis=1)[:, :columns]
+    columns, groups, index = weight.shape[-1], table.shape[-1], weight.parts.get("g_idx")
+    if groups == 1:
+        return table
+    if index is not None:
+        at = TensorValues(index).read(0, columns)
+        if (at >= 0).all():  # -1: not in use, the columns are in their order
+            if at.max() >= groups:
+                raise Corrupt(f"{weight.name}: its index of groups reaches {int(at.max())} of {groups}")
+            return table[:, at]
+    return numpy.repeat(table, weight.block[-1], axis=1)[:, :columns]
 
 
 # Codes ---------------------------------------------------------------------------------------------------------------
 
 
 def _rows(entry: TensorEntry) -> Numbers:
-    values, width = TensorValues(entry), entry.shape[-1]
-    return lambda start, stop: values.read(start * width, stop * width).reshape(stop - start, width)
+    return TensorValues(entry.reshape((prod(entry.shape[:-1]), entry.shape[-1]))).rows
 
 
 def _table(entry: TensorEntry, start: int, stop: int) -> Array:
@@ -260,7 +246,7 @@ def dequantize(
     where nothing is quantized. Reads nothing.
     """
     found = [(root, quantized_in(checkpoint, root.node, block_size)) for root in roots]
-    where = str(checkpoint.source or "the checkpoint")
+    where = checkpoint.source or "the checkpoint"
     if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
         named = any(problem.endswith("name the block size") for problem in problems)

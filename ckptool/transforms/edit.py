@@ -52,32 +52,31 @@ def edit(
 
 def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
     """The tree without the entries of dictionaries that match, and their addresses."""
-    found: dict[int, tuple[Any, set[Any]]] = {}
-    names: list[str] = []
-    used: set[str] = set()
+    replaced: dict[int, Any] = {}
+    gone, used = dict[Path, str](), set[str]()
     matchers = [(pattern, matcher(pattern)) for pattern in patterns]
     models = {id(root.node) for root in find_state_dicts(checkpoint) if root.is_model}
-    gone: list[Path] = []
     for path, node in walk(checkpoint.tree):
-        if any(path[: len(above)] == above for above in gone):
+        if any(path[:depth] in gone for depth in range(1, len(path) + 1)):
             continue
         for mapping in _mappings(node):
+            out = set()
             for key in mapping:
-                here = address((*path, key))
-                hits = [p for p, matches in matchers if matches(here) or (id(node) in models and matches(str(key)))]
-                if hits:
+                here, keys = address((*path, key)), [str(key)] if id(node) in models else []
+                if hits := [pattern for pattern, matches in matchers if any(map(matches, [here, *keys]))]:
                     used.update(hits)
-                    found.setdefault(id(mapping), (mapping, set()))[1].add(key)
-                    names.append(address((*checkpoint.base, *path, key)))
-                    gone.append((*path, key))
+                    out.add(key)
+                    gone[(*path, key)] = address((*checkpoint.base, *path, key))
+            if out:
+                left = replaced.get(id(mapping), mapping).items()
+                replaced[id(mapping)] = same_kind(mapping, {key: value for key, value in left if key not in out})
     if idle := [pattern for pattern in patterns if pattern not in used]:
         raise NoMatch(
             f"nothing matches {idle[0]!r}",
             "Patterns match whole addresses, or keys of model weights.",
             f"See what is there: {command('inspect', FILE, all=True)}",
         )
-    replaced = {number: _without(mapping, keys) for number, (mapping, keys) in found.items()}
-    return rebuild(checkpoint.tree, replaced=replaced), tuple(names)
+    return rebuild(checkpoint.tree, replaced=replaced), tuple(gone.values())
 
 
 def droppable(tree: Any, path: Path) -> Path:
@@ -95,66 +94,55 @@ def _mappings(node: Any) -> list[dict[Any, Any]]:
     return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
 
 
-def _without(mapping: dict[Any, Any], keys: set[Any]) -> dict[Any, Any]:
-    return same_kind(mapping, {key: value for key, value in mapping.items() if key not in keys})
-
-
 def parse_assignment(text: str) -> tuple[str, Any]:
     """The address and value of `path:=json`. Raises `UsageError` where it is none."""
     place, separator, value = text.partition(":=")
+    if not separator or not place:
+        raise UsageError(
+            f"{text!r} is not of the form PATH:=JSON",
+            "Both sides are needed, and := between them.",
+            f"For example: {arg(set={'epoch': 3})}",
+        )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(name for name, _ in pairs)
+        if names.total() > len(names):
+            raise ValueError(f"the name {names.most_common(1)[0][0]!r} is there twice")
+        return dict(pairs)
+
     try:
-        if separator and place:
-            return place, json.loads(value, object_pairs_hook=_unique)
+        return place, json.loads(value, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{value!r} is not JSON: {error!s}",
             "A string needs quotes inside the shell's, and an object has each name once.",
             f"""For example: '{place}:="text"'""",
         ) from None
-    raise UsageError(
-        f"{text!r} is not of the form PATH:=JSON",
-        "Both sides are needed, and := between them.",
-        f"For example: {arg(set={'epoch': 3})}",
-    )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object with these members. Raises `ValueError` for a name that is there twice."""
-    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ValueError(f"the name {twice[0]!r} is there twice")
-    return dict(pairs)
 
 
 def _with_value(tree: Any, place: str, value: Any) -> Any:
     parent, key = _parent(tree, place)
-    _refuse_tensors(tree, place, next((part for name, part in children(parent) if name == key), None))
+    old = next((part for name, part in children(parent) if name == key), None)
+    if count := len(lost_tensors(old, None)):
+        single = isinstance(old, (TensorEntry, Composite))
+        held = "is a tensor" if single else f"holds {counted(count, 'tensor')}"
+        values = f"Give it new values: {arg(tensor={place: 'values.npy'})}; or leave" if single else "Leave"
+        raise UsageError(
+            f"{place} {held}, and would become a plain value",
+            "Values would be lost. Nothing was written.",
+            f"{values} it out: {arg(drop=place)}",
+        )
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
     return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
-
-
-def _refuse_tensors(tree: Any, place: str, old: Any) -> None:
-    """Raises `UsageError` where a plain value would take the place of tensors."""
-    if count := len(lost_tensors(old, None)):
-        single = isinstance(old, (TensorEntry, Composite))
-        shown, held = place, "is a tensor" if single else f"holds {counted(count, 'tensor')}"
-        raise UsageError(
-            f"{shown} {held}, and would become a plain value",
-            "Values would be lost. Nothing was written.",
-            (f"Give it new values: {arg(tensor={shown: 'values.npy'})}; or leave" if single else "Leave")
-            + f" it out: {arg(drop=shown)}",
-        )
 
 
 def _parent(tree: Any, place: str) -> tuple[Any, Any]:
     """The dictionary or list that holds `place`, and the key there: an existing one as it is, else a text."""
     above, _, last = place.strip("/").rpartition("/")
     if not last:
-        raise UsageError(
-            "the whole file cannot be set",
-            "A value is set at an address in it.",
-            f"For example: {arg(set={'epoch': 3})}",
-        )
+        why = "A value is set at an address in it."
+        raise UsageError("the whole file cannot be set", why, f"For example: {arg(set={'epoch': 3})}")
     _, parent = find(tree, above)
     if isinstance(parent, Object) and parent.items is not None:
         parent = parent.items
@@ -197,26 +185,22 @@ def _with_array(tree: Any, place: str, array: Any) -> Any:
     _, entry = find(tree, place)
     if not isinstance(entry, TensorEntry):
         raise UsageError(f"{place} is not a tensor with plain values", f"It is {entry!r}.")
-    raw = _bytes_for(entry, array, place)
-    others = [
-        address(p)
-        for p, other in tensors(tree)
-        if other is not entry and isinstance(other, TensorEntry) and other.storage is entry.storage
-    ]
+    data = InlineBytes(_bytes_for(entry, array, place))
     whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
-    if others and not whole:
-        raise Conflict(
-            f"{place} shares its storage with {others[0]}, and covers only a part of it",
-            "Writing it would change the other in parts.",
-        )
+    others = (
+        path
+        for path, other in tensors(tree)
+        if other is not entry and isinstance(other, TensorEntry) and other.storage is entry.storage
+    )
+    if not whole and (shared := next(others, None)) is not None:
+        what = f"{place} shares its storage with {address(shared)}, and covers only a part of it"
+        raise Conflict(what, "Writing it would change the other in parts.")
     if entry.flags.conj or entry.flags.neg:
         raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
     if whole:  # every name that is tied to it sees the new values, as it would in torch
-        return map_storages(
-            tree, lambda storage: Storage(InlineBytes(raw), storage.location) if storage is entry.storage else storage
-        )
-    fresh = entry.with_values(InlineBytes(raw))
-    return rebuild(tree, lambda node: fresh if node is entry else node)
+        fresh = Storage(data, entry.location)
+        return map_storages(tree, lambda storage: fresh if storage is entry.storage else storage)
+    return rebuild(tree, lambda node: entry.with_values(data) if node is entry else node)
 
 
 def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
@@ -226,23 +210,18 @@ def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
             f"{place} has the shape {list(entry.shape)}, the array {list(array.shape)}",
             "Replacing values does not change shapes.",
         )
-    width = array.dtype.itemsize
+    dtype = entry.dtype
     try:
-        same = array.dtype.newbyteorder("<") == entry.dtype.to_numpy().newbyteorder("<")
+        same = array.dtype.newbyteorder("<") == dtype.to_numpy().newbyteorder("<")
     except KeyError:
         same = False
     # numpy files have no name for bf16 and float8: they come back as void types, or as integers of the same size.
-    as_bits = (
-        array.dtype.kind in "Vu"
-        and width == entry.dtype.itemsize
-        and entry.dtype.name not in ("u8", "u16", "u32", "u64")
-        and entry.dtype.kind != "int"
-    )
-    if not same and not (as_bits and (entry.dtype.ml or entry.dtype.numpy is None)):
+    as_bits = array.dtype.kind in "Vu" and array.dtype.itemsize == dtype.itemsize and dtype.kind not in ("int", "uint")
+    if not same and not (as_bits and (dtype.ml or dtype.numpy is None)):
         raise Conflict(
-            f"{place} is of type {entry.dtype}, the array {array.dtype}",
+            f"{place} is of type {dtype}, the array {array.dtype}",
             "Values are not converted on the way.",
-            f"Convert it: array.astype({entry.dtype.numpy or entry.dtype.name!r})",
+            f"Convert it: array.astype({dtype.numpy or dtype.name!r})",
         )
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))

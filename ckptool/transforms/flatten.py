@@ -56,15 +56,12 @@ def export(
     Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for a view of more than `MAX_WRITTEN_OUT`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
-    chosen = {
-        key: value for key, value in root.node.items() if key in keys and isinstance(value, (TensorEntry, Composite))
-    }
-    here = root.base + root.path
-    behind = [address((*here, key)) for key in root.node if key not in chosen]
+    tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = getattr(root.node, "metadata", None)
     keep_metadata = keep_metadata and holds(metadata)
-    behind += [address((*here, "_metadata"))] if metadata and not keep_metadata else []
-    behind += around(checkpoint, root)
+    behind = [key for key in root.node if key not in tensors or key not in keys]
+    behind += ["_metadata"] if metadata and not keep_metadata else []
+    behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
     refuse_packed(checkpoint, root)
     if wrong := list(_not_plain(root.node, keys)):
         raise Unsupported(
@@ -72,7 +69,7 @@ def export(
             "It holds only plain tensors, each under its name. Nothing was written.",
             f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}",
         )
-    plain = {key: value for key, value in chosen.items() if isinstance(value, TensorEntry)}
+    plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             raise Conflict(
@@ -82,48 +79,31 @@ def export(
             )
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
-    return Exported(
-        replace(
-            checkpoint,
-            tree=OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain,
-            tensors_only=True,
-            extras={},
-        ),
-        tuple(behind),
-        tuple(lost_views(plain, copy_ties)),
-    )
+    tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
+    flat = replace(checkpoint, tree=tree, tensors_only=True, extras={})
+    return Exported(flat, tuple(behind), tuple(lost_views(plain, copy_ties)))
 
 
 def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
     """The entries of a root that are tensors of several parts, or hold tensors, with what they are."""
     written = [value for key, value in node.items() if type(key) is str and key in keys and type(value) is TensorEntry]
     for key, value in node.items():
-        if isinstance(value, Composite) and key in keys:
-            yield f"{key} ({value.kind})"
-            continue
-        if (
-            isinstance(value, (TensorEntry, Composite))
-            or (type(key) is str and key not in keys)
-            or is_beside(key, value)
-        ):
-            continue
-        if count := len(lost_tensors(value, written)):
-            yield f"{key!s} (a {_word(value)} with {counted(count, 'tensor')})"
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__
-    return "dictionary" if isinstance(value, dict) else "object"
+        if isinstance(value, (TensorEntry, Composite)):
+            if isinstance(value, Composite) and key in keys:
+                yield f"{key} ({value.kind})"
+        elif (type(key) is not str or key in keys) and not is_beside(key, value):
+            word = type(value).__name__ if isinstance(value, (list, tuple)) else "object"
+            word = "dictionary" if isinstance(value, dict) else word
+            if count := len(lost_tensors(value, written)):
+                yield f"{key!s} (a {word} with {counted(count, 'tensor')})"
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
     """Raises `Unsupported` for a module with quantized weights that only its class puts into a state dict."""
     if found := quantized_outside(root):
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} "
-            "outside of its "
-            f"parameters and buffers: {listed(found, 3)}",
+            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} outside "
+            f"of its parameters and buffers: {listed(found, 3)}",
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
         )
@@ -158,41 +138,22 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     """Notes on views that a container without strides writes as their values."""
-    views: dict[int, dict[Any, tuple[str, TensorEntry]]] = {}
+    views: dict[int, dict[Any, str]] = {}  # the names of the views of each storage
     for key, entry in tensors.items():
-        views.setdefault(id(entry.storage), {}).setdefault(entry.view, (key, entry))
-    shared = [
-        name
-        for group in views.values()
-        if _overlap([entry for _, entry in group.values()])
-        for name, _ in group.values()
-    ]
-    notes = []
-    if shared and not copy_ties:
-        names = listed(shared, 4)
-        notes.append(
-            Note(
-                "sharing-lost",
-                f"different views of one storage are written separately and no longer share memory: {names}",
-            )
-        )
+        views.setdefault(id(entry.storage), {}).setdefault(entry.view, key)
+    shared = list[str]()
+    for names in views.values():
+        spans = sorted(tensors[key].span() for key in names.values())
+        shared += names.values() if any(before[1] > after[0] for before, after in pairwise(spans)) else ()
     resolved = [key for key, entry in tensors.items() if entry.flags.conj or entry.flags.neg]
-    if resolved:
-        notes.append(
-            Note(
-                "resolved-views",
-                f"conjugated or negated views are written as their values: {listed(resolved, 4)}",
-            )
-        )
-    if expanded := [key for key, entry in tensors.items() if entry.nbytes > entry.storage.nbytes]:
-        message = f"expanded views are written with every repeated value: {listed(expanded, 4)}"
-        notes.append(Note("resolved-views", message))
-    return notes
-
-
-def _overlap(entries: list[TensorEntry]) -> bool:
-    spans = sorted(entry.span() for entry in entries)
-    return any(before[1] > after[0] for before, after in pairwise(spans))
+    expanded = [key for key, entry in tensors.items() if entry.nbytes > entry.storage.nbytes]
+    apart = "different views of one storage are written separately and no longer share memory"
+    notes = (
+        ("sharing-lost", apart, [] if copy_ties else shared),
+        ("resolved-views", "conjugated or negated views are written as their values", resolved),
+        ("resolved-views", "expanded views are written with every repeated value", expanded),
+    )
+    return [Note(code, f"{text}: {listed(names, 4)}") for code, text, names in notes if names]
 
 
 # A tensor, or its data, left as the call that would make it: `torch.DoubleStorage([…])`, an unknown rebuild.
@@ -217,7 +178,8 @@ def lost_tensors(before: Any, after: Any) -> Lost:
         if id(node) in whole or (covered and any(path[:depth] in covered for depth in range(len(path)))):
             continue
         if any(view not in kept and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
-            found.append((path, _kind(node)))
+            kind = "a storage" if isinstance(node, StorageRef) else getattr(node, "kind", "a tensor")
+            found.append((path, kind))
         elif _is_left_as_a_call(node, kept):
             found.append((path, node.name))
             covered.add(path)
@@ -234,15 +196,7 @@ def _views(node: Any) -> list[tuple[Any, ...]]:
 
 
 def _view(part: TensorEntry | StorageRef) -> tuple[Any, ...]:
-    if isinstance(part, StorageRef):
-        return (id(part.storage),)
-    return part.view
-
-
-def _kind(node: Any) -> str:
-    if isinstance(node, Composite):
-        return node.kind
-    return "a storage" if isinstance(node, StorageRef) else "a tensor"
+    return part.view if isinstance(part, TensorEntry) else (id(part.storage),)
 
 
 def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
@@ -267,12 +221,8 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
     """Raises `Unsupported` where tensors would be lost, naming them."""
     if found:
         names = [f"{address((*checkpoint.base, *path)) or 'the top'} ({kind})" for path, kind in found]
-        source = checkpoint.source or "the checkpoint"
-        raise Unsupported(
-            f"{counted(len(found), 'tensor')} of {source} would be lost: {listed(names, 6)}",
-            f"{why} Nothing was written.",
-            advice,
-        )
+        what = f"{counted(len(found), 'tensor')} of {checkpoint.source or 'the checkpoint'} would be lost"
+        raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,13 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, RankFolder
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.names.arithmetic import Lookup
-from ckptool.names.joining import JOIN_WAYS
+from ckptool.names.chain import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
 from ckptool.names.scope import Scope
@@ -115,25 +115,25 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         source = megatron.latest(source)
     if not isinstance(source, Folder) or not (names := _files(source)):
         return None
-    files, found = RankFolder(source), []
+    joiner, found = Joiner(source), []
     for place, name in names:
         above, _, last = name.rpartition("/")
         file = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(name, file)
         each = formats.read_alone(file)
         found.append((place, name, each.tree))
-        files.notes = [*({note.code: note for note in (*files.notes, *each.notes)}).values()]
-        files.discarded += each.discarded
+        joiner.notes = [*({note.code: note for note in (*joiner.notes, *each.notes)}).values()]
+        joiner.discarded += each.discarded
     ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
     _check_world(source, ranks)
     scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
-    model = _model(files.joiner, ranks, rules, scope.lookup)
+    model = _model(joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for _, name, tree in found:
         if name.endswith(OPTIMIZER):
             beside[name.partition("/")[0]][OPTIMIZER] = tree
     tree = {"model": model, "ranks": beside} if any(beside.values()) else model
-    return files.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
+    return joiner.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
 
 
 # The ranks -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_
 
 @dataclass(frozen=True, slots=True)
 class Remapped:
-    """A remapped checkpoint: itself, how many storages moved of how many, and each move with its count.
+    """A remapped checkpoint, how many storages moved of how many, and each move with its count.
 
     (A tensor that has no storage, but a device in the call that makes it, counts as one.)
     """
@@ -56,26 +56,34 @@ def remap(checkpoint: Checkpoint, to: object = None, moves: Mapping[Any, Any] | 
     """
     target = parse_device(to) if to is not None else None
     table = {parse_device(old): parse_device(new) for old, new in (moves or {}).items()}
-    calls = _device_calls(checkpoint.tree)
+    # Tensors that name their device in the call that makes them instead of a storage's tag (XLA, HPU), each once.
+    calls = {
+        id(node): node
+        for _, node in walk(checkpoint.tree)
+        if isinstance(node, Composite)
+        and getattr(node.made.fn, "name", "") in _ON_DEVICE
+        and type(node.made.args[2]) is str
+    }
     present = Counter(storage.location for storage in storages(checkpoint.tree))
-    present.update(call.made.args[2] for call in calls)
-    known = {_normal(location): location for location in present}
+    present.update(call.made.args[2] for call in calls.values())
+    known = set(map(_normal, present))
     if missing := [old for old in table if old not in known]:
         there = ", ".join(sorted(present)) or "none"
         raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {there}.")
-
-    def moved(location: str) -> str:
-        return table.get(_normal(location), target if target is not None else location)
+    moved = {location: table.get(_normal(location), target or location) for location in present}
 
     def move(storage: Storage) -> Storage:
-        new = moved(storage.location)
+        new = moved[storage.location]
         return storage if new == storage.location else replace(storage, location=new)
 
-    elsewhere = {id(call): _with_device(call, moved(call.made.args[2])) for call in calls}
+    elsewhere = {
+        number: call.with_arguments((*args[:2], moved[args[2]], *args[3:]))
+        for number, call in calls.items()
+        for args in [call.made.args]
+    }
     tree = map_storages(rebuild(checkpoint.tree, replaced=elsewhere) if calls else checkpoint.tree, move)
-    done = {(old, moved(old)): count for old, count in present.items() if moved(old) != old}
-    facts = tuple((old, new, count) for (old, new), count in sorted(done.items()))
-    return Remapped(replace(checkpoint, tree=tree), sum(done.values()), sum(present.values()), facts)
+    facts = tuple(sorted((old, new, present[old]) for old, new in moved.items() if new != old))
+    return Remapped(replace(checkpoint, tree=tree), sum(count for *_, count in facts), present.total(), facts)
 
 
 def _normal(location: str) -> str:
@@ -83,20 +91,3 @@ def _normal(location: str) -> str:
         return parse_device(location)
     except UsageError:
         return location
-
-
-def _device_calls(tree: Any) -> list[Composite]:
-    """Tensors that name their device in the call that makes them instead of a storage's tag (XLA, HPU), each once."""
-    found = {
-        id(node): node
-        for _, node in walk(tree)
-        if isinstance(node, Composite)
-        and getattr(node.made.fn, "name", "") in _ON_DEVICE
-        and type(node.made.args[2]) is str
-    }
-    return list(found.values())
-
-
-def _with_device(call: Composite, device: str) -> Any:
-    args = call.made.args
-    return call.with_arguments((*args[:2], device, *args[3:]))

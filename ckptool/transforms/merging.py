@@ -1,4 +1,4 @@
-"""The ways to merge models: what becomes of a piece of one tensor, given the same piece of each model.
+"""The ways to merge models: formulas for a piece of one tensor, given the same piece of each model.
 
 `mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` weighted differences from a base, of
 which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones:
@@ -12,23 +12,28 @@ Differences are computed in f32 (in f64 for f64), where mergekit has the type of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, NamedTuple, cast
 
-from ckptool.checkpoint.numeric import Array, scratch
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import each, fold
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.commands import Command, arg
-from ckptool.errors import UsageError, counted, listed
+from ckptool.errors import Unsupported, UsageError, counted, listed
 
+COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
 _SMALL = 1 << 12  # patterns that are sorted instead
 
 Read = Callable[[int, str], "Array"]
 """`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
-Fold = Callable[..., None]
-"""`(take, *numbers)`: `take` gets all of these sources side by side, front to back, a piece at a time."""
+Piece = Callable[[Read, int], "Array"]
+"""`(read, start)`: the piece of the result from element `start`."""
+Kept = Callable[["Array", int, int], "Array"]
+"""`(delta, number, start)`: the differences of a file from element `start`, zeros for those that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,210 +47,289 @@ class Merge:
 
     @property
     def has_base(self) -> bool:
-        return issubclass(METHODS[self.method], Deltas)
+        """True where the first source is not merged itself, but what the others are differences from."""
+        return "base" in METHODS[self.method].takes
 
     @property
     def settings(self) -> tuple[str, ...]:
         """The options that count for its method, as text."""
         density = ", ".join(f"{density:g}" for density in self.densities)
-        every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}"}
-        every["seed"] = f"seed {self.seed}"
+        every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}", "seed": f"seed {self.seed}"}
         return tuple(text for name, text in every.items() if name in METHODS[self.method].takes)
 
+    def density(self, number: int) -> float:
+        return self.densities[number % len(self.densities)]
 
-class Mean:
-    """The weighted sum. The sources are all files."""
 
-    __slots__ = ("how", "name", "weights")
-    takes: ClassVar[tuple[str, ...]] = ("ema",)
+def merged(entries: Sequence[TensorEntry], how: Merge, weights: Sequence[float], name: str) -> TensorEntry:
+    """One tensor of all sources, merged when it is read. name: what it is called in all of them.
 
-    def __init__(self, how: Merge, weights: Sequence[float], name: str) -> None:
-        self.how, self.weights, self.name = how, weights, name
+    Raises `Unsupported` for packed types.
+    """
+    dtype = entries[0].dtype
+    if dtype.numpy is None and dtype.name != "c32":
+        raise Unsupported(f"tensors of dtype {dtype} cannot be averaged", "Their values are packed.")
+    return each(_Merged(entries, how, weights, name).piece, *entries, dtype=dtype)
 
-    @staticmethod
-    def work_type(itemsize: int) -> str:
-        """The type of all numbers, for tensors of elements of this size."""
-        return "f8" if itemsize >= 4 else "f4"
 
-    def prepare(self, fold: Fold, count: int) -> None:
-        """Reads what has to be known of the whole tensor, of `count` numbers, before the first piece."""
+class _Merged:
+    """One tensor of all sources: what a formula may read before its first piece, and then the pieces.
 
-    def merged(self, read: Read, start: int) -> Array:
-        """The piece of the result from element `start`."""
+    count: its numbers.  Not a closure: a checkpoint may have one of these for each of its tensors.
+    """
+
+    __slots__ = ("count", "dtype", "entries", "formula", "how", "kind", "name", "weights")
+
+    def __init__(self, entries: Sequence[TensorEntry], how: Merge, weights: Sequence[float], name: str) -> None:
+        self.entries, self.how, self.weights, self.name = entries, how, weights, name
+        self.dtype: DType = by_name(COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
+        self.count = entries[0].nbytes // self.dtype.itemsize
+        self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
+        self.formula: Piece | None = None
+
+    def piece(self, place: int, *blocks: Array) -> Array:
+        if self.formula is None:
+            self.formula = METHODS[self.how.method].formula(self)
+        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
+        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
+
+    def _numbers(self, raw: Array, name: str) -> Array:
+        """The elements of a block, widened first: numpy multiplies half as fast while it converts."""
         import numpy
 
+        values = scratch(name, self.kind, len(raw) // self.dtype.itemsize)
+        numpy.copyto(values, numbers(raw, self.dtype, "merge values"))
+        return values
+
+    def fold(self, take: Callable[..., Any], *chosen: int) -> None:
+        """`take` gets all numbers of these sources side by side, a piece at a time, until it gives True."""
+
+        def take_numbers(_: int, *blocks: Array) -> Any:
+            return take(*(self._numbers(block, f"merge source {number}") for number, block in enumerate(blocks)))
+
+        fold(take_numbers, *(self.entries[number] for number in chosen))
+
+
+# Formulas ------------------------------------------------------------------------------------------------------------
+
+
+def _mean(of: _Merged, shares: Sequence[float] = ()) -> Piece:
+    """The weighted sum. shares: other weights than its own."""
+    import numpy
+
+    weights = shares or of.weights
+
+    def piece(read: Read, start: int) -> Array:
         total = read(0, "merge total")
         # The shares of equal values add up to that value, but in f64 nothing would round away what 1/n lacks.
-        whole = total.dtype.itemsize == 8 and abs(math.fsum(self.weights) - 1) < 1e-12
-        first = total.copy() if whole else total
-        equal = numpy.full(len(first), whole)
-        numpy.multiply(total, self.weights[0], out=total)
-        for number, weight in enumerate(self.weights[1:], 1):
+        exact = total.dtype.itemsize == 8 and abs(math.fsum(weights) - 1) < 1e-12
+        first = total.copy() if exact else total
+        equal = numpy.full(len(first), exact)
+        numpy.multiply(total, weights[0], out=total)
+        for number, weight in enumerate(weights[1:], 1):
             term = read(number, "merge term")
-            if whole:
+            if exact:
                 equal &= term.view("i8") == first.view("i8")
-            numpy.multiply(term, weight, out=term)
-            numpy.add(total, term, out=total)
+            numpy.add(total, numpy.multiply(term, weight, out=term), out=total)
         numpy.copyto(total, first, where=equal)
         return total
 
+    return piece
 
-class Slerp(Mean):
+
+def _slerp(of: _Merged) -> Piece:
     """The point between two tensors on the arc, at the share that the second has of the weights."""
+    import numpy
 
-    __slots__ = ()
-    takes = ("t",)
+    sums = [0.0, 0.0, 0.0]
 
-    def prepare(self, fold: Fold, count: int) -> None:
-        import numpy
+    def add(x: Array, y: Array) -> None:
+        for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
+            sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
 
-        sums = [0.0, 0.0, 0.0]
-
-        def add(x: Array, y: Array) -> None:
-            for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
-                sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
-
-        fold(add, 0, 1)
-        norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
-        near = sums[2] / norms[0] / norms[1]
-        t = self.weights[1] / sum(self.weights)
-        self.weights = [1 - t, t]
-        if abs(near) <= PARALLEL:
-            angle = math.acos(near)
-            # To as many digits as all mathematical libraries agree in.
-            self.weights = [round(math.sin(part * angle) / math.sin(angle), 12) for part in (1 - t, t)]
+    of.fold(add, 0, 1)
+    norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
+    near = sums[2] / norms[0] / norms[1]
+    t = of.weights[1] / sum(of.weights)
+    shares = [1 - t, t]
+    if abs(near) <= PARALLEL:
+        angle = math.acos(near)
+        # To as many digits as all mathematical libraries agree in.
+        shares = [round(math.sin(part * angle) / math.sin(angle), 12) for part in shares]
+    return _mean(of, shares)
 
 
-class Deltas(Mean):
-    """The base, and the weighted sum of the differences of the files from it. The first source is the base."""
+Deltas = Callable[[int], "Array"]
+"""`(number)`: the differences of a file from the base, zeros for those that are left out; in one memory for all."""
 
-    __slots__ = ()
-    takes: ClassVar[tuple[str, ...]] = ("base", "scale")
 
-    @staticmethod
-    def work_type(itemsize: int) -> str:
-        return "f8" if itemsize > 4 else "f4"
+def _added(of: _Merged, mixed: Callable[[Deltas, Sequence[float]], Array], kept: Kept | None = None) -> Piece:
+    """The base, and what is made of the differences of the files from it, scaled. kept: leaves some of them out."""
+    import numpy
 
-    def merged(self, read: Read, start: int) -> Array:
-        import numpy
-
+    def piece(read: Read, start: int) -> Array:
         base = read(0, "merge base")
-        mixed = self.mixed(lambda number: self._kept(read, base, number, start), base)
-        numpy.multiply(mixed, base.dtype.type(self.how.scale), out=mixed)
-        return numpy.add(base, mixed, out=mixed)
 
-    def _kept(self, read: Read, base: Array, number: int, start: int) -> Array:
-        import numpy
+        def delta(number: int) -> Array:
+            values = read(number + 1, "merge delta")
+            numpy.subtract(values, base, out=values)
+            return kept(values, number, start) if kept else values
 
-        delta = read(number + 1, "merge delta")
-        return self.kept(numpy.subtract(delta, base, out=delta), number, start)
+        total = mixed(delta, [base.dtype.type(weight) for weight in of.weights])
+        numpy.multiply(total, base.dtype.type(of.how.scale), out=total)
+        return numpy.add(base, total, out=total)
 
-    def kept(self, delta: Array, number: int, start: int) -> Array:
-        """The differences of a file with zeros for those that are left out."""
+    return piece
+
+
+def _task_arithmetic(of: _Merged) -> Piece:
+    """The base, and the weighted sum of the differences of the files from it."""
+    return _added(of, _weighted_sum)
+
+
+def _weighted_sum(delta: Deltas, weights: Sequence[float]) -> Array:
+    total: Any = sum(delta(number) * weight for number, weight in enumerate(weights))
+    return cast(Array, total)
+
+
+def _dare(of: _Merged) -> Piece:
+    """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
+    import numpy
+
+    def kept(delta: Array, number: int, start: int) -> Array:
+        density = of.how.density(number)
+        if density < 1:
+            chosen = _drawn(f"{of.how.seed}\0{number}\0{of.name}", density, start, len(delta))
+            numpy.multiply(delta, chosen, out=delta)
+            numpy.divide(delta, delta.dtype.type(density), out=delta)
         return delta
 
-    def mixed(self, delta: Callable[[int], Array], base: Array) -> Array:
-        """One difference for each element; like `base`, those of the files."""
-        import numpy
-
-        total = _zeros("merge total", base)
-        for number, weight in enumerate(self.weights):
-            term = delta(number)
-            numpy.multiply(term, base.dtype.type(weight), out=term)
-            numpy.add(total, term, out=total)
-        return total
-
-    def density(self, number: int) -> float:
-        return self.how.densities[number % len(self.how.densities)]
+    return _added(of, _weighted_sum, kept)
 
 
-class TiesMerge(Deltas):
-    """Of each file the largest differences; of those, the ones whose sign is elected.
+def _drawn(words: str, density: float, start: int, count: int) -> Array:
+    """True for the elements that are kept: random bits of the counter that is the place (Philox, 32 bits each)."""
+    import hashlib
 
-    cuts: of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
-    """
+    import numpy
 
-    __slots__ = ("cuts",)
-    takes = ("base", "scale", "density")
+    key = int.from_bytes(hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()[:16], "little")
+    counter, skip = divmod(start, 8)
+    random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + count) // 2))
+    drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + count]
+    chosen: Array = drawn < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
+    return chosen
 
-    def prepare(self, fold: Fold, count: int) -> None:
-        import numpy
 
-        def patterns(number: int, take: Callable[[Array], Any]) -> None:
-            fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number)
+def _ties(of: _Merged) -> Piece:
+    """Of each file the largest differences; of those, the ones whose sign is elected."""
+    import numpy
 
-        self.cuts = []
-        for number in range(len(self.weights)):
-            keep = max(1, int(self.density(number) * count))
-            self.cuts.append(_cut(partial(patterns, number + 1), keep, count) if keep < count else (0, count))
+    # Of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
+    cuts = [_cut(of, number, max(1, int(of.how.density(number) * of.count))) for number in range(len(of.weights))]
 
-    def kept(self, delta: Array, number: int, start: int) -> Array:
-        import numpy
-
-        smallest, last = self.cuts[number]
+    def kept(delta: Array, number: int, start: int) -> Array:
+        smallest, last = cuts[number]
         patterns = _magnitudes(delta)
         keep = patterns > smallest
         also = min(len(patterns), max(0, last + 1 - start))
         keep[:also] |= patterns[:also] == smallest
-        numpy.multiply(delta, keep, out=delta)
-        return delta
+        return numpy.multiply(delta, keep, out=delta)
 
-    def mixed(self, delta: Callable[[int], Array], base: Array) -> Array:
-        import numpy
-
-        kind, count = base.dtype.str, len(base)
-        votes = _zeros("merge total", base)
-        sums = [_zeros(f"merge {side}", base) for side in ("above", "below")]
-        shares = [_zeros(f"merge share {side}", base) for side in ("above", "below")]
-        weighted, term = scratch("merge weighted", kind, count), scratch("merge term", kind, count)
-        mask = scratch("merge mask", "?", count)
-        for number, weight in enumerate(map(base.dtype.type, self.weights)):
-            numpy.multiply(delta(number), weight, out=weighted)
-            numpy.add(votes, weighted, out=votes)
-            for side, agrees in enumerate((numpy.greater, numpy.less)):
-                agrees(weighted, 0, out=mask)
-                numpy.add(sums[side], numpy.multiply(weighted, mask, out=term), out=sums[side])
-                numpy.add(shares[side], numpy.multiply(mask, weight, out=term), out=shares[side])
-        below = ~(votes >= 0)
-        for above, other in zip((sums[0], shares[0]), (sums[1], shares[1]), strict=True):
-            numpy.copyto(above, other, where=below)
-        numpy.copyto(shares[0], 1, where=shares[0] == 0)
-        numpy.divide(sums[0], shares[0], out=sums[0])
-        numpy.copyto(sums[0], votes, where=votes != votes)  # what is NaN in one file is in the result
-        return sums[0]
+    return _added(of, _elected, kept)
 
 
-class DareMerge(Deltas):
-    """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
+def _elected(delta: Deltas, weights: Sequence[float]) -> Array:
+    """The sum of the weighted differences that have the sign of all of it, divided by their weights."""
+    import numpy
 
-    __slots__ = ()
-    takes = ("base", "scale", "density", "seed")
-
-    def kept(self, delta: Array, number: int, start: int) -> Array:
-        import numpy
-
-        if self.density(number) == 1:
-            return delta
-        numpy.multiply(delta, self._chosen(number, start, len(delta)), out=delta)
-        numpy.divide(delta, delta.dtype.type(self.density(number)), out=delta)
-        return delta
-
-    def _chosen(self, number: int, start: int, count: int) -> Array:
-        """True for the elements that are kept: random bits of the counter that is the place (Philox, 32 bits each)."""
-        import hashlib
-
-        import numpy
-
-        words = f"{self.how.seed}\0{number}\0{self.name}".encode("utf-8", "surrogatepass")
-        key = int.from_bytes(hashlib.sha256(words).digest()[:16], "little")
-        counter, skip = divmod(start, 8)
-        random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + count) // 2))
-        drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + count]
-        chosen: Array = drawn < numpy.uint32(min(round(self.density(number) * 2**32), 2**32 - 1))
-        return chosen
+    weighted = [delta(number) * weight for number, weight in enumerate(weights)]
+    votes: Any = sum(weighted)
+    sign = numpy.where(votes >= 0, votes.dtype.type(1), votes.dtype.type(-1))
+    agree = [each * sign > 0 for each in weighted]
+    total: Any = sum(each * mask for each, mask in zip(weighted, agree, strict=True))
+    shares: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
+    shares[shares == 0] = 1
+    total /= shares
+    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    return cast(Array, total)
 
 
-METHODS = {"mean": Mean, "task-arithmetic": Deltas, "slerp": Slerp, "ties": TiesMerge, "dare": DareMerge}
+def _cut(of: _Merged, number: int, keep: int) -> tuple[int, int]:
+    """The bit pattern of the smallest of the `keep` largest differences of a file, and the last place where it is
+    kept: of equal ones, the first are.
+
+    Unless there are few, it is found digit by digit, in a pass for each.
+    """
+    import numpy
+
+    if keep >= of.count:
+        return 0, of.count
+
+    def patterns(take: Callable[[Array], Any]) -> None:
+        of.fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number + 1)
+
+    if of.count <= _SMALL:
+        few: list[Array] = []
+        patterns(lambda found: few.append(found.copy()))
+        place = int(numpy.argsort(~few[0], kind="stable")[keep - 1])
+        return int(few[0][place]), place
+    cut, left, place, width = 0, keep, 0, 64 if of.kind == "f8" else 32
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        counts = numpy.zeros(1 << _DIGIT, numpy.int64)
+
+        def add(found: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
+            above = found if shift + _DIGIT == width else found[found >> (shift + _DIGIT) == cut]
+            digits = scratch("merge digits", "i8", len(above))
+            numpy.right_shift(above, shift, out=digits, casting="unsafe")
+            digits &= (1 << _DIGIT) - 1
+            counts += numpy.bincount(digits, minlength=1 << _DIGIT)
+
+        patterns(add)
+        larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
+        digit = int(numpy.flatnonzero(larger < left)[0])
+        cut, left = cut << _DIGIT | digit, left - int(larger[digit])
+
+    def last(found: Array) -> bool:
+        nonlocal place, left
+        equal = numpy.flatnonzero(found == cut)
+        is_last = len(equal) >= left
+        place, left = place + int(equal[left - 1] if is_last else len(found)), left - len(equal)
+        return is_last
+
+    patterns(last)
+    return cut, place
+
+
+def _magnitudes(delta: Array) -> Array:
+    """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
+    import numpy
+
+    patterns = delta.view(f"u{delta.itemsize}")
+    mask = patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
+    found: Array = numpy.bitwise_and(patterns, mask, out=scratch("merge magnitudes", patterns.dtype.str, len(patterns)))
+    return found
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+class Method(NamedTuple):
+    """A formula, the options that it takes, and the bytes of an element from which on it computes in f64."""
+
+    formula: Callable[[_Merged], Piece]
+    takes: tuple[str, ...]
+    wide: int
+
+
+METHODS = {
+    "mean": Method(_mean, ("ema",), 4),
+    "task-arithmetic": Method(_task_arithmetic, ("base", "scale"), 8),
+    "slerp": Method(_slerp, ("t",), 4),
+    "ties": Method(_ties, ("base", "scale", "density"), 8),
+    "dare": Method(_dare, ("base", "scale", "density", "seed"), 8),
+}
 LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 
@@ -256,105 +340,35 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     """
     if method not in METHODS:
         raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
-    takes = METHODS[method].takes
-    defaults: dict[str, Any] = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0}
-    known = defaults | {name: value for name, value in given.items() if value is not None}
-    scale, t, density = (known[name] for name in ("scale", "t", "density"))
-    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
-    shown = ",".join(f"{each:g}" for each in densities)
-    checks = [
-        (
-            "base" in takes and "base" not in known,
-            f"{arg(method=method)} needs {arg('base')}",
-            "It merges differences from it.",
-        ),
-        (
-            method == "slerp" and files != 2,
-            f"{arg(method='slerp')} was given {counted(files, 'file')}",
-            "It takes two.",
-        ),
-        (files < 2 - ("base" in takes), "average needs at least two files", f"With {arg('base')}, one."),
-        (not math.isfinite(scale), f"{LAMBDA} {scale} is not a finite number", ""),
-        (not 0 <= t <= 1, f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."),
-        (
-            len(densities) not in (1, files),
-            f"{arg('density')} gives {counted(len(densities), 'value')}",
-            "One, or one each.",
-        ),
-        (not all(1e-9 <= each <= 1 for each in densities), f"{arg('density')} {shown} is not from 1e-9 to 1", ""),
-    ]
-    for name in (name for name, value in given.items() if value is not None and name not in takes):
-        those = listed([other for other, kind in METHODS.items() if name in kind.takes])
+    asked = {name: value for name, value in given.items() if value is not None}
+    known = {"density": 0.5, "scale": 1.0, "t": 0.5, "seed": 0} | asked
+    density = known["density"]
+    how = Merge(
+        method, (density,) if isinstance(density, (int, float)) else tuple(density), known["scale"], known["seed"]
+    )
+    for what, why in _problems(how, files, asked, known["t"]):
+        raise UsageError(what, why, "See ckptool average --help")
+    return how
+
+
+def _problems(how: Merge, files: int, asked: Mapping[str, Any], t: float) -> Iterator[tuple[str, str]]:
+    """What is wrong with a way to merge so many files, and why."""
+    method, densities = how.method, how.densities
+    if how.has_base and "base" not in asked:
+        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
+    if method == "slerp" and files != 2:
+        yield f"{arg(method='slerp')} was given {counted(files, 'file')}", "It takes two."
+    if files < 2 - how.has_base:
+        yield "average needs at least two files", f"With {arg('base')}, one."
+    if not math.isfinite(how.scale):
+        yield f"{LAMBDA} {how.scale} is not a finite number", ""
+    if not 0 <= t <= 1:
+        yield f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."
+    if len(densities) not in (1, files):
+        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "One, or one each."
+    if not all(1e-9 <= density <= 1 for density in densities):
+        yield f"{arg('density')} {','.join(f'{density:g}' for density in densities)} is not from 1e-9 to 1", ""
+    for name in (name for name in asked if name not in METHODS[method].takes):
+        those = listed([other for other, way in METHODS.items() if name in way.takes])
         option = LAMBDA if name == "scale" else arg(name)
-        checks.append((True, f"{arg(method=method)} does not take {option}", f"It is for {those}."))
-    for wrong, what, why in checks:
-        if wrong:
-            raise UsageError(what, why, "See ckptool average --help")
-    return Merge(method, densities, scale, known["seed"])
-
-
-def _zeros(name: str, like: Array) -> Array:
-    memory = scratch(name, like.dtype.str, len(like))
-    memory.fill(0)
-    return memory
-
-
-def _magnitudes(delta: Array) -> Array:
-    """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
-    import numpy
-
-    patterns = delta.view(f"u{delta.itemsize}")
-    mask = patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
-    magnitudes = scratch("merge magnitudes", patterns.dtype.str, len(patterns))
-    numpy.bitwise_and(patterns, mask, out=magnitudes)
-    return magnitudes
-
-
-def _cut(fold: Callable[[Callable[[Array], Any]], None], keep: int, count: int) -> tuple[int, int]:
-    """The smallest of the `keep` largest of `count` patterns, and the last place where an equal one is kept.
-
-    Of equal ones, the first are kept. Unless there are few, it is found digit by digit, in a pass for each.
-    """
-    import numpy
-
-    first: Array = numpy.zeros(0)
-
-    def begin(patterns: Array) -> bool:
-        nonlocal first
-        first = patterns.copy()
-        return True
-
-    fold(begin)
-    cut, left, width = 0, keep, 8 * first.itemsize
-    if not keep:
-        return (1 << width - 1) - 1, -1
-    if len(first) == count <= _SMALL:
-        place = int(numpy.argsort(~first, kind="stable")[keep - 1])
-        return int(first[place]), place
-    for shift in range(width - _DIGIT, -1, -_DIGIT):
-        counts = numpy.zeros(1 << _DIGIT, numpy.int64)
-
-        def add(patterns: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
-            above = patterns if shift + _DIGIT == width else patterns[patterns >> (shift + _DIGIT) == cut]
-            digits = scratch("merge digits", "i8", len(above))
-            numpy.right_shift(above, shift, out=digits, casting="unsafe")
-            digits &= (1 << _DIGIT) - 1
-            counts += numpy.bincount(digits, minlength=1 << _DIGIT)
-
-        fold(add)
-        larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
-        digit = int(numpy.flatnonzero(larger < left)[0])
-        cut, left = cut << _DIGIT | digit, left - int(larger[digit])
-    place = 0
-
-    def last(patterns: Array) -> bool:
-        nonlocal place, left
-        equal = numpy.flatnonzero(patterns == cut)
-        if len(equal) >= left:
-            place += int(equal[left - 1])
-            return True
-        place, left = place + len(patterns), left - len(equal)
-        return False
-
-    fold(last)
-    return cut, place
+        yield f"{arg(method=method)} does not take {option}", f"It is for {those}."

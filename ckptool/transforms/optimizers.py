@@ -11,7 +11,7 @@ and nobody sees it.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +22,10 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import MODEL, OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers, without_wrappers
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
+from ckptool.names.ready import paired
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
@@ -59,13 +60,11 @@ def with_optimizers(
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in found:
         place = address((*part.base, *path))
-        check_groups(place, optimizer)
-        changed, line = _in_form(with_numbers(optimizer), form, place, whole, target)
+        changed, line = _in_form(Slots(optimizer, place), form, whole, target)
         if changed is not optimizer:
             tree = replaced_at(tree, path, changed) if path else changed
-        lines.append(
-            f"{printable(place) or 'the optimizer'}: {line}{'' if changed is not optimizer else ', as it was'}"
-        )
+        as_it_was = "" if changed is not optimizer else ", as it was"
+        lines.append(f"{printable(place) or 'the optimizer'}: {line}{as_it_was}")
     return replace(part, tree=tree), lines
 
 
@@ -85,167 +84,164 @@ def _elsewhere(whole: Checkpoint, form: str) -> str:
     return f"It is in a {'folder' if is_folder else 'file'} of its own: {numbered if form == IDS else named}"
 
 
-def _in_form(
-    optimizer: dict[str, Any], form: str, place: str, whole: Checkpoint, target: Target | None
-) -> tuple[dict[str, Any], str]:
-    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
+def _in_form(slots: Slots, form: str, whole: Checkpoint, target: Target | None) -> tuple[dict[str, Any], str]:
+    count = counted(len(slots.slots), "parameter")
     if form == IDS:
-        if not any(type(slot) is str for slot in slots):
-            return optimizer, f"numbers as keys, {counted(len(slots), 'parameter')}"
-        if strange := [slot for slot in optimizer["state"] if slot not in {*slots}]:
-            what = f"{place} has state for {listed(strange, 3)}"
+        if not any(type(slot) is str for slot in slots.slots):
+            return slots.tree, f"numbers as keys, {count}"
+        if strange := [slot for slot in slots.tree["state"] if slot not in {*slots.slots}]:
+            what = f"{slots.place} has state for {listed(strange, 3)}"
             raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-        return by_number(optimizer, place), f"{counted(len(slots), 'parameter')} by number"
-    line = f"{counted(len(slots), 'parameter')} by name"
-    if not all(type(slot) is str for slot in slots):
-        if any("history_size" in group and "line_search_fn" in group for group in optimizer["param_groups"]):
-            what = f"{place or 'the optimizer'} is LBFGS, whose state is not of single parameters"
-            raise Unsupported(
-                what, "Its vectors run over all parameters at once.", f"Keep its numbers: without {OPTION}"
-            )
-        names, known_by = slot_names_in(optimizer, place, whole, target)
+        return slots.numbered(), f"{count} by number"
+    line = f"{count} by name"
+    if not slots.is_named:
+        if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
+            what, why = f"{slots.called} is LBFGS, whose state is not of single parameters", "Its vectors run over all"
+            raise Unsupported(what, f"{why} parameters at once.", f"Keep its numbers: without {OPTION}")
+        names, known_by = slots.names(whole, target)
         line += "" if known_by == BY_NAMES else f", known by {known_by}"
-        optimizer = with_slots(optimizer, names)
-    return (flattened(optimizer), f"{line}, flattened") if form == FLAT else (optimizer, line)
-
-
-def with_slots(optimizer: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
-    """The optimizer with other keys for its slots; what torch keeps in the state beside them stays."""
-    state = {new.get(slot, slot): value for slot, value in optimizer["state"].items()}
-    groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in optimizer["param_groups"]]
-    return {**optimizer, "state": state, "param_groups": groups}
-
-
-def by_number(optimizer: dict[str, Any], place: str) -> dict[str, Any]:
-    """The optimizer with numbers for its named slots, and the names beside them."""
-    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
-    numbers = {slot: number for number, slot in enumerate(slots)}
-    if len(numbers) != len(slots):
-        raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
-    named = [{**group, "param_names": list(group["params"])} for group in optimizer["param_groups"]]
-    return with_slots({**optimizer, "param_groups": named}, numbers)
+        slots = slots.renamed(names)
+    return (flattened(slots.tree), f"{line}, flattened") if form == FLAT else (slots.tree, line)
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------
 
 
-def slot_names_in(
-    optimizer: dict[str, Any],
-    place: str,
-    whole: Checkpoint,
-    target: Target | None,
-    *,
-    advice: str = ADVICE,
-    buffers: Collection[str] = (),
-) -> tuple[dict[Any, str], str]:
-    """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit.
+class Slots:
+    """An optimizer's state dict by its slots: of all its groups, in order. place: its address.
 
-    advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too many.
+    Raises `Conflict` for groups that are not of parameters, by number or name.
     """
-    groups = optimizer["param_groups"]
-    slots = [slot for group in groups for slot in group["params"]]
-    said = said_names(groups, slots)
-    if said is not None:
-        return said, BY_NAMES
-    if target is not None:
-        parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
-        return slot_names(optimizer, parameters, place, advice, ordered=in_model_order(target.tensors))
-    roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
-    found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
-    wrong: CkptoolError | None = None
-    for root in roots:
-        # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
-        holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
-        buffer_names = holder.get("buffer_names") if isinstance(holder, dict) else None
-        beside = [name for name in buffer_names if type(name) is str] if isinstance(buffer_names, list) else []
-        own = parameters_of(root, dict.fromkeys(beside, BUFFER))
-        if len(own) > len(slots):
-            own = {name: shape for name, shape in own.items() if name not in buffers}
-        try:
-            names = slot_names(optimizer, own, place, advice, ordered=in_model_order(root.node))
-        except Conflict as error:
-            wrong = wrong or error
-        else:
-            found.setdefault(tuple(names[0].items()), names)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if wrong is not None and not found:
-        raise wrong
-    raise Conflict(
-        f"the parameters of {place or 'the optimizer'} are numbered, and "
-        + (f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"),
-        "Which parameter a number stands for is only known from the weights that it was made for. Nothing was written.",
-        f"{advice[:1].upper()}{advice[1:]}",
-    )
 
+    def __init__(self, optimizer: dict[str, Any], place: str) -> None:
+        self.place, self.called = place, place or "the optimizer"
+        for group in optimizer["param_groups"]:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+                raise Conflict(f"{place} has a group without parameters", "No optimizer writes that.")
+            if not all(type(slot) in (int, str) for slot in group["params"]):
+                raise Conflict(f"{place} has a slot that is neither a number nor a name")
+        self.tree = with_numbers(optimizer)
+        self.groups: list[dict[str, Any]] = self.tree["param_groups"]
+        self.slots = [slot for group in self.groups for slot in group["params"]]
+        self.is_named = all(type(slot) is str for slot in self.slots)
 
-def slot_names(
-    optimizer: Mapping[str, Any],
-    parameters: Shapes,
-    place: str,
-    advice: str = f"go on without {arg(optimizer=True)}",
-    *,
-    ordered: bool = True,
-) -> tuple[dict[Any, str], str]:
-    """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
+    def renamed(self, new: Mapping[Any, Any]) -> Slots:
+        """With other keys for its slots; what torch keeps in the state beside them stays."""
+        state = {new.get(slot, slot): value for slot, value in self.tree["state"].items()}
+        groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in self.groups]
+        return Slots({**self.tree, "state": state, "param_groups": groups}, self.place)
 
-    advice: what to do then.  ordered: the parameters are in the order of the model.
-    """
-    groups = optimizer["param_groups"]
-    slots = [slot for group in groups for slot in group["params"]]
-    if len(set(slots)) != len(slots):
-        raise Conflict(f"{place or 'the optimizer'} has a parameter in two groups", "No optimizer writes that.")
-    said = said_names(groups, slots)
-    if said is not None:
-        bare = {without_wrappers(name): name for name in parameters}
-        found = {slot: name if name in parameters else bare.get(without_wrappers(name)) for slot, name in said.items()}
-        return {slot: name for slot, name in found.items() if name is not None}, BY_NAMES
-    in_order = _in_order(optimizer, parameters) if ordered else None
-    if in_order is not None:
-        return in_order, BY_ORDER
-    count = f"{counted(len(slots), 'slot')} in {counted(len(groups), 'group')}, {counted(len(parameters), 'parameter')}"
-    raise Conflict(
-        f"it cannot be known which slots of {place or 'the optimizer'} belong to which parameters ({count})",
-        "They are numbered, not named, and neither their count nor their shapes identify them. "
-        + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
-        + "Nothing was changed.",
-        "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or " + advice,
-    )
+    def numbered(self) -> dict[str, Any]:
+        """The state dict with numbers for its named slots, and the names beside them."""
+        self._refuse_shared()
+        numbers = {slot: number for number, slot in enumerate(self.slots)}
+        groups = [{**group, "param_names": list(group["params"])} for group in self.groups]
+        return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
+    def _refuse_shared(self) -> None:
+        if len(set(self.slots)) != len(self.slots):
+            raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
-def _in_order(optimizer: Mapping[str, Any], parameters: Shapes) -> dict[Any, str] | None:
-    """Slots by the order of the parameters; None where a count or a shape differs, or two groups might continue."""
-    left = [list(reversed(group["params"])) for group in optimizer["param_groups"]]
-    if sum(map(len, left)) != len(parameters):
-        return None
-    # A slot without tensors fits every shape; the step, a number, says nothing.
-    shapes = {
-        slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
-        for slot, state in optimizer["state"].items()
-        if isinstance(state, dict)
-    }
-    found: dict[Any, str] = {}
-    for name, shape in parameters.items():
-        fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
-        if len(fits) != 1:
+    def said(self) -> dict[Any, str] | None:
+        """The name of each slot, as the groups give them; None where they do not."""
+        if self.is_named:
+            return {slot: slot for slot in self.slots}
+        names: list[Any] = []
+        for group in self.groups:
+            own = group.get("param_names")
+            names += own if isinstance(own, (list, tuple)) and len(own) == len(group["params"]) else group["params"]
+        are_names = all(type(name) is str for name in names) and len(set(names)) == len(names)
+        return dict(zip(self.slots, names, strict=True)) if are_names else None
+
+    def names(
+        self, whole: Checkpoint, target: Target | None, advice: str = ADVICE, buffers: Collection[str] = ()
+    ) -> tuple[dict[Any, str], str]:
+        """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit.
+
+        advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too
+        many.
+        """
+        if (said := self.said()) is not None:
+            return said, BY_NAMES
+        if target is not None:
+            parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
+            return self.among(parameters, advice, ordered=in_model_order(target.tensors))
+        roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
+        found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
+        wrong: CkptoolError | None = None
+        for root in roots:
+            # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
+            holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
+            beside = holder.get("buffer_names") if isinstance(holder, dict) else None
+            buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
+            own = parameters_of(root, dict.fromkeys(buffer_names, BUFFER))
+            if len(own) > len(self.slots):
+                own = {name: shape for name, shape in own.items() if name not in buffers}
+            try:
+                names = self.among(own, advice, ordered=in_model_order(root.node))
+            except Conflict as error:
+                wrong = wrong or error
+            else:
+                found.setdefault(tuple(names[0].items()), names)
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if wrong is not None and not found:
+            raise wrong
+        fits = f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"
+        why = "Which parameter a number stands for is only known from the weights that it was made for."
+        fix = f"{advice[:1].upper()}{advice[1:]}"
+        raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
+
+    def among(
+        self,
+        parameters: Shapes,
+        advice: str = f"go on without {arg(optimizer=True)}",
+        *,
+        ordered: bool = True,
+    ) -> tuple[dict[Any, str], str]:
+        """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
+
+        advice: what to do then.  ordered: the parameters are in the order of the model.
+        """
+        self._refuse_shared()
+        if (said := self.said()) is not None:
+            slot_of = {name: slot for slot, name in said.items()}
+            return {slot_of[name]: goal for goal, name in paired(slot_of, parameters).items()}, BY_NAMES
+        in_order = self._in_order(parameters) if ordered else None
+        if in_order is not None:
+            return in_order, BY_ORDER
+        count = ", ".join(
+            (
+                f"{counted(len(self.slots), 'slot')} in {counted(len(self.groups), 'group')}",
+                counted(len(parameters), "parameter"),
+            )
+        )
+        raise Conflict(
+            f"it cannot be known which slots of {self.called} belong to which parameters ({count})",
+            "They are numbered, not named, and neither their count nor their shapes identify them. "
+            + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
+            + "Nothing was changed.",
+            "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or " + advice,
+        )
+
+    def _in_order(self, parameters: Shapes) -> dict[Any, str] | None:
+        """Slots by the order of the parameters; None where a count or shape differs, or two groups might continue."""
+        left = [list(reversed(group["params"])) for group in self.groups]
+        if len(self.slots) != len(parameters):
             return None
-        found[fits[0].pop()] = name
-    return found
-
-
-def said_names(groups: Sequence[Any], slots: Sequence[Any]) -> dict[Any, str] | None:
-    """The name of each slot, as the groups give them; None where they do not."""
-    if all(type(slot) is str for slot in slots):
-        return {slot: slot for slot in slots}
-    names: list[Any] = []
-    for group in groups:
-        own = group.get("param_names")
-        if not isinstance(own, (list, tuple)) or len(own) != len(group["params"]):
-            return None
-        names += own
-    if not all(type(name) is str for name in names) or len(set(names)) != len(names):
-        return None
-    return dict(zip(slots, names, strict=True))
+        # A slot without tensors fits every shape; the step, a number, says nothing.
+        shapes = {
+            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
+            for slot, state in self.tree["state"].items()
+            if isinstance(state, dict)
+        }
+        found: dict[Any, str] = {}
+        for name, shape in parameters.items():
+            fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
+            if len(fits) != 1:
+                return None
+            found[fits[0].pop()] = name
+        return found
 
 
 def in_model_order(tensors: Mapping[Any, Any]) -> bool:
@@ -257,15 +253,6 @@ def in_model_order(tensors: Mapping[Any, Any]) -> bool:
 
 
 # Parameters ----------------------------------------------------------------------------------------------------------
-
-
-def check_groups(place: str, optimizer: Mapping[str, Any]) -> None:
-    """Raises `Conflict` for groups that are not of parameters, by number or name."""
-    for group in optimizer["param_groups"]:
-        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
-            raise Conflict(f"{place} has a group without parameters", "No optimizer writes that.")
-        if not all(type(slot) in (int, str) for slot in group["params"]):
-            raise Conflict(f"{place} has a slot that is neither a number nor a name")
 
 
 def first_names(root: StateDict) -> dict[str, str]:

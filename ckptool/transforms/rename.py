@@ -58,9 +58,8 @@ def strip(
     two keys would become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
     """
     if "" in prefixes:
-        raise UsageError(
-            "the prefix is empty", "There would be nothing to remove.", f"For example: {arg(prefix='model.')}"
-        )
+        example = f"For example: {arg(prefix='model.')}"
+        raise UsageError("the prefix is empty", "There would be nothing to remove.", example)
     found = set()
     for root in roots:
         names = [name for name in root.names() if name != COUNTER]
@@ -78,11 +77,8 @@ def strip(
                 )
             names = [name.removeprefix(prefix) for name in names]
     if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in found]:
-        raise NoMatch(
-            f"no key begins with {lacking[0]!r}",
-            "No key has the prefix that you named.",
-            f"See the keys: {command('inspect', FILE, all=True)}",
-        )
+        fix = f"See the keys: {command('inspect', FILE, all=True)}"
+        raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you named.", fix)
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
     emptied = {module for prefix in prefixes for module in _modules_within(prefix)}
@@ -137,7 +133,12 @@ def apply(
         facts.append((root.address, len(changed), len(names)))
         mapping.update(changed)
         if changed:
-            replaced[id(root.node)] = _renamed_root(root.node, names, rename, emptied)
+            node, attributes = root.node, getattr(root.node, "attributes", None)
+            items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
+            if isinstance(node, OrderedDict) and node.metadata is not None and attributes is not None:
+                metadata = same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename, emptied))
+                attributes = {**attributes, "_metadata": metadata}
+            replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
         for _, optimizer in optimizers(checkpoint.tree):
@@ -147,34 +148,17 @@ def apply(
 
 
 def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
-    counts = Counter(names.values())
-    where = root.address or "the file"
-    if clashes := [new for new, count in counts.items() if count > 1]:
-        texts = []
-        for new in clashes[:3]:
-            olds = [old for old in names if names[old] == new]
-            both = f"{olds[0]} and {olds[1]} would both" if len(olds) == 2 else f"{listed(olds, 3)} would all"
-            texts.append(f"{both} be {new!r}")
-        raise Conflict(
-            f"keys of {where} would collide: {'; '.join(texts)}",
-            "Only one of them could stay. Nothing was written.",
-            f"See the keys: {command('inspect', FILE, all=True)}",
-        )
-    if emptied := [old for old, new in names.items() if not new and old]:
-        raise Conflict(f"the key {emptied[0]!r} of {where} would become empty", "Nothing was written.")
-
-
-def _renamed_root(
-    node: dict[Any, Any], names: dict[str, str], rename: Rename, emptied: Collection[str]
-) -> dict[Any, Any]:
-    items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
-    if not isinstance(node, OrderedDict):
-        return items
-    attributes = node.attributes
-    if node.metadata is not None and attributes is not None:
-        metadata = _renamed_metadata(node.metadata, names, rename, emptied)
-        attributes = {**attributes, "_metadata": same_kind(node.metadata, metadata)}
-    return OrderedDict(items, attributes)
+    counts, where = Counter(names.values()), root.address or "the file"
+    texts = []
+    for new in [new for new, count in counts.items() if count > 1][:3]:
+        olds = [old for old in names if names[old] == new]
+        both = f"{olds[0]} and {olds[1]} would both" if len(olds) == 2 else f"{listed(olds, 3)} would all"
+        texts.append(f"{both} be {new!r}")
+    if texts:
+        what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
+        raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
+    if empty := [old for old, new in names.items() if not new and old]:
+        raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
 
 
 def _renamed_metadata(
@@ -188,7 +172,10 @@ def _renamed_metadata(
     for path, value in metadata.items():
         if path in emptied:
             continue
-        new = _renamed_module(path, rename, modules) if type(path) is str else path
+        new = modules.get(path, path) if path else path
+        if type(path) is str and path and path not in modules:
+            marked = rename(f"{path}.\0")  # a module without parameters of its own: as a key below it would be renamed
+            new = marked[:-2] if marked.endswith(".\0") else "" if marked == "\0" else path
         if new not in items or len(path) > depth[new]:
             items[new], depth[new] = value, len(path)
     return items
@@ -206,15 +193,6 @@ def module_names(names: dict[str, str]) -> dict[str, str]:
     return modules
 
 
-def _renamed_module(path: str, rename: Rename, modules: dict[str, str]) -> str:
-    if not path:
-        return path
-    if path in modules:
-        return modules[path]
-    marked = rename(f"{path}.\0")  # a module without parameters of its own: as a key below it would be renamed
-    return marked[:-2] if marked.endswith(".\0") else ("" if marked == "\0" else path)
-
-
 def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> dict[int, Any]:
     """Replacements for an optimizer's names of parameters: `param_names`, string ids in `params` and `state`."""
     replaced: dict[int, Any] = {}
@@ -226,7 +204,7 @@ def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> di
         for field in ("param_names", "params"):
             names = group.get(field) if isinstance(group, dict) else None
             if isinstance(names, list) and any(type(name) is str and name in mapping for name in names):
-                replaced[id(names)] = [renamed(name) for name in names]
+                replaced[id(names)] = [*map(renamed, names)]
     state = optimizer["state"]
     if any(type(key) is str and key in mapping for key in state):
         items = {renamed(key): value for key, value in state.items()}

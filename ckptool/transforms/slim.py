@@ -7,14 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Computed, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import sha256_of
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.strided import row_major, subrange
+from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
+from ckptool.transforms.views import joined, padded
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
 # on their own.
@@ -50,21 +52,18 @@ def slim(
     kept: storages that are used elsewhere as well, and stay as they are.
     Reads tensor data only to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.
     """
-    tree = checkpoint.tree
     others = frozenset(map(id, kept))
-    before = _bytes(tree, others)
-    tree, dropped = (tree, ()) if keep_optimizer else _without_optimizers(tree, checkpoint.base)
-    without = _bytes(tree, others)
-    tree, compacted = _compact(tree, others)
-    dense = _bytes(tree, others)
+
+    def size(tree: Any) -> int:
+        return sum(storage.nbytes for storage in storages(tree) if id(storage) not in others)
+
+    whole = checkpoint.tree
+    lean, dropped = (whole, ()) if keep_optimizer else _without_optimizers(whole, checkpoint.base)
+    dense, compacted = _compact(lean, others)
+    tree, tied, tied_bytes = _tied(replace(checkpoint, tree=dense), others) if dedup else (dense, 0, 0)
+    before, without, after = map(size, (whole, lean, dense))
     changed = replace(checkpoint, tree=tree)
-    tree, tied, tied_bytes = _tied(changed, others) if dedup else (tree, 0, 0)
-    changed = replace(changed, tree=tree)
-    return Slimmed(changed, dropped, before - without, compacted, without - dense, tied, tied_bytes)
-
-
-def _bytes(tree: Any, others: Collection[int]) -> int:
-    return sum(storage.nbytes for storage in storages(tree) if id(storage) not in others)
+    return Slimmed(changed, dropped, before - without, compacted, without - after, tied, tied_bytes)
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -78,35 +77,27 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
             "Without it nothing would be left.",
             f"Drop only what views leave behind: {arg(keep_optimizer=True)}",
         )
-    gone: dict[int, tuple[Any, set[Any]]] = {}
+    replaced: dict[int, Any] = {}
     for path in found:
         parent = item_at(tree, path[:-1])
-        gone.setdefault(id(parent), (parent, set()))[1].add(path[-1])
-    replaced = {number: _left(parent, keys) for number, (parent, keys) in gone.items()}
+        if isinstance(parent, dict):
+            left = {key: value for key, value in parent.items() if (*path[:-1], key) not in found}
+            replaced[id(parent)] = same_kind(parent, left)
+        else:
+            items = (value for index, value in enumerate(parent) if (*path[:-1], index) not in found)
+            replaced[id(parent)] = type(parent)(items)
     return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in found)
-
-
-def _left(parent: Any, keys: set[Any]) -> Any:
-    if isinstance(parent, dict):
-        return same_kind(parent, {key: value for key, value in parent.items() if key not in keys})
-    return type(parent)(value for index, value in enumerate(parent) if index not in keys)
 
 
 # Waste behind views --------------------------------------------------------------------------------------------------
 
 
 def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
-    """The tree with every storage cut down to what its tensors show. Views that overlap go on sharing."""
-    views = _plain_views(tree, kept)
-    entries: dict[int, TensorEntry] = {}  # id of an entry -> the entry in its place
-    count = 0
-    for group in views.values():
-        moved = _moved(group)
-        entries.update(moved)
-        count += bool(moved)
-    if not entries:
-        return tree, 0
-    return rebuild(tree, lambda node: entries.get(id(node), node)), count
+    """The tree with every storage cut down to what its tensors show, and how many were. Views that overlap go on
+    sharing."""
+    moved = [found for group in _plain_views(tree, kept).values() if (found := _moved(group))]
+    entries = {number: entry for found in moved for number, entry in found.items()}
+    return (rebuild(tree, lambda node: entries.get(id(node), node)) if entries else tree), len(moved)
 
 
 def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
@@ -122,26 +113,35 @@ def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[Tensor
 
 
 def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
-    """The entries of one storage as views of a smaller one; nothing where there is nothing to save."""
+    """The entries of one storage as views of a smaller one, by the ids of the old; none where nothing is saved."""
     storage = group[0].storage
     shown = [entry for entry in group if entry.numel]
     if not shown:
-        return _placed(group, Storage(InlineBytes(b""), storage.location), {}) if storage.nbytes else {}
-    kinds = {entry.layout for entry in shown}
-    first = shown[0]
+        empty = Storage(InlineBytes(b""), storage.location)
+        return {id(entry): replace(entry, storage=empty, offset=0) for entry in group} if storage.nbytes else {}
+    first, kinds = shown[0], {entry.layout for entry in shown}
     begin, end = first.span()
     if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none
-        data = Computed(first.nbytes, row_major(first).read, (storage,))
-        dense = Storage(data, storage.location)
+        dense = Storage(Computed(first.nbytes, row_major(first).read, (storage,)), storage.location)
         strides = row_major_strides(first.shape)
         return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
     pieces = _packed([(*entry.span(), entry.dtype.itemsize) for entry in shown])
-    width = max(entry.dtype.itemsize for entry in group)
     size = pieces[-1][1] + pieces[-1][2]
-    size += -size % width
+    size += -size % max(entry.dtype.itemsize for entry in group)
     if size >= storage.nbytes:
         return {}
-    return _placed(group, _cut(storage, pieces, size), {begin: at - begin for begin, at, _ in pieces})
+    flat = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
+    ends = [at for _, at, _ in pieces[1:]] + [size]
+    parts = [padded(flat.narrow(0, begin, n), 0, end - at) for (begin, at, n), end in zip(pieces, ends, strict=True)]
+    smaller = joined(parts, 0).storage
+    moved = {}
+    for entry in group:
+        start, offset = entry.span()[0], 0
+        if entry.numel:
+            begin, at, _ = max(piece for piece in pieces if piece[0] <= start)
+            offset = (start - begin + at) // entry.dtype.itemsize
+        moved[id(entry)] = replace(entry, storage=smaller, offset=offset)
+    return moved
 
 
 def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -149,8 +149,7 @@ def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]
     merged: list[list[int]] = []
     for begin, end, width in sorted(spans):
         if merged and begin < merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-            merged[-1][2] = max(merged[-1][2], width)
+            merged[-1][1:] = max(merged[-1][1], end), max(merged[-1][2], width)
         else:
             merged.append([begin, end, width])
     pieces, at = [], 0
@@ -159,34 +158,6 @@ def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]
         pieces.append((begin, at, end - begin))
         at += end - begin
     return pieces
-
-
-def _cut(storage: Storage, pieces: Sequence[tuple[int, int, int]], size: int) -> Storage:
-    parts: list[tuple[int, Data]] = [(at, subrange(storage.data, begin, length)) for begin, at, length in pieces]
-
-    def read(offset: int, length: int) -> bytes:
-        end = min(offset + length, size)
-        out = bytearray(end - offset)
-        for at, part in parts:
-            low, high = max(offset, at), min(end, at + part.length)
-            if low < high:
-                out[low - offset : high - offset] = part.read(low - at, high - low)
-        return bytes(out)
-
-    return Storage(Computed(size, read, (storage,)), storage.location)
-
-
-def _placed(group: Sequence[TensorEntry], storage: Storage, shifts: dict[int, int]) -> dict[int, TensorEntry]:
-    """The entries on their new storage. shifts: where each piece began -> the bytes that it moved by."""
-    moved = {}
-    for entry in group:
-        offset = 0
-        if entry.numel:
-            start = entry.span()[0]
-            begin = max(place for place in shifts if place <= start)
-            offset = (start + shifts[begin]) // entry.dtype.itemsize
-        moved[id(entry)] = replace(entry, storage=storage, offset=offset)
-    return moved
 
 
 # Equal bytes ---------------------------------------------------------------------------------------------------------

@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.analysis.targets import Expected, Target
-from ckptool.analysis.warm_start import LeftOut, OptimizerReport
+from ckptool.analysis.warm_start import RESIZED, LeftOut, OptimizerReport
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command
-from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 from ckptool.transforms.casting import compact, converted, first_part, laid_over
-from ckptool.transforms.optimizers import check_groups, first_names, in_model_order, parameters_of, slot_names
+from ckptool.transforms.optimizers import Slots, first_names, in_model_order, parameters_of
 from ckptool.transforms.warm_start_plan import Assignment
 
 
@@ -35,7 +33,8 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill up.
     """
-    own = [name for name in target.values or target.tensors if name not in chosen]
+    values, order = target.values or {}, target.values or target.tensors
+    own = [name for name in order if name not in chosen]
     partly = [name for name, choice in chosen.items() if choice.part not in (None, target.tensors[name].shape)]
     if target.values is None and (own or partly):
         raise Conflict(
@@ -46,18 +45,21 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     made: dict[str, Tensor] = {}  # by the first name of each tensor
     flagged: dict[tuple[str, int], Tensor] = {}
     items: dict[str, Any] = {}
-    for name in target.values or target.tensors:
-        expected = target.tensors.get(name)
+    for name in order:
+        expected, base = target.tensors.get(name), values.get(name)
         if expected is None or name not in chosen:
-            items[name] = (target.values or {})[name]
+            items[name] = base
             continue
         first = expected.tied_to or name
         if first not in made:
-            made[first] = _loaded(target, expected, chosen[name])
-        base = (target.values or {}).get(name)
+            made[first] = _loaded(chosen[name], expected, base)
         place = (first, id(base))  # what is one object in the target stays one
         if place not in flagged:
-            flagged[place] = _flagged(made[first], base)
+            flagged[place] = tensor = made[first]
+            if isinstance(tensor, TensorEntry):  # whose values may be conjugate or negative views
+                flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
+                flags = Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy)
+                flagged[place] = replace(tensor, flags=flags)
         items[name] = flagged[place]
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
 
@@ -67,37 +69,19 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     return Filled(map_storages(OrderedDict(_apart(items, target), attributes), on_cpu), tuple(own))
 
 
-def _loaded(target: Target, expected: Expected, choice: Assignment) -> Tensor:
-    """A tensor as the target wants it."""
+def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
+    """A tensor as the target wants it. base: the target's own."""
     tensor = choice.tensor
     if isinstance(tensor, Composite) or expected.dtype is None:
         return tensor
-    base = (target.values or {}).get(expected.name)
-    if choice.part is not None:
-        tensor = _partly(first_part(tensor, choice.part), expected.dtype, base, expected)
-    else:
-        tensor = converted(tensor, expected.dtype)
-    return tensor
-
-
-def _flagged(tensor: Tensor, base: Any) -> Tensor:
-    """The tensor with the flags of the target's own; its values may be conjugate or negative views."""
-    if isinstance(tensor, Composite):
-        return tensor
-    flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
-    return replace(tensor, flags=Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
-
-
-def _partly(part: TensorEntry, dtype: DType, base: Any, expected: Expected) -> TensorEntry:
-    part = converted(compact(part), dtype)
+    if choice.part is None:
+        return converted(tensor, expected.dtype)
+    part = converted(compact(first_part(tensor, choice.part)), expected.dtype)
     if part.shape == expected.shape:
         return part
     if not isinstance(base, TensorEntry):
-        raise Conflict(
-            f"{expected.name} is no plain tensor in the target, so nothing can be laid over it",
-            "Nothing was written.",
-            f"Keep the target's: {arg(on_mismatch='skip')}",
-        )
+        what = f"{expected.name} is no plain tensor in the target, so nothing can be laid over it"
+        raise Conflict(what, "Nothing was written.", f"Keep the target's: {arg(on_mismatch='skip')}")
     return laid_over(base, part)
 
 
@@ -132,16 +116,12 @@ def _apart(items: dict[str, Any], target: Target) -> dict[str, Any]:
 
 def _laid_out_alike(names: list[str], items: dict[str, Any], target: Target) -> bool:
     """True if the target's tensors of these names see one storage of the same size in the same way."""
-    bases = [(target.values or {}).get(name) for name in names]
-    if (
-        not all(isinstance(base, TensorEntry) for base in bases)
-        or len({id(base.storage) for base in bases if base}) != 1
-    ):
+    bases = [base for name in names if isinstance(base := (target.values or {}).get(name), TensorEntry)]
+    if len(bases) < len(names) or len({id(base.storage) for base in bases}) != 1:
         return False
     return all(
         (base.storage.nbytes, base.layout) == (items[name].storage.nbytes, items[name].layout)
         for name, base in zip(names, bases, strict=True)
-        if base is not None
     )
 
 
@@ -172,31 +152,30 @@ def carried(
     parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
     several, `Conflict` where it cannot be known which slot belongs to which parameter.
     """
-    place, optimizer = _only_one(checkpoint)
+    slots = _only_one(checkpoint)
     first = first_names(root)
     told = target.tensors if target.kinds_known else {}
     kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slot_names(optimizer, parameters_of(root, kinds), place, ordered=in_model_order(root.node))
+    names, known_by = slots.among(parameters_of(root, kinds), ordered=in_model_order(root.node))
     goes_to = _destinations(first, target, chosen, parameters)
     state: dict[str, Any] = {}
     group_of: dict[str, int] = {}
     left: list[LeftOut] = []
-    for number, group in enumerate(optimizer["param_groups"]):
+    for number, group in enumerate(slots.groups):
         for slot in group["params"]:
             name = names.get(slot)
             goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
             if goal:
                 group_of[goal] = number
-                if not why and slot in optimizer["state"]:
-                    state[goal] = optimizer["state"][slot]
+                if not why and slot in slots.tree["state"]:
+                    state[goal] = slots.tree["state"][slot]
             if why:
                 left.append(LeftOut(name or str(slot), why))
     fresh = tuple(name for name in parameters if name not in state)
-    report = OptimizerReport(place, known_by, tuple(name for name in parameters if name in state), fresh, tuple(left))
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer["param_groups"]
-    ]
+    kept = tuple(name for name in parameters if name in state)
+    report = OptimizerReport(slots.place, known_by, kept, fresh, tuple(left))
+    without = ("params", "param_names")
+    groups = [{key: value for key, value in group.items() if key not in without} for group in slots.groups]
     return Carried(state, groups, group_of, report)
 
 
@@ -220,15 +199,12 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
             "The learning rate and weight decay would be a guess. Nothing was written.",
             "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
         )
-    order = {name: number for number, name in enumerate(name for group in members for name in group)}
-    groups = [
-        {**group, "params": [order[name] for name in names], "param_names": list(names)}
-        for group, names in zip(found.groups, members, strict=True)
-    ]
-    return {"state": {order[name]: found.state[name] for name in order if name in found.state}, "param_groups": groups}
+    named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
+    state = {name: found.state[name] for names in members for name in names if name in found.state}
+    return Slots({"state": state, "param_groups": named}, "").numbered()
 
 
-def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+def _only_one(checkpoint: Checkpoint) -> Slots:
     found = list(optimizers(checkpoint.tree))
     where = checkpoint.source or "the checkpoint"
     if not found:
@@ -243,9 +219,8 @@ def _only_one(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
             "Which one belongs to these weights is not known.",
             f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
         )
-    path, optimizer = found[0]
-    check_groups(address(path), optimizer)
-    return address(path), with_numbers(optimizer)
+    ((path, optimizer),) = found
+    return Slots(optimizer, address(path))
 
 
 def _destinations(
@@ -258,6 +233,6 @@ def _destinations(
         goal = name if name in taken else target.tensors[name].tied_to
         if goal in taken:
             why = "" if choice.part is None else "only a part of its parameter is loaded"
-            why = "its parameter is resized" if choice.resized else why
+            why = "its parameter is resized" if choice.how == RESIZED else why
             found[first[choice.source]] = (goal, why)
     return found

@@ -1,21 +1,21 @@
 """The plan of a warm start: which tensor of a checkpoint goes under which name of a target, before anything is changed.
 
-Only names, shapes and dtypes are looked at. Values are read where two names of the checkpoint would become one tied
-tensor of the target, and, up to so many bytes, to say whether a smaller dtype loses any.
+Only names, shapes and dtypes are looked at; values, up to so many bytes, to say whether a smaller dtype loses any.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
 from ckptool.analysis.torch_versions import Accepted, accepted
 from ckptool.analysis.warm_start import (
+    AS_IT_IS,
     PADDED,
     REFUSED,
     RESIZED,
@@ -42,6 +42,7 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.commands import FILE, arg, command, several
 from ckptool.conventions.state_dicts import COUNTER, StateDict, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.names.ready import paired
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
 from ckptool.names.steps import renamed
@@ -104,13 +105,13 @@ def _way(text: str) -> tuple[str, Resize]:
 class Assignment:
     """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
 
-    resized: it is computed from the one of the checkpoint.
+    how: it is loaded, as in `Loaded`.
     """
 
     source: str
     tensor: Tensor
     part: tuple[int, ...] | None = None
-    resized: bool = False
+    how: str = AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,34 +120,6 @@ class WarmStartPlan:
 
     chosen: dict[str, Assignment]
     report: LoadReport
-
-
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """The plan so far.
-
-    names: name in the checkpoint -> its name after the rules.  pairs: name of the target -> name in the checkpoint.
-    unwrapped: keys of the checkpoint that a rule matched without their prefix.  excluded: names that are not to be
-    loaded.  supplied: names that torch's own modules give a value where an older file has none.  ways: how names of
-    the target are resized.  resized: those that were made; what is tied in the checkpoint stays so.
-    """
-
-    target: Target
-    tensors: dict[str, Tensor]
-    names: dict[str, str]
-    unwrapped: list[str]
-    pairs: dict[str, str] = field(default_factory=dict)
-    chosen: dict[str, Assignment] = field(default_factory=dict)
-    loaded: list[Loaded] = field(default_factory=list)
-    tied: list[Tied] = field(default_factory=list)
-    mismatched: list[Mismatch] = field(default_factory=list)
-    changes: list[DtypeChange] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
-    excluded: set[str] = field(default_factory=set)
-    supplied: list[str] = field(default_factory=list)
-    ways: dict[str, Resize | None] = field(default_factory=dict)
-    resized: dict[Any, TensorEntry] = field(default_factory=dict)
 
 
 def plan_warm_start(
@@ -158,29 +131,61 @@ def plan_warm_start(
     `UsageError` for an unknown `on_mismatch`.
     """
     if options.on_mismatch not in ON_MISMATCH:
-        raise UsageError(
-            f"unknown {arg('on_mismatch')} {options.on_mismatch!r}", f"Available: {', '.join(ON_MISMATCH)}."
-        )
-    members = root.node.items()
-    tensors = {k: v for k, v in members if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    draft = _Draft(target, tensors, *_renamed(tensors, options.rules))
-    draft.notes += _choices(root, remark, target)
-    if COUNTER in tensors and COUNTER not in target.tensors and draft.names[COUNTER] == COUNTER:
-        del tensors[COUNTER], draft.names[COUNTER]
-        draft.notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
-    _pair(draft)
-    _accept_like_torch(draft, root.node.metadata if isinstance(root.node, OrderedDict) else None)
-    _exclude(draft, options)
-    for pattern, way in reversed(options.resize):
-        draft.ways |= dict.fromkeys(selected(target.tensors, [pattern]), way)
-    for names in tie_groups(target.tensors.values()).values():  # one tensor is resized in one way
-        draft.ways |= dict.fromkeys(names, next(iter(filter(None, map(draft.ways.get, names))), None))
-    for name in target.tensors:
-        if name in draft.pairs:
-            _fit(draft, name, options.on_mismatch)
-    _tie(draft)
-    _change_dtypes(draft)
-    return WarmStartPlan(draft.chosen, _report(draft, root, source, options))
+        what = f"unknown {arg('on_mismatch')} {options.on_mismatch!r}"
+        raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
+    wanted, groups = target.tensors, tie_groups(target.tensors.values()).values()
+    tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
+    found = _matched(tensors, root.node, target, options)
+    notes = [*_choices(root, remark, target), *found.notes]
+    chosen, mismatched = _fitting(tensors, found, target, options, groups, notes)
+
+    refused, tied, through = list[Refusal](), list[Tied](), set[str]()
+    for names in groups:  # one name of a tied tensor stands for the others
+        first, *others = [name for name in names if name in chosen] or [""]
+        for other in others:
+            if chosen[first].tensor.view != chosen[other].tensor.view:
+                what = f"{printable(first)} and {printable(other)} are one tensor in the target, and "
+                what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " are two"
+                refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=other)}"))
+        if first:
+            through.update(name for name in names if name != first)
+            chosen.update((name, chosen[first]) for name in names if name != first)
+            tied += [Tied(name, first) for name in names if name != first and name not in found.excluded]
+    # A misfit is reported under whatever name; a tensor that is loaded in part, once.
+    mismatched = [each for each in mismatched if each.target not in through or each.done in (SKIPPED, REFUSED)]
+    loaded = []
+    for name in (name for name in wanted if name in chosen and name not in through):
+        choice, expected = chosen[name], wanted[name]
+        elements = expected.numel if choice.part is None else prod(choice.part)
+        loaded.append(Loaded(choice.source, name, expected.kind, elements, choice.how))
+
+    met = {*chosen, *found.supplied, *found.excluded, *(each.target for each in mismatched)}
+    taken = {*found.pairs.values()}
+    rest = [(key, name, tensors[key]) for key, name in found.names.items() if key not in taken]
+    report = LoadReport(
+        source=source,
+        target=target.name,
+        target_kind=target.kind,
+        root=root.address,
+        loaded=tuple(loaded),
+        tied=tuple(tied),
+        missing=tuple(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in wanted.items() if name not in met),
+        unexpected=tuple(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in rest),
+        mismatched=tuple(mismatched),
+        dtype_changes=tuple(_dtype_changes(loaded, chosen, target)),
+        excluded=tuple(name for name in wanted if name in found.excluded and name not in chosen),
+        elements=sum(each.elements for each in loaded),
+        total=sum(expected.numel for expected in target.unique),
+        normalised=tuple(notes),
+        suggestions=_suggestions(tensors, found, target),
+        refused=(),
+        supplied=tuple(name for name in found.supplied if name not in chosen and name not in found.excluded),
+    )
+    skipped = (each.target for each in mismatched if (each.done, each.about) == (SKIPPED, "shape"))
+    out = {*found.excluded, *skipped}
+    asked = {expected.tied_to or name for name, expected in wanted.items() if name not in out}
+    refused += _refusals(report, options, sum(wanted[name].numel for name in asked))
+    return WarmStartPlan(chosen, replace(report, refused=tuple(refused)))
 
 
 def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
@@ -195,125 +200,129 @@ def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-def _renamed(tensors: dict[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
+class _Matched(NamedTuple):
+    """Which key of the checkpoint is which name of the target. names: of each key that may be loaded, after the rules.
+
+    pairs: name of the target -> key.  excluded: names that are not to be loaded.  supplied: those that torch's own
+    modules give a value where an older file has none.  notes: what was done unasked.
+    """
+
+    names: dict[str, str]
+    pairs: dict[str, str]
+    excluded: set[str]
+    supplied: list[str]
+    notes: list[Note]
+
+
+def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
+    """Pairs by the rules and equal names, then without the prefixes of wrappers, then as torch takes older names."""
+    wanted, notes, excluded = target.tensors, list[Note](), set[str]()
+    names, peeled = _renamed(tensors, options.rules)
+    if COUNTER in names and COUNTER not in wanted and names[COUNTER] == COUNTER:
+        del names[COUNTER]
+        notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
+    keys = {name: key for key, name in names.items()}
+    both = paired(keys, wanted, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
+    pairs = {goal: keys[name] for goal, name in both.items()}
+    bare = [goal for goal, name in both.items() if goal != name]
+    for word, side, some in (
+        ("key", "checkpoint", [*peeled, *(pairs[goal] for goal in bare)]),
+        ("name", "target", bare),
+    ):
+        prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(some))))
+        texts = (f"{prefix} taken off {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
+        notes += [Note("prefix", text) for text in texts]
+
+    taken, free = {*pairs.values()}, dict[str, str]()
+    for key, name in names.items():
+        if key not in taken:
+            free[without_wrappers(name)] = free[name] = key
+    missing = [name for name in wanted if name not in pairs]
+    metadata = node.metadata if isinstance(node, OrderedDict) else None
+    older = accepted(pairs, missing, free, metadata) if missing else Accepted()
+    pairs |= older.pairs
+    names = {key: name for key, name in names.items() if key not in older.dropped}
+    if older.pairs:
+        shown = listed([f"{key} → {name}" for name, key in older.pairs.items()], 2)
+        notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
+    if older.supplied:
+        shown = listed(older.supplied, 2)
+        notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
+
+    if options.only or options.exclude:  # patterns are for what the target calls it, or the rules where it has no name
+        goals = {key: goal for goal, key in pairs.items()}
+        ours = {key: goals.get(key, name) for key, name in names.items()}
+        every = dict.fromkeys([*wanted, *ours.values()])
+        excluded = every.keys() - selected(every, options.only, options.exclude)
+        names = {key: name for key, name in names.items() if ours[key] not in excluded}
+        pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
+    return _Matched(names, pairs, excluded, older.supplied, notes)
+
+
+def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
     """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
     used: set[tuple[str, str]] = set()
-    names, unwrapped = {}, []
+    names, peeled = dict.fromkeys(tensors, ""), list[str]()
     found = renamed(rules, dict.fromkeys(form for key in tensors for form in (key, without_wrappers(key))))
     for key in tensors:
         forms = [form for form in (key, without_wrappers(key)) if form in found]
-        if not forms:
-            names[key] = key
-            continue
-        name = min(forms, key=lambda form: rules.index(found[form][0]))
-        rule, names[key] = found[name]
-        used.add(rule.origin)
-        if name != key:
-            unwrapped.append(key)
+        form = min(forms, key=lambda form: rules.index(found[form][0]), default="")
+        names[key] = found[form][1] if forms else key
+        if forms:
+            used.add(found[form][0].origin)
+            peeled += [key] if form != key else []
     refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
     counts = Counter(names.values())
     if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
-        raise Conflict(
-            f"{counted(len(clash), 'key')} would collide: {listed(clash)}",
-            "One of each would be lost. Nothing was changed.",
-        )
-    return names, unwrapped
-
-
-def _pair(draft: _Draft) -> None:
-    """Pairs equal names first; then names that are equal without the prefixes of wrappers, on either side."""
-    wanted = draft.target.tensors
-    draft.pairs = {name: key for key, name in draft.names.items() if name in wanted}
-    free = [name for name in wanted if name not in draft.pairs]
-    counts = Counter(map(without_wrappers, free))
-    bare = {short: name for name in free if counts[short := without_wrappers(name)] == 1}
-    found: dict[str, list[str]] = {}
-    for key, name in draft.names.items():
-        if name not in wanted and (goal := bare.get(without_wrappers(name))) is not None:
-            found.setdefault(goal, []).append(key)
-    for goal, keys in found.items():
-        if len(keys) > 1:
-            raise Conflict(
-                f"{' and '.join(keys)} would both be {goal!r}",
-                "Without the prefixes of wrappers they are the same name. Nothing was changed.",
-                f"Leave one out: {arg(exclude=keys[1])}",
-            )
-        draft.pairs[goal] = keys[0]
-    for word, side, names in (
-        ("key", "checkpoint", [*draft.unwrapped, *(key for keys in found.values() for key in keys)]),
-        ("name", "target", list(found)),
-    ):
-        prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(names))))
-        for prefix, count in prefixes.items():
-            text = f"{prefix} taken off {counted(count, word)} of the {side}"
-            draft.notes.append(Note("prefix", text))
-
-
-def _accept_like_torch(draft: _Draft, metadata: Any) -> None:
-    """Treats an older state dict like the modules of torch when they load it."""
-    taken = {*draft.pairs.values()}
-    missing = [name for name in draft.target.tensors if name not in draft.pairs]
-    free: dict[str, str] = {}
-    for key, name in draft.names.items():
-        if key not in taken:
-            free[without_wrappers(name)] = free[name] = key
-    found = accepted(draft.pairs, missing, free, metadata) if missing else Accepted()
-    draft.pairs.update(found.pairs)
-    draft.supplied = found.supplied
-    for key in found.dropped:
-        del draft.tensors[key], draft.names[key]
-    if found.pairs:
-        shown = listed([f"{key} → {name}" for name, key in found.pairs.items()], 2)
-        draft.notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
-    if found.supplied:
-        shown = listed(found.supplied, 2)
-        draft.notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
-
-
-def _exclude(draft: _Draft, options: MatchOptions) -> None:
-    """Takes out names that are not to be loaded, by patterns for names of the target and of the renamed checkpoint."""
-    if not (options.only or options.exclude):
-        return
-    goals = {key: goal for goal, key in draft.pairs.items()}
-    ours = {key: goals.get(key, name) for key, name in draft.names.items()}
-    every = list(dict.fromkeys([*draft.target.tensors, *ours.values()]))
-    draft.excluded = set(every) - selected(every, options.only, options.exclude)
-    draft.names = {key: name for key, name in draft.names.items() if ours[key] not in draft.excluded}
-    draft.pairs = {goal: key for goal, key in draft.pairs.items() if goal not in draft.excluded}
+        what = f"{counted(len(clash), 'key')} would collide: {listed(clash)}"
+        raise Conflict(what, "One of each would be lost. Nothing was changed.")
+    return names, peeled
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------
 
 
-def _fit(draft: _Draft, name: str, on_mismatch: str) -> None:
-    """Decides whether a pair is loaded as it is, in part, or not."""
-    expected, key = draft.target.tensors[name], draft.pairs[name]
-    tensor = draft.tensors[key]
-    about = _misfit(tensor, expected, (draft.target.values or {}).get(name))
-    if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
-        tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
-        draft.notes.append(Note("zero-dim", f"{key} [1] taken as []"))
-    way = draft.ways.get(name)
-    if not about and way is not None and (way.old or way.new):
-        about = "shape"  # 14x20 to 20x14 has as many tokens
-    if not about:
-        draft.loaded.append(Loaded(key, name, expected.kind, expected.numel))
-        draft.chosen[name] = Assignment(key, tensor)
-        return
-    part = _part(tensor, expected, on_mismatch) if about == "shape" else None
-    done = SKIPPED if on_mismatch == "skip" else REFUSED
-    if about == "shape" and way is not None and isinstance(tensor, TensorEntry):
-        done, shape = RESIZED, expected.shape or ()
-        made = draft.resized.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
-        draft.loaded.append(Loaded(key, name, expected.kind, expected.numel, done))
-        draft.chosen[name] = Assignment(key, made, resized=True)
-    elif part is not None:
-        done = SLICED if on_mismatch == "slice" else PADDED
-        draft.loaded.append(Loaded(key, name, expected.kind, prod(part), done))
-        draft.chosen[name] = Assignment(key, tensor, part)
-    have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
-    how = way.text if done == RESIZED and way is not None else ""
-    draft.mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
+def _fitting(
+    tensors: Mapping[str, Tensor],
+    found: _Matched,
+    target: Target,
+    options: MatchOptions,
+    groups: Collection[list[str]],
+    notes: list[Note],
+) -> tuple[dict[str, Assignment], list[Mismatch]]:
+    """What is loaded under each name, as it is, in part or resized, and all that is not as it is wanted.
+
+    groups: names of the target that are one tensor.  notes: what is done to shapes unasked is added to them.
+    """
+    chosen: dict[str, Assignment] = {}
+    mismatched: list[Mismatch] = []
+    ways: dict[str, Resize | None] = {}
+    for pattern, asked in reversed(options.resize):
+        ways |= dict.fromkeys(selected(target.tensors, [pattern]), asked)
+    for names in groups:  # one tensor is resized in one way
+        ways |= dict.fromkeys(names, next(iter(filter(None, map(ways.get, names))), None))
+    made: dict[Any, TensorEntry] = {}  # by resizing: what is tied in the checkpoint stays so
+    for name in (name for name in target.tensors if name in found.pairs):
+        key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
+        tensor = tensors[key]
+        about = _misfit(tensor, expected, (target.values or {}).get(name))
+        if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
+            tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
+            notes.append(Note("zero-dim", f"{key} [1] taken as []"))
+        if not about and (way is None or not (way.old or way.new)):  # 14x20 to 20x14 has as many tokens
+            chosen[name] = Assignment(key, tensor)
+            continue
+        about, how, done = about or "shape", "", SKIPPED if options.on_mismatch == "skip" else REFUSED
+        if about == "shape" and way is not None and isinstance(tensor, TensorEntry):
+            done, how, shape = RESIZED, way.text, expected.shape or ()
+            one = made.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
+            chosen[name] = Assignment(key, one, how=done)
+        elif about == "shape" and (part := _part(tensor, expected, options.on_mismatch)) is not None:
+            done = SLICED if options.on_mismatch == "slice" else PADDED
+            chosen[name] = Assignment(key, tensor, part, done)
+        have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
+        mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
+    return chosen, mismatched
 
 
 def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
@@ -354,51 +363,11 @@ def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ..
     return smaller if smaller == whole else None
 
 
-# Ties ----------------------------------------------------------------------------------------------------------------
-
-
-def _tie(draft: _Draft) -> None:
-    """Lets one name of a tied tensor stand for the others; refuses where the checkpoint's values for them differ."""
-    for names in tie_groups(draft.target.tensors.values()).values():
-        given = [name for name in names if name in draft.chosen]
-        if not given:
-            continue
-        first = given[0]
-        for other in given[1:]:
-            if not _has_same_values(draft.chosen[first], draft.chosen[other]):
-                what = (
-                    f"{printable(first)} and {printable(other)} are one tensor in the target, and "
-                    f"{printable(draft.pairs[first])} and {printable(draft.pairs[other])} are two with different values"
-                )
-                draft.refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=other)}"))
-        others = set(names) - {first}
-        draft.chosen.update((name, draft.chosen[first]) for name in names if name != first)
-        draft.tied += [Tied(name, first) for name in names if name != first and name not in draft.excluded]
-        draft.loaded = [fact for fact in draft.loaded if fact.target not in others]
-        draft.mismatched = [  # a misfit is reported under whatever name; a tensor loaded in part, once
-            fact for fact in draft.mismatched if fact.target not in others or fact.done in (SKIPPED, REFUSED)
-        ]
-
-
-def _has_same_values(one: Assignment, other: Assignment) -> bool:
-    a, b = one.tensor, other.tensor
-    if a.view == b.view:
-        return True
-    if not isinstance(a, TensorEntry) or not isinstance(b, TensorEntry):
-        return False
-    alike = (a.dtype, a.shape, a.flags.lazy, one.part) == (b.dtype, b.shape, b.flags.lazy, other.part)
-    stored = max(a.storage.nbytes, b.storage.nbytes)  # an expanded view may stand for any number of values
-    return alike and a.nbytes <= stored and same_bytes(row_major(a), row_major(b))
-
-
-# Dtypes --------------------------------------------------------------------------------------------------------------
-
-
-def _change_dtypes(draft: _Draft) -> None:
-    """Notes each change of a dtype; reads the tensors that may lose values while they are not too many."""
+def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
+    """Each change of a dtype; the tensors that may lose values are read while they are not too many."""
     budget = READ_FOR_LOSSES
-    for fact in draft.loaded:
-        tensor, new = draft.chosen[fact.target].tensor, draft.target.tensors[fact.target].dtype
+    for fact in loaded:
+        tensor, new = chosen[fact.target].tensor, target.tensors[fact.target].dtype
         if not isinstance(tensor, TensorEntry) or new is None or tensor.dtype is new:
             continue
         sure = conversion(tensor.dtype, new)
@@ -409,54 +378,21 @@ def _change_dtypes(draft: _Draft) -> None:
         elif budget >= 0:
             tally = losses(tensor, new)
             lost = (not tally.changed, tally.changed, tally.overflowed)
-        draft.changes.append(DtypeChange(fact.source, fact.target, tensor.dtype, new, *lost))
+        yield DtypeChange(fact.source, fact.target, tensor.dtype, new, *lost)
 
 
-# The report ----------------------------------------------------------------------------------------------------------
+# Advice --------------------------------------------------------------------------------------------------------------
 
 
-def _report(draft: _Draft, root: StateDict, source: str, options: MatchOptions) -> LoadReport:
-    target, names = draft.target, draft.names
-    met = {*draft.chosen, *draft.supplied, *draft.excluded, *(fact.target for fact in draft.mismatched)}
-    missing = [Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in target.tensors.items() if name not in met]
-    taken = {*draft.pairs.values()}
-    rest = {key: draft.tensors[key] for key in names if key not in taken}
-    report = LoadReport(
-        source=source,
-        target=target.name,
-        target_kind=target.kind,
-        root=root.address,
-        loaded=tuple(draft.loaded),
-        tied=tuple(draft.tied),
-        missing=tuple(missing),
-        unexpected=tuple(Absent(k, names[k], kind_by_name(k, t.dtype), t.dtype, t.shape) for k, t in rest.items()),
-        mismatched=tuple(draft.mismatched),
-        dtype_changes=tuple(draft.changes),
-        excluded=tuple(name for name in target.tensors if name in draft.excluded and name not in draft.chosen),
-        elements=sum(fact.elements for fact in draft.loaded),
-        total=sum(expected.numel for expected in target.unique),
-        normalised=tuple(draft.notes),
-        suggestions=_suggestions(draft),
-        refused=(),
-        supplied=tuple(name for name in draft.supplied if name not in draft.chosen and name not in draft.excluded),
-    )
-    skipped = (fact.target for fact in draft.mismatched if (fact.done, fact.about) == (SKIPPED, "shape"))
-    out = {*draft.excluded, *skipped}
-    wanted = {expected.tied_to or name for name, expected in target.tensors.items() if name not in out}
-    values = sum(target.tensors[name].numel for name in wanted)
-    return replace(report, refused=(*draft.refused, *_refusals(report, options, values)))
-
-
-def _suggestions(draft: _Draft) -> tuple[Suggestion, ...]:
+def _suggestions(tensors: Mapping[str, Tensor], found: _Matched, target: Target) -> tuple[Suggestion, ...]:
     """Rules that would make more fit, for names as rules see them: without the prefixes that are taken off anyway."""
-    if len(draft.pairs) in (len(draft.names), len(draft.target.tensors)):
+    if len(found.pairs) in (len(found.names), len(target.tensors)):
         return ()
     from ckptool.transforms.suggest import suggest  # half of what a plan imports, for what fits needlessly
 
-    tensors = draft.target.tensors
-    ours = {without_wrappers(name): draft.tensors[key].shape for key, name in draft.names.items()}
-    wanted = {without_wrappers(name): tensors[name].shape for name in tensors if name not in draft.excluded}
-    placed = {without_wrappers(draft.names[key]): without_wrappers(goal) for goal, key in draft.pairs.items()}
+    ours = {without_wrappers(name): tensors[key].shape for key, name in found.names.items()}
+    wanted = {without_wrappers(name): e.shape for name, e in target.tensors.items() if name not in found.excluded}
+    placed = {without_wrappers(found.names[key]): without_wrappers(goal) for goal, key in found.pairs.items()}
     return tuple(suggest(ours, wanted, placed))
 
 

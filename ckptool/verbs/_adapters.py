@@ -16,7 +16,7 @@ from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
-from ckptool.formats.sharded.writing import divided
+from ckptool.formats.sharded import divided
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
 from ckptool.transforms.lora.schemes import AdapterFile
 from ckptool.verbs._save import Change, Written

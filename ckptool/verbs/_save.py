@@ -119,7 +119,8 @@ class Written(Report):
         facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:
-            yield bold(self.verb), f": {self.summary}; would be {where} ({facts})"
+            what = f"{self.output} would stay as it is" if self.how == "nothing" else f"would be {where} ({facts})"
+            yield bold(self.verb), f": {self.summary}; {what}"
             yield "  dry run: nothing was written"
         else:
             yield bold(self.verb), f": {self.summary} → {self.output or where} ({facts})"
@@ -246,7 +247,7 @@ class Change:
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
             if container.writes_folder and container.tensors_only:
                 from ckptool.formats.model_folder import model_folder
-                from ckptool.formats.sharded.writing import divided
+                from ckptool.formats.sharded import divided
 
                 beside = beside or model_folder(original, changed.tree)
                 if changed.origin is None:  # with the names that the library of the configuration looks for

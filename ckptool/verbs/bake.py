@@ -35,8 +35,8 @@ def bake(
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
     baked = {id(root.node): folding.bake(root.node, form=form) for root in roots}
-    folded = [each for found in baked.values() for each in found.folded]
-    left = [each for found in baked.values() for each in found.left]
+    folded = [weight for found in baked.values() for weight in found.folded]
+    left = {weight: why for found in baked.values() for weight, why in found.left.items()}
     if not folded and not left:
         raise NoMatch(
             f"{checkpoint.source or 'the checkpoint'} has no parametrized weights",
@@ -48,7 +48,7 @@ def bake(
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     return saved.about(
         f"{counted(len(folded), 'weight')} {word}",
-        *(line for found in baked.values() for line in folding.summary_lines(found)),
-        folded=[each.weight for each in folded],
-        left=dict(left),
+        *(line for found in baked.values() for line in found.lines()),
+        folded=folded,
+        left=left,
     )

@@ -21,7 +21,7 @@ from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
 from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
-from ckptool.formats.sharded.writing import divided
+from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms.edit import droppable

@@ -16,7 +16,7 @@ from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
 from ckptool.formats.damaged import LostRecord, salvage
-from ckptool.formats.opening import CheckpointLike, counting_whole, open_file, open_source, refuse_address
+from ckptool.formats.opening import CheckpointLike, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.recover import restored
@@ -165,8 +165,7 @@ def recover(
     check_target(target, overwrite=overwrite)
     damage: CkptoolError | None = None
     try:
-        with counting_whole():
-            formats.read_source(source)
+        formats.read_source(source)
     except (FileProblem, LimitExceeded, UsageError):
         raise  # what is whole could not be read, either
     except CkptoolError as error:

@@ -15,7 +15,7 @@ from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
-from ckptool.formats.sharded.writing import divided
+from ckptool.formats.sharded import divided
 from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.steps import Step

@@ -17,12 +17,13 @@ from numpy.random._pickle import __generator_ctor as generator_ctor
 
 import ckptool
 from ckptool import bridge
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.errors import BadTensor, Conflict, Corrupt, UnsafeObject
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
+from ckptool.pickles.torch_objects import rebuilt
 from tests.support.files import saved
 
 # Torch warns of features in beta and going away; the library adds none.
@@ -40,8 +41,6 @@ def matrix(values: list[list[int]]) -> TensorEntry:
 
 
 def composite(name: str, *args: Any) -> Any:
-    from ckptool.pickles.torch_objects import rebuilt
-
     return rebuilt(Object(Global("torch._utils", name), args))
 
 
@@ -84,14 +83,10 @@ def test_views_that_lie_outside_are_refused() -> None:
 def test_attributes_that_would_change_the_class_are_refused() -> None:
     inner = entry([1])
     args = (inner.storage, 0, (1,), (1,), False, {})
-    from ckptool.checkpoint import StorageRef
-
     func = Global("torch._utils", "_rebuild_tensor_v2")
     call = (StorageRef(inner.storage, by_name("i64")), *args[1:])
     for state in ({"__class__": Global("torch.nn.parameter", "Parameter")}, (None, {"__dict__": {}})):
         made = Object(Global("torch._tensor", "_rebuild_from_type_v2"), (func, Global("torch", "Tensor"), call, state))
-        from ckptool.pickles.torch_objects import rebuilt
-
         with pytest.raises(Corrupt, match="attributes"):
             built(rebuilt(made))
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -72,11 +71,7 @@ def test_an_edited_archive_that_is_cut_is_not_taken_for_its_old_state(tmp_path: 
     """The state before the edit stands whole inside, and is not taken for the file."""
     path = written(FILE, tmp_path / "a.pt")
     checkpoint = read(path)
-    plan = torch_zip.append(
-        Checkpoint(
-            {**checkpoint.tree, "n": 1}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
-        )
-    )
+    plan = torch_zip.append(replace(checkpoint, tree={**checkpoint.tree, "n": 1}))
     assert plan is not None
     from ckptool.output.sink import Sink
 

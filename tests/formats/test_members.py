@@ -19,6 +19,7 @@ import ckptool
 from ckptool.analysis.verify import check_by_reading
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
+from ckptool.checkpoint.files import Folder
 from ckptool.formats.pieces import Joiner, Piece
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
@@ -262,7 +263,7 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
     def block(value: int) -> TensorEntry:
         return TensorEntry(Storage(InlineBytes(bytes([value] * 4))), BY_TORCH["uint8"], (4,), (1,))
 
-    joiner = Joiner("x")
+    joiner = Joiner(Folder("."), "x")
     tree = {
         "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(1), (0,))]),
         "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(2), (0,))]),

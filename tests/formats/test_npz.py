@@ -223,7 +223,9 @@ def test_arrays_are_aligned_in_the_file(tmp_path: Path) -> None:
     assert all(same_bits(found, sample_arrays()[name]) for name, found in numpy_sees(out).items())
 
 
-def test_the_same_tree_is_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_tree_is_the_same_bytes_and_numpys_words(tmp_path: Path) -> None:
+    ckptool.save({"w": np.ones(3, "<f4"), "b": np.ones(3, "u1")}, tmp_path / "w.npz")
+    assert all(word in (tmp_path / "w.npz").read_bytes() for word in (b"'descr': '<f4'", b"'descr': '|u1'"))
     ckptool.save(sample_arrays(), tmp_path / "a.npz")
     ckptool.save(sample_arrays(), tmp_path / "b.npz")
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import BY_TORCH
+from ckptool.checkpoint.files import Folder
 from ckptool.errors import LimitExceeded
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import Axis, Mesh, blocks, encoded_order, runs_of
@@ -71,7 +72,7 @@ def test_any_mesh_and_placements_give_the_places_that_torch_gives(seed: int) -> 
         found = blocks(entry_of(local), shape, mesh, axes, {}, f"rank {rank}")
         assert found is not None
         chunks += found
-    whole = Joiner("folder").tensor("weight", shape, I64, chunks)
+    whole = Joiner(Folder("."), "folder").tensor("weight", shape, I64, chunks)
     assert whole.bytes() == full.numpy().tobytes()
 
 

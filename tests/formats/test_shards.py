@@ -16,7 +16,7 @@ import ckptool
 from ckptool.checkpoint.plan import Plan
 from ckptool.errors import OutputExists, Unsupported, UsageError
 from ckptool.formats import by_name, read, sharded
-from ckptool.formats.sharded.writing import NUMBERED, size_in_bytes
+from ckptool.formats.sharded import NUMBERED, size_in_bytes
 from tests.support.files import carry_out, contents, opened, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
@@ -282,30 +282,7 @@ def test_sizes(text: Any, size: int) -> None:
     assert size_in_bytes(text) == size
 
 
-@looped(
-    "text",
-    [
-        "",
-        "0",
-        "-1",
-        "5XB",
-        "1.5",
-        "GB",
-        "1e9",
-        "nan",
-        "9" * 100,
-        "5 G B",
-        "1iB",
-        0,
-        -5,
-        1.5,
-        "\x1b",
-        "5",
-        5,
-        "1000",
-        999_999,
-    ],
-)
+@looped("text", [*"|0|-1|5XB|1.5|GB|1e9|nan|5 G B|1iB|\x1b|5|1000".split("|"), "9" * 100, 0, -5, 1.5, 5, 999_999])
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(UsageError) as caught:
         size_in_bytes(text)
@@ -348,3 +325,12 @@ def test_from_the_command_line(
     assert json.loads(capsys.readouterr().out)["container"] == "sharded"
     assert main(["convert", "model.pt", "-o", "new", "--shard-size", "2 bananas"]) == 2
     assert "is not a shard size" in capsys.readouterr().err
+
+
+def test_the_working_directory_is_no_rank_of_a_folder_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mp_rank_00/inside", "mp_rank_01"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mp_rank_00" / "inside")
+    assert ckptool.open(hub(tmp_path / "model")).part is None

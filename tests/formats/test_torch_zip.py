@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,7 @@ def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest
 def test_data_stays_aligned_when_the_pickle_changes_its_length(length: int, tmp_path: Path) -> None:
     original = written(torch_bytes(tied_state() | {"note": "x" * 1000}), tmp_path / "a.pt")
     checkpoint = read(original)
-    changed = Checkpoint(
-        {**checkpoint.tree, "note": "x" * length},
-        torch_zip.NAME,
-        checkpoint.metadata,
-        checkpoint.source,
-        checkpoint.origin,
-    )
+    changed = replace(checkpoint, tree={**checkpoint.tree, "note": "x" * length})
     contract.round_trip(torch_zip, changed, tmp_path / "b.pt")
     assert all(start % 64 == 0 for start in record_starts(tmp_path / "b.pt").values())
     assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state() | {"note": "x" * length})
@@ -121,7 +116,7 @@ def test_records_are_copied_in_one_range(tmp_path: Path) -> None:
     original = written(torch_bytes({f"w{i}": torch.ones(50_000) for i in range(5)}), tmp_path / "a.pt")
     checkpoint = read(original)
     renamed = {f"layer.{name}": value for name, value in checkpoint.tree.items()}
-    plan = torch_zip.write(Checkpoint(renamed, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin))
+    plan = torch_zip.write(replace(checkpoint, tree=renamed))
     (segments,) = plan.files.values()
     ranges = [s for s in segments if hasattr(s, "file")]
     assert sum(r.length for r in ranges) > 1_000_000
@@ -136,10 +131,7 @@ def test_the_files_own_alignment_is_kept(alignment: str, tmp_path: Path) -> None
     rewritten(original, tmp_path / "b.pt")
     assert (tmp_path / "b.pt").read_bytes() == original.read_bytes()
     checkpoint = read(original)
-    changed = Checkpoint(
-        {**checkpoint.tree, "more": 1}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
-    )
-    carry_out(torch_zip.write(changed), tmp_path / "c.pt")
+    carry_out(torch_zip.write(replace(checkpoint, tree={**checkpoint.tree, "more": 1})), tmp_path / "c.pt")
     assert all(start % int(alignment) == 0 for start in record_starts(tmp_path / "c.pt").values())
     assert_same_objects(load(tmp_path / "c.pt"), tied_state() | {"more": 1})
 
@@ -161,11 +153,8 @@ def test_a_root_folder_of_another_name_is_kept(tmp_path: Path) -> None:
 
 
 def test_storages_that_nothing_uses_are_left_out(tmp_path: Path) -> None:
-    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
-    checkpoint = read(original)
-    kept = Checkpoint(
-        {"c": checkpoint.tree["state_dict"]["c"]}, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin
-    )
+    checkpoint = read(written(torch_bytes(tied_state()), tmp_path / "a.pt"))
+    kept = replace(checkpoint, tree={"c": checkpoint.tree["state_dict"]["c"]})
     contract.round_trip(torch_zip, kept, tmp_path / "b.pt")
     with zipfile.ZipFile(tmp_path / "b.pt") as archive:
         assert [n for n in archive.namelist() if "/data/" in n] == ["archive/data/1"]
@@ -174,14 +163,9 @@ def test_storages_that_nothing_uses_are_left_out(tmp_path: Path) -> None:
 
 def test_new_storages_beside_old_ones(tmp_path: Path) -> None:
     checkpoint = read(written(torch_bytes(tied_state()), tmp_path / "a.pt"))
-    tree = {
-        "old": checkpoint.tree["state_dict"],
-        "new": entry_of(torch.arange(3)),
-        "other": entry_of(torch.ones(2).bfloat16()),
-    }
-    contract.round_trip(
-        torch_zip, Checkpoint(tree, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin), tmp_path / "b.pt"
-    )
+    new, other = entry_of(torch.arange(3)), entry_of(torch.ones(2).bfloat16())
+    tree = {"old": checkpoint.tree["state_dict"], "new": new, "other": other}
+    contract.round_trip(torch_zip, replace(checkpoint, tree=tree), tmp_path / "b.pt")
     expected = {"old": tied_state()["state_dict"], "new": torch.arange(3), "other": torch.ones(2).bfloat16()}
     assert_same_objects(load(tmp_path / "b.pt", mmap=True), expected)
 
@@ -191,18 +175,12 @@ def test_one_record_claimed_by_two_storages_is_written_twice(tmp_path: Path) -> 
     checkpoint = read(written(torch_bytes({"a": torch.ones(3)}), tmp_path / "a.pt"))
     entry = checkpoint.tree["a"]
     twin = TensorEntry(Storage(entry.storage.data, "cuda:0"), entry.dtype, entry.shape, entry.stride)
-    contract.round_trip(
-        torch_zip,
-        Checkpoint({"a": entry, "b": twin}, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin),
-        tmp_path / "b.pt",
-    )
+    contract.round_trip(torch_zip, replace(checkpoint, tree={"a": entry, "b": twin}), tmp_path / "b.pt")
 
 
 def test_locations_can_be_changed_without_touching_the_data(tmp_path: Path) -> None:
     checkpoint = read(written(torch_bytes(tied_state()), tmp_path / "a.pt"))
     there = map_storages(checkpoint.tree, lambda s: Storage(s.data, "cuda:3", s.crc))
-    again = contract.round_trip(
-        torch_zip, Checkpoint(there, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin), tmp_path / "b.pt"
-    )
+    again = contract.round_trip(torch_zip, replace(checkpoint, tree=there), tmp_path / "b.pt")
     assert {entry.location for _, entry in tensors(again.tree)} == {"cuda:3"}
     assert_same_objects(load(tmp_path / "b.pt"), tied_state())  # map_location="cpu"

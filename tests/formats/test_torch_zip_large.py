@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,7 @@ def test_records_pushed_across_4_gib_by_a_longer_pickle_stay_readable(tmp_path: 
     anew."""
     path = write_with_holes(sparse(tmp_path / "a.pt", [(1 << 32) - 10_000, 64, 64]), tmp_path / "a.pt")
     checkpoint = read(path)
-    grown = Checkpoint(
-        {**checkpoint.tree, "note": "x" * 20_000}, torch_zip.NAME, {}, checkpoint.source, checkpoint.origin
-    )
-    plan = torch_zip.write(grown)
+    plan = torch_zip.write(replace(checkpoint, tree={**checkpoint.tree, "note": "x" * 20_000}))
     places = _places(plan)
     assert max(places.values()) > 1 << 32 > min(places.values())
     assert {key for key, place in places.items() if place >= 0xFFFFFFFF} == {"data/1", "data/2"} | {

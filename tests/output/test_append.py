@@ -6,11 +6,6 @@ import errno
 import fcntl
 import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +25,6 @@ from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.same import assert_same_objects, assert_same_tree
 from tests.support.zips import record_starts, rezipped
 
-ROOT = Path(__file__).parents[2]
 Operation = tuple[str, int, bytes]
 
 
@@ -160,6 +154,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
 
 
 # Crash points ---------------------------------------------------------------------------------------------------------
+# Kills of whole commands, and power cuts that lose what was not synced, are in `test_faults`.
 
 
 def recorded(
@@ -272,77 +267,6 @@ def test_an_edit_on_top_of_others_stopped_anywhere_is_old_or_new(
             {f"module.{k}" if k != "note" else k: v for k, v in (value(66_000) | {"n": 1}).items()},
         )
     assert len(states) > 30
-
-
-def test_a_power_cut_that_loses_any_unsynced_writes_leaves_old_or_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two syncs, any of the operations may have reached the disk, or not; a cut comes after a sync, and is one
-    step."""
-    size = 150_000
-    path = ARCHIVES["by torch"](size, tmp_path)
-    before = path.read_bytes()
-    operations = recorded(path, prefixed, monkeypatch)
-    chosen = random.Random(4)
-    durable = bytearray(before)
-    pending: list[Operation] = []
-    for operation in operations:
-        if operation[0] != "sync":
-            pending.append(operation)
-            continue
-        for _ in range(12):
-            data = bytearray(durable)
-            for lost_or_not in pending:
-                if chosen.random() < 0.5:
-                    replay(data, lost_or_not)
-            check_state(written(bytes(data), path), value(size), value(size, "module."))
-        for done in pending:
-            replay(durable, done)
-        pending.clear()
-    assert pending == [] and check_state(written(bytes(durable), path), value(size), value(size, "module."))
-
-
-KILLED = """
-import sys
-from ckptool.checkpoint import Checkpoint
-from ckptool.formats import read, torch_zip
-from ckptool.output.append import append_in_place
-while True:
-    old = read(sys.argv[1])
-    tree = {key if key == "note" else f"module.{key}": part for key, part in old.tree.items()}
-    plan = torch_zip.append(Checkpoint(tree, torch_zip.NAME, old.metadata, old.source, old.origin))
-    print("ready", flush=True)
-    append_in_place(plan, old.source)
-"""
-
-
-def kill_editors(folder: Path, times: int) -> None:
-    chosen = random.Random(times)
-    original = ARCHIVES["by torch"](90_000, folder)
-    path = folder / "b.pt"
-    for _ in range(times):
-        shutil.copy(original, path)
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(chosen.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        found = load(path)
-        (name,) = [key for key in found if key.endswith("w")]
-        assert_same_objects(found, value(90_000, name.removesuffix("w")))
-        assert list(read(path).tree) == list(found)
-        append_in_place(*edit(path, prefixed))
-        assert_same_objects(load(path), value(90_000, "module." + name.removesuffix("w")))
-        assert "interrupted-edit" not in codes(path)
-
-
-def test_killed_at_any_time_the_file_is_old_or_new(tmp_path: Path) -> None:
-    kill_editors(tmp_path, 6)
-
-
-@pytest.mark.soak
-def test_killed_at_any_time_five_hundred_times(tmp_path: Path) -> None:
-    kill_editors(tmp_path, 500)
 
 
 # When something goes wrong --------------------------------------------------------------------------------------------

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import ckptool
 from ckptool.checkpoint.nodes import Object
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from tests.support.decoys import opened_pickle
-from tests.support.files import load, torch_bytes
 from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
 from tests.support.hostile_pickles import REFUSED
 from tests.support.looped import looped
@@ -64,18 +62,6 @@ def test_wrong_arguments_make_no_tensor(
         ckptool.load(tmp_path / "input.pt")
 
 
-def test_a_far_memo_index_is_an_index_like_any_other(see: Callable[..., Seen], tmp_path: Path) -> None:
-    pickle = program(b"]r\xfe\xff\xff\xffp99999999999999999999\nj\xfe\xff\xff\xff\x86")
-    assert set(see(pickle_zip(pickle), *LOOKING).codes().values()) == {"ok"}
-    first, second = opened_pickle(pickle, tmp_path).tree
-    assert first is second
-
-
-def test_a_memo_slot_can_be_used_again(tmp_path: Path) -> None:
-    tree = opened_pickle(program(b"(K\x01q\x00K\x02q\x00h\x00t"), tmp_path).tree
-    assert tree == (1, 2, 2)
-
-
 # What is odd and read all the same ------------------------------------------------------------------------------------
 
 
@@ -114,36 +100,6 @@ def test_of_cyclic_trees_only_the_weights_are_converted(tmp_path: Path) -> None:
     opened_pickle(CYCLES["list"], tmp_path)
     with pytest.raises(CkptoolError):
         ckptool.convert(tmp_path / "input.pt", tmp_path / "other.safetensors")
-
-
-@pytest.mark.parametrize(
-    "pickle",
-    [program(b"N", protocol) for protocol in range(6)]
-    + [b"N.", b"\x80\x02\x80\x04N.", b"N0\x80\x02N.", b"\x80\x02N0\x80\x05N."],
-)
-def test_any_protocol_is_read_anywhere(pickle: bytes, tmp_path: Path) -> None:
-    assert opened_pickle(pickle, tmp_path).tree is None
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_what_torch_writes_with_any_protocol_is_read(protocol: int, tmp_path: Path) -> None:
-    value = {
-        "w": torch.ones(2),
-        "set": {1},
-        "bytes": b"ab",
-        "array": bytearray(b"cd"),
-        "long": "x" * 70_000,
-        "n": 1 << 70,
-    }
-    file = tmp_path / "input.pt"
-    file.write_bytes(torch_bytes(value, pickle_protocol=protocol))
-    found = read(file).tree
-    assert found["w"].numpy().tolist() == [1, 1] and found["set"].items == [1]
-    assert {key: found[key] for key in value if key not in ("w", "set")} == {
-        key: item for key, item in value.items() if key not in ("w", "set")
-    }
-    ckptool.convert(file, tmp_path / "out.pt")
-    assert torch.equal(load(tmp_path / "out.pt")["w"], value["w"])  # protocol 2: every torch reads it
 
 
 def test_control_characters_in_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
 from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
-from ckptool.transforms.optimizers import slot_names
+from ckptool.transforms.optimizers import Slots
 from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
 from tests.support.looped import examples
 from tests.support.processes import soon
@@ -192,9 +192,9 @@ def optimizer(shapes: list[tuple[int, ...]], groups: int = 1, **more: Any) -> di
 def test_slots() -> None:
     parameters = {"a": (2, 3), "b": (4,), "c": (4,), "d": (5,)}
     shapes = list(parameters.values())
-    assert slot_names(optimizer(shapes), parameters, "o") == (dict(enumerate("abcd")), "order")
+    assert Slots(optimizer(shapes), "o").among(parameters) == (dict(enumerate("abcd")), "order")
     named = optimizer(shapes, param_names=["module.d", "c", "gone", "a"])
-    assert slot_names(named, parameters, "o") == ({0: "d", 1: "c", 3: "a"}, "names")
+    assert Slots(named, "o").among(parameters) == ({0: "d", 1: "c", 3: "a"}, "names")
     for wrong in (
         optimizer(shapes, groups=2),  # b and c have one shape: which is which?
         optimizer(shapes[::-1]),
@@ -205,9 +205,9 @@ def test_slots() -> None:
         {"state": {}, "param_groups": [{"params": [0, 1]}]},
     ):
         with pytest.raises(Conflict, match="cannot be known"):
-            slot_names(wrong, parameters, "o")
+            Slots(wrong, "o").among(parameters)
     with pytest.raises(Conflict, match="in two groups"):
-        slot_names({"state": {}, "param_groups": [{"params": [0, 0]}]}, parameters, "o")
+        Slots({"state": {}, "param_groups": [{"params": [0, 0]}]}, "o").among(parameters)
 
 
 def test_many_names_are_quick(tmp_path: Path) -> None:

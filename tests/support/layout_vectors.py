@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -27,3 +28,8 @@ def counting(shapes: dict[str, list[int]]) -> State:
         name: (torch.arange(torch.Size(shape).numel()) + crc32(name.encode()) % 9973).reshape(shape).float()
         for name, shape in shapes.items()
     }
+
+
+def case_of(name: str) -> dict[str, Any]:
+    case: dict[str, Any] = json.loads((LAYOUT_CASES / name / "case.json").read_text())
+    return case

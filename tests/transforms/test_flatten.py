@@ -7,85 +7,94 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from ckptool.conventions.state_dicts import one_state_dict
-from ckptool.errors import CkptoolError, NoMatch, Unsupported
-from ckptool.formats import read
-from ckptool.transforms.flatten import Exported, export
+import ckptool
+from ckptool.errors import Conflict, NoMatch, Unsupported
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts
-from tests.support.files import opened, weights
+from tests.support.files import saved, weights
+from tests.support.looped import looped
 
 
-def exported(value: Any, folder: Path, at: str | None = None, **options: Any) -> Exported:
-    checkpoint = opened(value, folder)
-    return export(checkpoint, one_state_dict(checkpoint, at)[0], **options)
-
-
-def codes(done: Exported) -> list[str]:
-    return [note.code for note in done.notes]
+def exported(value: Any, folder: Path, **options: Any) -> tuple[list[str], list[str], list[str]]:
+    """The names of the tensors in safetensors, what stays behind, and the codes of the notes."""
+    file, out = saved(value, folder / "in.pt"), folder / "out.safetensors"
+    done = ckptool.convert(file, out, overwrite=True, keep_unknown=True, **options)
+    return sorted(load_file(out)), list(done.facts["left_behind"]), [note.code for note in done.notes]
 
 
 def test_one_root_and_what_stays_behind(tmp_path: Path) -> None:
-    checkpoint = read(make("training.pt", tmp_path))
-    done = export(checkpoint, one_state_dict(checkpoint)[0])
-    assert done.checkpoint.tree == dict(checkpoint.tree["model_state_dict"]) and done.checkpoint.tensors_only
-    beside = [key for key in checkpoint.tree if key != "model_state_dict"]
-    assert done.left_behind == ("model_state_dict/_metadata", *beside)
-    assert done.notes == ()
+    file = make("training.pt", tmp_path)
+    done = ckptool.convert(file, tmp_path / "out.safetensors")
+    tree = ckptool.open(file).tree
+    assert set(load_file(tmp_path / "out.safetensors")) == set(tree["model_state_dict"])
+    beside = [key for key in tree if key != "model_state_dict"]
+    assert done.facts["left_behind"] == ["model_state_dict/_metadata", *beside] and not done.notes
 
 
-def test_what_stays_behind_beside_every_level(tmp_path: Path) -> None:
-    value = {"a": 1, "models": [{"G": {**weights("x.w"), "n": 3}, "D": 0}, "more"]}
-    assert exported(value, tmp_path).left_behind == ("models/0/G/n", "a", "models/1", "models/0/D")
+EXTRA = TRAPS["19-extra-state"]()
 
 
-def test_a_bare_state_dict_leaves_nothing(tmp_path: Path) -> None:
-    done = exported(weights("a.w", "b.w"), tmp_path)
-    assert list(done.checkpoint.tree) == ["a.w", "b.w"] and done.left_behind == ()
+@looped(
+    ("value", "options", "names", "behind"),
+    [
+        (weights("a.w", "b.w"), {}, ["a.w", "b.w"], []),
+        (
+            {"a": 1, "models": [{"G": {**weights("x.w"), "n": 3}, "D": 0}, "more"]},
+            {},
+            ["x.w"],
+            ["models/0/G/n", "a", "models/1", "models/0/D"],  # beside every level
+        ),
+        (
+            {**weights("a.w"), "fc._extra_state": {"scale": 2.0}, "note": "x"},
+            {},
+            ["a.w"],
+            ["fc._extra_state", "note"],
+        ),
+        (weights("a.w", "a.b", "c.w"), {"only": ["a.*"], "exclude": ["*.b"]}, ["a.w"], ["a.b", "c.w"]),
+        (
+            EXTRA,
+            {"exclude": ["*._extra_state"]},
+            sorted(key for key, value in EXTRA.items() if isinstance(value, torch.Tensor)),
+            ["fc._extra_state", "fp8._extra_state"],
+        ),
+    ],
+)
+def test_what_is_kept_and_what_stays(
+    value: Any, options: Any, names: list[str], behind: list[str], tmp_path: Path
+) -> None:
+    assert exported(value, tmp_path, **options)[:2] == (names, behind)
 
 
-def test_entries_that_are_no_tensors_are_listed(tmp_path: Path) -> None:
-    done = exported({**weights("a.w"), "fc._extra_state": {"scale": 2.0}, "note": "x"}, tmp_path)
-    assert list(done.checkpoint.tree) == ["a.w"]
-    assert done.left_behind == ("fc._extra_state", "note")
+@looped(
+    ("value", "options", "error", "says"),
+    [
+        (EXTRA, {}, Unsupported, r"fc\._extra_state \(a dictionary with 1 tensor\)"),
+        (weights("a.w"), {"only": ["z"]}, NoMatch, "'z' matches no key"),
+        ({"a.w": torch.ones(1), "\x1b[31m": torch.ones(1, 2).expand(1 << 28, 2)}, {}, Conflict, "is an expanded view"),
+    ],
+)
+def test_what_is_refused(value: Any, options: Any, error: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=says) as caught:
+        exported(value, tmp_path, **options)
+    assert "\x1b" not in str(caught.value)
 
 
-def test_entries_that_hold_tensors_are_refused_unless_they_are_left_out(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"fc\._extra_state \(a dictionary with 1 tensor\)"):
-        exported(TRAPS["19-extra-state"](), tmp_path)
-    done = exported(TRAPS["19-extra-state"](), tmp_path, exclude=["*._extra_state"])
-    assert done.left_behind == ("fc._extra_state", "fp8._extra_state")
-
-
-def test_only_and_exclude(tmp_path: Path) -> None:
-    done = exported(weights("a.w", "a.b", "c.w"), tmp_path, only=["a.*"], exclude=["*.b"])
-    assert (list(done.checkpoint.tree), done.left_behind) == (["a.w"], ("a.b", "c.w"))
-    with pytest.raises(NoMatch):
-        exported(weights("a.w"), tmp_path, only=["z"])
-
-
-@pytest.mark.parametrize(
+@looped(
     "name", ["11-sparse-coo", "11-nested", "09-qint8-per-tensor", "11-subclass", "11-meta", "11-tensor-with-attributes"]
 )
 def test_what_is_no_plain_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     value = {"fc.weight": torch.ones(1), **TRAPS[name]()}
     with pytest.raises(Unsupported, match=r"safetensors cannot hold w \(") as caught:
         exported(value, tmp_path)
-    assert "--exclude" in three_parts(caught.value)[1] + caught.value.fix and "--all" in caught.value.fix
-    assert list(exported(value, tmp_path, exclude=["w", *(["p"] if "p" in value else [])]).checkpoint.tree) == [
-        "fc.weight"
-    ]
+    assert "exclude" in three_parts(caught.value)[1] + caught.value.fix and "all" in caught.value.fix
+    names = exported(value, tmp_path, exclude=["w", *(["p"] if "p" in value else [])])[0]
+    assert names == ["fc.weight"]
 
 
-@pytest.mark.parametrize("name", ["06-expanded", "06-sliding-windows"])
-def test_expanded_views_are_written_out_and_noted(name: str, tmp_path: Path) -> None:
-    done = exported(TRAPS[name](), tmp_path)
-    assert done.checkpoint.tree["w"].shape == (3, 4) and "resolved-views" in codes(done)
-
-
-@pytest.mark.parametrize(
+@looped(
     ("name", "expected"),
     [
         ("01-full-tie", []),
@@ -95,6 +104,8 @@ def test_expanded_views_are_written_out_and_noted(name: str, tmp_path: Path) -> 
         ("03-disjoint-views", []),
         ("04-two-shapes", ["sharing-lost"]),
         ("05-transposed-tie", ["sharing-lost"]),
+        ("06-expanded", ["resolved-views"]),
+        ("06-sliding-windows", ["resolved-views"]),
         ("07-slice-of-a-big-storage", []),
         ("08-conj", ["sharing-lost", "resolved-views"]),
         ("08-neg", ["sharing-lost", "resolved-views"]),
@@ -102,31 +113,14 @@ def test_expanded_views_are_written_out_and_noted(name: str, tmp_path: Path) -> 
     ],
 )
 def test_lost_sharing_and_resolved_views_are_noted(name: str, expected: list[str], tmp_path: Path) -> None:
-    assert codes(exported(TRAPS[name](), tmp_path)) == expected
+    value = TRAPS[name]()
+    _, _, codes = exported(value, tmp_path)
+    assert [code for code in codes if code in ("sharing-lost", "resolved-views")] == expected
+    assert "sharing-lost" not in exported(value, tmp_path, ties="copy")[2]
 
 
 def test_notes_name_what_they_are_about(tmp_path: Path) -> None:
     x = torch.arange(9.0)
-    value = {"a.w": x[:3], "b.w": x[3:6], "c.w": x[5:], "d.w": torch.ones(1)}
-    (note,) = exported(value, tmp_path).notes
+    file = saved({"a.w": x[:3], "b.w": x[3:6], "c.w": x[5:], "d.w": torch.ones(1)}, tmp_path / "in.pt")
+    (note,) = ckptool.convert(file, tmp_path / "out.safetensors").notes
     assert "b.w, c.w" in note.message and "d.w" not in note.message
-
-
-def test_copied_ties_share_nothing(tmp_path: Path) -> None:
-    for name in ("01-full-tie", "02-partial-overlap"):
-        done = exported(TRAPS[name](), tmp_path, copy_ties=True)
-        storages = [entry.storage for entry in done.checkpoint.tree.values()]
-        assert len(set(map(id, storages))) == len(storages) and "sharing-lost" not in codes(done)
-
-
-def test_the_input_is_not_touched(tmp_path: Path) -> None:
-    checkpoint = opened(TRAPS["01-full-tie"](), tmp_path)
-    before = list(checkpoint.tree.values())
-    export(checkpoint, one_state_dict(checkpoint)[0], copy_ties=True)
-    assert all(a is b for a, b in zip(before, checkpoint.tree.values(), strict=True))
-
-
-def test_names_are_escaped(tmp_path: Path) -> None:
-    with pytest.raises(CkptoolError) as caught:
-        exported({"a.w": torch.ones(1), "\x1b[31m": torch.ones(1, 2).expand(1 << 28, 2)}, tmp_path)
-    assert "is an expanded view" in str(caught.value) and "\x1b" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The layouts that ship, by the small vectors of other libraries; `make engines` has the libraries themselves."""
+"""Layouts that ship, each by what it alone has: experts, ranks, heads, gates, parts of a single file."""
 
 from __future__ import annotations
 
@@ -19,31 +19,9 @@ from ckptool.errors import CkptoolError, Conflict, UsageError
 from ckptool.names.layout import read_layout, shipped
 from ckptool.names.pattern import parse_name
 from tests.support.files import load, saved
-from tests.support.layout_vectors import LAYOUT_CASES, counting, digests
+from tests.support.layout_vectors import LAYOUT_CASES, case_of, counting, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
 from tests.support.looped import looped
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in LAYOUT_CASES.iterdir()))
-def test_weights_of_the_one_library_are_those_of_the_other(name: str, tmp_path: Path) -> None:
-    case = json.loads((LAYOUT_CASES / name / "case.json").read_text())
-    source, out, back = LAYOUT_CASES / name, tmp_path / "out.safetensors", tmp_path / "back.safetensors"
-    if "shapes" in case:
-        source = tmp_path / "in.safetensors"
-        save_file(counting(case["shapes"]), source)
-    ckptool.translate(source, out=out, rules_file=case["layout"], set=case.get("set", ()))
-    assert digests(load_file(out)) == case["expected"]
-    ckptool.translate(out, out=back, rules_file=case["layout"], set=case.get("back", ()), reverse=True)
-    again, whole = load_file(back), tmp_path / "again.safetensors"
-    if source.is_file() or (source / "model.safetensors").exists():
-        first = load_file(source if source.is_file() else source / "model.safetensors")
-        assert again.keys() == first.keys()
-        for key, value in first.items():  # what was cut off comes back as zeros
-            same = case.get("kept", {}).get(key, len(value) if value.dim() else 1)
-            one, other = (each.reshape(-1, *each.shape[1:])[:same] for each in (again[key], value))
-            assert torch.equal(one, other) and again[key].shape == value.shape
-    ckptool.translate(back, out=whole, rules_file=case["layout"], set=case.get("set", case.get("back", ())))
-    assert digests(load_file(whole)) == case["expected"]
 
 
 def without(source: Path, file: Path, *words: str) -> Path:
@@ -64,10 +42,10 @@ EXPERTS = "block_sparse_moe.experts"
 ])  # fmt: skip
 def test_a_missing_expert(words: list[str], expected: str, tmp_path: Path) -> None:
     file = without(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors", tmp_path / "a.safetensors", *words)
-    refused(file, "mixtral-stacked", expected, tmp_path)
+    refuses(file, "mixtral-stacked", expected, tmp_path)
 
 
-def refused(file: Path, layout: str, expected: str, tmp_path: Path, **options: Any) -> None:
+def refuses(file: Path, layout: str, expected: str, tmp_path: Path, **options: Any) -> None:
     out = tmp_path / "out.pt"
     with pytest.raises(CkptoolError, match=expected):
         ckptool.translate(file, out=out, rules_file=layout, **options)
@@ -84,28 +62,28 @@ LLAMA = "llama-meta"
     (["head=4"], "head.*: no rule has a variable of that name"),
 ])  # fmt: skip
 def test_numbers_that_do_not_fit(given: list[str], expected: str, tmp_path: Path) -> None:
-    refused(LAYOUT_CASES / LLAMA, LLAMA, expected, tmp_path, set=given)
+    refuses(LAYOUT_CASES / LLAMA, LLAMA, expected, tmp_path, set=given)
 
 
 def test_ranks_that_are_missing(tmp_path: Path) -> None:
     ranks = [LAYOUT_CASES / LLAMA / f"consolidated.{rank:02d}.safetensors" for rank in range(2)]
-    refused(ranks[0], LLAMA, "rank 0 of 2\n.*\nName the folder", tmp_path)
+    refuses(ranks[0], LLAMA, "rank 0 of 2\n.*\nName the folder", tmp_path)
     (folder := tmp_path / "folder").mkdir()
     shutil.copy(ranks[0], folder)
     shutil.copy(LAYOUT_CASES / LLAMA / "params.json", folder)
-    refused(folder, LLAMA, r"\[40, 16\] in 1 file, and norm.weight is \[32\]: a file may be missing", tmp_path)
+    refuses(folder, LLAMA, r"\[40, 16\] in 1 file, and norm.weight is \[32\]: a file may be missing", tmp_path)
     shutil.copy(ranks[1], folder / "consolidated.02.safetensors")
-    refused(folder, LLAMA, "has 2 files of 3 ranks", tmp_path)
+    refuses(folder, LLAMA, "has 2 files of 3 ranks", tmp_path)
 
 
 def test_without_a_configuration_the_numbers_are_asked_for(tmp_path: Path) -> None:
     (folder := tmp_path / "folder").mkdir()
     for rank in range(2):
         shutil.copy(LAYOUT_CASES / LLAMA / f"consolidated.{rank:02d}.safetensors", folder)
-    refused(folder, LLAMA, "kv_heads=NUMBER", tmp_path)
-    refused(folder, LLAMA, "[^_]heads=NUMBER", tmp_path, set=["kv_heads=2"])
+    refuses(folder, LLAMA, "kv_heads=NUMBER", tmp_path)
+    refuses(folder, LLAMA, "[^_]heads=NUMBER", tmp_path, set=["kv_heads=2"])
     ckptool.translate(folder, out=tmp_path / "a.safetensors", rules_file=LLAMA, set=["kv_heads=2", "heads=4"])
-    case = json.loads((LAYOUT_CASES / LLAMA / "case.json").read_text())
+    case = case_of(LLAMA)
     assert digests(load_file(tmp_path / "a.safetensors")) == case["expected"]
     (like := tmp_path / "like").mkdir()  # the numbers are also those of the folder that the result is to be like
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -113,7 +91,7 @@ def test_without_a_configuration_the_numbers_are_asked_for(tmp_path: Path) -> No
     ckptool.translate(folder, out=f"{tmp_path}/new/", rules_file=LLAMA, like=like)
     assert digests(load_file(tmp_path / "new" / "model.safetensors")) == case["expected"]
     file = LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors"
-    refused(file, "llama-megatron-stacked", "[^_]heads=NUMBER", tmp_path)
+    refuses(file, "llama-megatron-stacked", "[^_]heads=NUMBER", tmp_path)
 
 
 def test_more_ranks_than_heads_of_keys(tmp_path: Path) -> None:
@@ -128,7 +106,7 @@ def test_more_ranks_than_heads_of_keys(tmp_path: Path) -> None:
     part = load(folder / "consolidated.01.pth")
     part["layers.1.attention.wv.weight"][3, 4] += 1
     torch.save(part, folder / "consolidated.01.pth")
-    refused(folder, LLAMA, r"layers\.1\.attention\.wv\.weight", tmp_path)
+    refuses(folder, LLAMA, r"layers\.1\.attention\.wv\.weight", tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,7 +147,7 @@ def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path
     optimizer = {"state": dict(enumerate(slots)), "param_groups": [group]}
     file = saved({"model": model, "optimizer": optimizer}, tmp_path / "a.pt")
     if steps == "unequal":
-        refused(file, "mixtral-stacked", "step of .*experts", tmp_path)
+        refuses(file, "mixtral-stacked", "step of .*experts", tmp_path)
         return
     ckptool.translate(file, out=tmp_path / "b.pt", rules_file="mixtral-stacked")
     found = load(tmp_path / "b.pt")
@@ -191,16 +169,16 @@ def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path
 
 def test_a_single_file_with_other_parts(tmp_path: Path) -> None:
     """Two translations take the UNet and the VAE; what no rule takes is refused, or named."""
-    shapes = [json.loads((LAYOUT_CASES / name / "case.json").read_text())["shapes"] for name in ("unet-ldm", "vae-ldm")]
+    shapes = [case_of(name)["shapes"] for name in ("unet-ldm", "vae-ldm")]
     text = {"cond_stage_model.transformer.text_model.final_layer_norm.weight": torch.ones(4)}
     whole = {**counting(shapes[0]), **counting(shapes[1]), **text}
     save_file(whole, tmp_path / "sd.safetensors")
-    refused(tmp_path / "sd.safetensors", "vae-ldm", "no rule takes .* keys: .*model", tmp_path)
+    refuses(tmp_path / "sd.safetensors", "vae-ldm", "no rule takes .* keys: .*model", tmp_path)
     for name in ("unet-ldm", "vae-ldm"):
         out = tmp_path / f"{name}.safetensors"
         report = ckptool.translate(tmp_path / "sd.safetensors", out=out, rules_file=name, rest="drop")
         assert "left out:" in str(report.details)
-        assert digests(load_file(out)) == json.loads((LAYOUT_CASES / name / "case.json").read_text())["expected"]
+        assert digests(load_file(out)) == case_of(name)["expected"]
         ckptool.translate(out, out=tmp_path / f"{name}.back.safetensors", rules_file=name)
     again = {
         **load_file(tmp_path / "unet-ldm.back.safetensors"),
@@ -211,16 +189,14 @@ def test_a_single_file_with_other_parts(tmp_path: Path) -> None:
 
 
 def test_files_are_called_as_the_library_calls_them(tmp_path: Path) -> None:
-    save_file(
-        counting(json.loads((LAYOUT_CASES / "vae-ldm" / "case.json").read_text())["shapes"]), tmp_path / "a.safetensors"
-    )
+    save_file(counting(case_of("vae-ldm")["shapes"]), tmp_path / "a.safetensors")
     ckptool.translate(tmp_path / "a.safetensors", out=f"{tmp_path}/vae/", rules_file="vae-ldm")
     assert [path.name for path in (tmp_path / "vae").iterdir()] == ["diffusion_pytorch_model.safetensors"]
     ckptool.translate(LAYOUT_CASES / LLAMA, out=f"{tmp_path}/hf/", rules_file=LLAMA)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
 
 
-def test_arithmetic_of_too_many_blocks_is_refused() -> None:
+def test_arithmetic_of_too_many_blocks_is_refuses() -> None:
     pattern = replace(parse_name("input_blocks.{b * layers + l}.0"), digits=frozenset({"b", "l"}))
     ranges = {"b": 5, "l": 20}
     found = pattern.match("input_blocks.47.0", {"layers": 20}.get, ranges)
@@ -231,12 +207,12 @@ def test_arithmetic_of_too_many_blocks_is_refused() -> None:
 
 def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
     folder = LAYOUT_CASES.parents[1] / "engines" / "megatron-torch-dist" / "checkpoint"
-    refused(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
+    refuses(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
 
 
 def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
     """A VAE without attention in the middle, Llama 1 with its angles in every layer; and shapes with no place."""
-    shapes = {name: json.loads((LAYOUT_CASES / name / "case.json").read_text()).get("shapes") for name in
+    shapes = {name: case_of(name).get("shapes") for name in
               ("vae-ldm", "vit-timm", "clip-openclip")}  # fmt: skip
     vae = {name: shape for name, shape in shapes["vae-ldm"].items() if "mid.attn_1" not in name}
     save_file(counting(vae), tmp_path / "vae.safetensors")
@@ -251,15 +227,13 @@ def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
         angles = {f"layers.{layer}.attention.inner_attention.rope.freqs": torch.ones(4) for layer in range(2)}
         save_file(load_file(rank) | angles, rank)
     ckptool.translate(first, out=tmp_path / "llama.safetensors", rules_file=LLAMA)
-    assert (
-        digests(load_file(tmp_path / "llama.safetensors")) == json.loads((source / "case.json").read_text())["expected"]
-    )
+    assert digests(load_file(tmp_path / "llama.safetensors")) == case_of(LLAMA)["expected"]
     vit, clip = shapes["vit-timm"], shapes["clip-openclip"]
     for count in (1, 4, 9, 16, 196, 225):
         save_file(counting(vit | {"pos_embed": [1, count, vit["pos_embed"][2]]}), tmp_path / "vit.safetensors")
-        refused(tmp_path / "vit.safetensors", "vit-timm", "positions without a row for the class token", tmp_path)
+        refuses(tmp_path / "vit.safetensors", "vit-timm", "positions without a row for the class token", tmp_path)
     save_file(counting(clip | {"logit_scale": [1]}), tmp_path / "clip.safetensors")
-    refused(tmp_path / "clip.safetensors", "clip-openclip", r"a scale of the shape \[1\]", tmp_path)
+    refuses(tmp_path / "clip.safetensors", "clip-openclip", r"a scale of the shape \[1\]", tmp_path)
 
 
 ANOTHER: dict[str, Any] = {"true": False, "false": True, "null": 4096}
@@ -305,7 +279,7 @@ def test_numbers_of_a_configuration_are_compared_as_such() -> None:
     ],
 )
 def test_a_configuration_that_contradicts_a_layout(layout: str, config: dict[str, Any], tmp_path: Path) -> None:
-    case = json.loads((LAYOUT_CASES / layout / "case.json").read_text())
+    case = case_of(layout)
     source = LAYOUT_CASES / layout
     if "shapes" in case:
         source = tmp_path / "in.safetensors"
@@ -314,7 +288,7 @@ def test_a_configuration_that_contradicts_a_layout(layout: str, config: dict[str
     beside.mkdir()
     ckptool.translate(source, out=beside / "model.safetensors", rules_file=layout, set=case.get("set", ()))
     (beside / "config.json").write_text(json.dumps(config))
-    refused(beside / "model.safetensors", layout, "in the configuration", tmp_path, reverse=True)
+    refuses(beside / "model.safetensors", layout, "in the configuration", tmp_path, reverse=True)
     (beside / "config.json").write_text("{}")
     given = case.get("back", ())
     ckptool.translate(
@@ -335,4 +309,4 @@ def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path) -> None:
     } | {name: value for name, value in state.items() if "decoder.layers." not in name}
     for layout, tensors in (("llama-megatron-stacked", state), ("llama-megatron", apart)):
         save_file(tensors, tmp_path / "in.safetensors")
-        refused(tmp_path / "in.safetensors", layout, "an MLP without a gate", tmp_path, set=["heads=4", "vocab=37"])
+        refuses(tmp_path / "in.safetensors", layout, "an MLP without a gate", tmp_path, set=["heads=4", "vocab=37"])

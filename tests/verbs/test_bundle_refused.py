@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import (
+    Ambiguous,
     CkptoolError,
     Conflict,
     FileChanged,
@@ -26,6 +26,7 @@ from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.support.bundles import GAN
 from tests.support.errors import three_parts
+from tests.support.looped import looped
 
 BAD_NAMES = {
     "climbs": "../../x",
@@ -90,80 +91,49 @@ def test_member_names_that_are_one_file_somewhere_are_a_conflict(gan_files: Path
     ckptool.bundle(file="two.pt", out="out.pt", rename={one: other})  # its own other form is free
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[CkptoolError], str]] = {
-    "nothing": (lambda: ckptool.bundle({}, "out.pt"), UsageError, "no members"),
-    "no-output": (lambda: ckptool.bundle(GAN), UsageError, "needs to know where"),
-    "missing-file": (lambda: ckptool.bundle({"a": "none.pt"}, "out.pt"), FileProblem, "none.pt"),
-    "missing-part": (lambda: ckptool.bundle({"a": "D.pt#nowhere"}, "out.pt"), UsageError, "there is no nowhere"),
-    "name-twice": (
-        lambda: ckptool.bundle({"a": "G.pt"}, "out.pt", values={"a": 1}),
-        Conflict,
-        "two members are called 'a'",
-    ),
-    "add-there": (
-        lambda: ckptool.bundle({"ema": "G.pt"}, "out.pt", file="b.tar"),
-        Conflict,
-        "two members are called 'ema'",
-    ),
-    "drop-unknown": (lambda: ckptool.bundle(file="b.tar", out="out.pt", drop=["x"]), UsageError, "no member 'x'"),
-    "rename-unknown": (
-        lambda: ckptool.bundle(file="b.tar", out="out.pt", rename={"x": "y"}),
-        UsageError,
-        "no member 'x'",
-    ),
-    "rename-there": (
-        lambda: ckptool.bundle(file="b.tar", out="out.pt", rename={"ema": "generator"}),
-        Conflict,
-        "two members are called 'generator'",
-    ),
-    "rename-to-one": (
-        lambda: ckptool.bundle(file="b.tar", out="out.pt", rename={"ema": "x", "generator": "x"}),
-        Conflict,
-        "two members are called 'x'",
-    ),
-    "drop-and-rename": (
-        lambda: ckptool.bundle(file="b.tar", out="out.pt", drop=["ema"], rename={"ema": "x"}),
-        UsageError,
-        "dropped and renamed",
-    ),
-    "nothing-to-do": (lambda: ckptool.bundle(file="b.tar", out="out.pt"), UsageError, "nothing to do"),
-    "drop-all": (lambda: ckptool.bundle(file="b.tar", out="out.pt", drop=["generator", "ema"]), UsageError, "no"),
-    "drop-of-nothing": (lambda: ckptool.bundle(out="out.pt", drop=["a"]), UsageError, "no bundle whose members"),
-    "a-state-dict": (
-        lambda: ckptool.bundle(file="G.pt", out="out.pt", drop=["0.weight"]),
-        UsageError,
-        "one set of model",
-    ),
-    "an-optimizer": (
-        lambda: ckptool.bundle(file="optimizer.pt", out="out.pt", drop=["state"]),
-        UsageError,
-        "Adam state",
-    ),
-    "a-part": (lambda: ckptool.bundle(file="b.tar#ema", out="out.pt", drop=["x"]), UsageError, "part of a file"),
-    "npz": (lambda: ckptool.bundle(GAN, "out.npz"), UsageError, "a bundle cannot be npz"),
-    "sharded": (lambda: ckptool.bundle(GAN, "out", container="sharded"), UsageError, "a bundle cannot be sharded"),
-    "single-tensors": (lambda: ckptool.bundle({"a": "G.pt#0.weight"}, "out.pt"), Conflict, "together would be one set"),
-    "input-is-output": (lambda: ckptool.bundle(GAN, "G.pt"), Conflict, "is the input itself"),
-    "there-already": (lambda: ckptool.bundle(GAN, "b.tar"), OutputExists, "b.tar"),
-    "both": (lambda: ckptool.bundle(out="out.pt", file="b.tar", from_folder="."), UsageError, "both"),
-    "no-folder": (lambda: ckptool.bundle(out="out.pt", from_folder="."), Unsupported, "has no bundle.json"),
-    "a-function": (
-        lambda: ckptool.bundle(GAN, "out.pt", values={"x": lambda: 0}),
-        Unsupported,
-        "cannot be imported by name",
-    ),
-}
+CHANGE = {"file": "b.tar", "out": "out.pt"}
+# Members, options, and what is said. An output of its own where none is given.
+REFUSED: list[tuple[dict[str, str] | None, dict[str, Any], type[CkptoolError], str]] = [
+    ({}, {}, UsageError, "no members"),
+    (GAN, {"out": None}, UsageError, "needs to know where"),
+    ({"a": "none.pt"}, {}, FileProblem, "none.pt"),
+    ({"a": "D.pt#nowhere"}, {}, UsageError, "there is no nowhere"),
+    ({"a": "G.pt"}, {"values": {"a": 1}}, Conflict, "two members are called 'a'"),
+    ({"ema": "G.pt"}, {"file": "b.tar"}, Conflict, "two members are called 'ema'"),
+    (None, {**CHANGE, "drop": ["x"]}, UsageError, "no member 'x'"),
+    (None, {**CHANGE, "rename": {"x": "y"}}, UsageError, "no member 'x'"),
+    (None, {**CHANGE, "rename": {"ema": "generator"}}, Conflict, "two members are called 'generator'"),
+    (None, {**CHANGE, "rename": {"ema": "x", "generator": "x"}}, Conflict, "two members are called 'x'"),
+    (None, {**CHANGE, "drop": ["ema"], "rename": {"ema": "x"}}, UsageError, "dropped and renamed"),
+    (None, {**CHANGE, "drop": ["generator", "ema"]}, UsageError, "no"),
+    (None, {"file": "numbers.pt", "drop": ["0"]}, Ambiguous, "'0' names 2 members"),
+    (None, CHANGE, UsageError, "nothing to do"),
+    (None, {"drop": ["a"]}, UsageError, "no bundle whose members"),
+    (None, {"file": "G.pt", "drop": ["0.weight"]}, UsageError, "one set of model"),
+    (None, {"file": "optimizer.pt", "drop": ["state"]}, UsageError, "Adam state"),
+    (None, {"file": "b.tar#ema", "drop": ["x"]}, UsageError, "part of a file"),
+    (GAN, {"out": "out.npz"}, UsageError, "a bundle cannot be npz"),
+    (GAN, {"out": "out", "container": "sharded"}, UsageError, "a bundle cannot be sharded"),
+    ({"a": "G.pt#0.weight"}, {}, Conflict, "together would be one set"),
+    (GAN, {"out": "G.pt"}, Conflict, "is the input itself"),
+    (GAN, {"out": "b.tar"}, OutputExists, "b.tar"),
+    (None, {"file": "b.tar", "from_folder": "."}, UsageError, "both"),
+    (None, {"from_folder": "."}, Unsupported, "has no bundle.json"),
+    (GAN, {"values": {"x": lambda: 0}}, Unsupported, "cannot be imported by name"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(gan_files: Path, case: str) -> None:
-    ckptool.bundle({"generator": "G.pt", "ema": "ema.pt"}, "b.tar")
+@looped(("members", "options", "error", "words"), REFUSED)
+def test_refused(
+    members: dict[str, str] | None, options: dict[str, Any], error: type[CkptoolError], words: str, gan_files: Path
+) -> None:
+    ckptool.bundle({"generator": "G.pt", "ema": "ema.pt"}, "b.tar", overwrite=True)
+    torch.save({0: {"a.weight": torch.ones(2)}, "0": {"b.weight": torch.ones(3)}, "x": 1}, "numbers.pt")
     before = {path.name: path.read_bytes() for path in gan_files.iterdir()}
-    call, error, words = REFUSED[case]
     with pytest.raises(error) as caught:
-        call()
+        ckptool.bundle(members, **{"out": "out.pt", **options})
     assert words in str(caught.value)
-    three_parts(caught.value) if case not in ("there-already", "missing-file") else None
+    three_parts(caught.value) if error not in (OutputExists, FileProblem) else None
     assert {path.name: path.read_bytes() for path in gan_files.iterdir()} == before
 
 

@@ -1,20 +1,47 @@
-"""`edit`: drop, set, and new values for tensors, together."""
+"""`edit`: entries dropped, values set, tensors given new values; and all three together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy
 import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, NoMatch, UsageError
+from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.tree import address, walk
+from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
 from fixtures.make import make
-from tests.support.files import load
-from tests.support.same import assert_same_objects
+from fixtures.traps import TRAPS, batch_norm_model
+from tests.support.errors import three_parts
+from tests.support.files import load, opened, saved
+from tests.support.looped import looped
+from tests.support.same import assert_same_objects, assert_same_tree
+
+TRAINING = {
+    "model": {key: torch.ones(2) for key in ("enc.a", "enc.b", "head.a")},
+    "optimizer": {
+        "state": {0: {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    },
+    "epoch": 3,
+    "history": [{"loss": 1.0}, {"loss": 0.5}],
+}
+
+
+def addresses(tree: Any) -> dict[str, Any]:
+    return {address(path): node for path, node in walk(tree)}
+
+
+def edited(value: Any, folder: Path, **what: Any) -> Any:
+    """What comes of a file with this value, opened."""
+    ckptool.edit(saved(value, folder / "in.pt"), folder / "out.pt", overwrite=True, **what)
+    return ckptool.open(folder / "out.pt").tree
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -45,6 +72,77 @@ def test_all_three(in_place: bool, tmp_path: Path) -> None:
     }
 
 
+@looped(
+    ("what", "error", "says"),
+    [
+        ({}, UsageError, "edit was given nothing to do"),
+        *[({"drop": ["epoch", each]}, NoMatch, f"nothing matches '{each}'") for each in ("exp_avg", "history/2", "0")],
+        ({"set": {"": 1}}, UsageError, "the whole file cannot be set"),
+        ({"set": {"/": 1}}, UsageError, "the whole file cannot be set"),
+        ({"set": {"epoch/x": 1}}, UsageError, "epoch cannot have entries set"),
+        ({"set": {"nowhere/x": 1}}, UsageError, "there is no nowhere at the top"),
+        ({"set": {"history/7": 1}}, UsageError, "there is no 7 in history"),
+        ({"set": {"history/x/y": 1}}, UsageError, "there is no x in history"),
+        ({"tensor": {"nope": numpy.zeros(1)}}, UsageError, "there is no nope"),
+        ({"tensor": {"epoch": numpy.zeros(1)}}, UsageError, "is not a tensor"),
+        ({"tensor": {"q": numpy.zeros(1)}}, UsageError, "is not a tensor"),
+    ],
+)
+def test_refusals(what: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
+    value = TRAINING | {"q": TRAPS["09-qint8-per-tensor"]()["w"]}
+    with pytest.raises(error, match=says) as caught:
+        edited(value, tmp_path, **what)
+    three_parts(caught.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
+# Dropping ------------------------------------------------------------------------------------------------------------
+
+
+@looped(
+    ("patterns", "gone"),
+    [
+        (["optimizer"], ["optimizer"]),
+        (["optimizer*"], ["optimizer"]),
+        (["enc.*"], ["model/enc.a", "model/enc.b"]),  # a key of model weights
+        (["model/enc.a"], ["model/enc.a"]),
+        (["*.a"], ["model/enc.a", "model/head.a"]),
+        (["re:^(epoch|history)$"], ["epoch", "history"]),
+        (["history/*/loss"], ["history/0/loss", "history/1/loss"]),
+        (["optimizer/state/0/exp_avg"], ["optimizer/state/0/exp_avg"]),
+        (["epoch", "epo*"], ["epoch"]),
+    ],
+)
+def test_drop(patterns: list[str], gone: list[str]) -> None:
+    assert ckptool.edit(TRAINING, drop=patterns, dry_run=True).facts["dropped"] == gone
+    before, after = addresses(TRAINING).keys(), addresses(ckptool.edit(TRAINING, drop=patterns)).keys()
+    assert before - after == {place for place in before if any(f"{place}/".startswith(f"{each}/") for each in gone)}
+    assert after <= before
+
+
+def test_two_names_of_one_dictionary_lose_what_is_dropped_under_either(tmp_path: Path) -> None:
+    shared = {"x": 1, "y": 2, "z": 3}
+    tree = edited({"a": shared, "b": shared}, tmp_path, drop=["a/x", "b/y"])
+    assert tree["a"] == tree["b"] == {"z": 3}
+
+
+def test_what_is_left_keeps_its_kind_its_versions_and_its_ties(tmp_path: Path) -> None:
+    tree = edited(batch_norm_model().state_dict(), tmp_path, drop=["*.num_batches_tracked"])
+    assert tree.metadata is not None and "1" in tree.metadata
+    value = TRAPS["01-full-tie-three-roots"]()
+    assert_same_tree(opened(value, tmp_path).tree, edited({**value, "more": 1}, tmp_path, drop=["more"]))
+
+
+def test_drop_in_an_unknown_object(tmp_path: Path) -> None:
+    checkpoint = opened(TRAINING, tmp_path)
+    made = Object(Global("a", "Settings"), (), "new")
+    made.items = {"lr": 1, "seed": 2}
+    checkpoint.tree["config"] = made
+    ckptool.edit(checkpoint, tmp_path / "out.pt", drop=["config/seed"], keep_unknown=True)
+    assert ckptool.open(tmp_path / "out.pt").tree["config"].items == {"lr": 1}
+    assert made.items == {"lr": 1, "seed": 2}
+
+
 def test_dropped_tensors_leave_the_file(tmp_path: Path) -> None:
     file = make("training.pt", tmp_path)
     done = ckptool.edit(file, tmp_path / "out.pt", drop="ema_state_dict", verify=True)
@@ -52,17 +150,142 @@ def test_dropped_tensors_leave_the_file(tmp_path: Path) -> None:
     assert not [note for note in ckptool.inspect(tmp_path / "out.pt").notes if "unused" in note.code]
 
 
-def test_refusals(tmp_path: Path) -> None:
-    file, out = make("training.pt", tmp_path), tmp_path / "out.pt"
-    with pytest.raises(UsageError, match="edit was given nothing to do"):
-        ckptool.edit(file, out)
-    with pytest.raises(NoMatch):
-        ckptool.edit(file, out, drop=["nope"])
-    with pytest.raises(UsageError, match="there is no nope"):
-        ckptool.edit(file, out, tensor={"nope": numpy.zeros(1)})
-    with pytest.raises(Conflict, match="shape"):
-        ckptool.edit(file, out, tensor={"loss": numpy.zeros(2, "f4")})
-    assert not out.exists()
+# Setting -------------------------------------------------------------------------------------------------------------
+
+
+@looped(
+    ("place", "value"),
+    [
+        ("epoch", 4),
+        ("new", {"a": [1, None]}),
+        ("optimizer/param_groups/0/lr", 0.01),
+        ("history/1", {"loss": 0.25}),
+        ("history/0/loss", 2),
+        ("a~1b", 1),
+    ],
+)
+def test_set(place: str, value: Any) -> None:
+    made = ckptool.edit(TRAINING, set={place: value})
+    before, after = addresses(TRAINING), addresses(made)
+    assert after[place] == value and list(made)[: len(TRAINING)] == list(TRAINING)
+    assert {each for each in before if not each.startswith(place.partition("/")[0])} <= after.keys()
+
+
+def test_several_values_keys_that_are_numbers_and_settings_of_a_namespace(tmp_path: Path) -> None:
+    made = ckptool.edit(TRAINING, set={"epoch": 9, "history/0": None, "z": 1, "z2/": 2})
+    assert list(made) == [*TRAINING, "z", "z2"] and (made["epoch"], made["history"][0]) == (9, None)
+    made = ckptool.edit(TRAINING, drop=["optimizer/state/0/*"], set={"optimizer/state/0": {}})
+    assert made["optimizer"]["state"] == {0: {}}
+    tree = edited(TRAPS["20-namespace"](), tmp_path, set={"args/lr": 0.5})
+    assert tree["args"].attributes["lr"] == 0.5
+
+
+@pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])
+def test_no_plain_value_takes_the_place_of_tensors(place: str) -> None:
+    with pytest.raises(UsageError, match="would become a plain value") as caught:
+        ckptool.edit(TRAINING, set={place: 3})
+    assert re.search(f"drop[ =]'?{place}", caught.value.fix)
+    assert ("tensor" in caught.value.fix) == (place == "model/enc.a")
+
+
+@looped(
+    ("word", "place", "value"),
+    [
+        ("epoch:=4", "epoch", 4),
+        ('a/b:="x:=y"', "a/b", "x:=y"),
+        ("a:=[1, null, true]", "a", [1, None, True]),
+        ('a:={"b": 1.5}', "a", {"b": 1.5}),
+    ],
+)
+def test_words_of_the_command_line(word: str, place: str, value: Any, tmp_path: Path, run: Any) -> None:
+    file = saved({"epoch": 3, "a": {"b": 1}}, tmp_path / "in.pt")
+    assert run("edit", file, "--set", word, "-o", tmp_path / "out.pt", "-f").code == 0
+    assert addresses(load(tmp_path / "out.pt"))[place] == value
+
+
+@looped(
+    ("word", "says"),
+    [
+        *[(each, "not of the form PATH:=JSON") for each in ("epoch=3", "epoch", ":=3", "")],
+        *[(each, "is not JSON") for each in ("a:=text", "a:={", "a:=")],
+        *[(each, "'x' is there twice") for each in ('a:={"x": 1, "x": 2}', 'a:=[{"b": {"x": 1, "y": 2, "x": 1}}]')],
+    ],
+)
+def test_words_that_are_no_assignment(word: str, says: str, tmp_path: Path, run: Any) -> None:
+    done = run("edit", saved({"epoch": 3}, tmp_path / "in.pt"), "--set", word, "-o", tmp_path / "out.pt")
+    assert done.code == 2 and says in done.err and "For example: " in done.err and ":=" in done.err
+
+
+# Tensors -------------------------------------------------------------------------------------------------------------
+
+
+@looped(
+    ("tensor", "array"),
+    [
+        (torch.zeros(2, 3), numpy.arange(6, dtype="f4").reshape(2, 3)),
+        (torch.zeros(2, 3), numpy.arange(6, dtype=">f4").reshape(2, 3)),
+        (torch.zeros(2, 3), numpy.asfortranarray(numpy.arange(6, dtype="f4").reshape(2, 3))),
+        (torch.zeros(2, dtype=torch.bfloat16), numpy.array([1.5, -2], ml_dtypes.bfloat16)),
+        (torch.zeros(2, dtype=torch.bfloat16), numpy.array([1.5, -2], ml_dtypes.bfloat16).view("V2")),  # as in a .npy
+        (torch.zeros(2, dtype=torch.float8_e5m2), numpy.array([1.5, -2], ml_dtypes.float8_e5m2)),
+        (torch.zeros((), dtype=torch.int64), numpy.array(7)),
+        (torch.zeros(0, 4), numpy.zeros((0, 4), "f4")),
+        (torch.zeros(3, dtype=torch.bool), numpy.array([True, False, True])),
+        (torch.zeros(2, dtype=torch.complex64), numpy.array([1j, 2], "c8")),
+        (torch.zeros(2, dtype=torch.uint64), numpy.array([2**64 - 1, 0], "u8")),
+        (torch.zeros(4, 3).t(), numpy.arange(12, dtype="f4").reshape(3, 4)),  # strided: its own storage, in rows
+        (torch.zeros(9)[2:4], numpy.ones(2, "f4")),
+        (torch.zeros(1, 3).expand(2, 3), numpy.arange(6, dtype="f4").reshape(2, 3)),
+    ],
+)
+def test_new_values(tensor: torch.Tensor, array: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    tree = edited({"w": tensor, "other": torch.ones(2)}, tmp_path, tensor={"w": array})
+    assert tree["w"].numpy().tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes()
+    assert tree["w"].shape == tuple(tensor.shape) and tree["other"].numpy().tolist() == [1, 1]
+
+
+def test_parameters_devices_and_ties_stay(tmp_path: Path) -> None:
+    tree = edited({"w": torch.nn.Parameter(torch.zeros(2))}, tmp_path, tensor={"w": numpy.ones(2, "f4")})
+    assert tree["w"].flags.parameter and tree["w"].flags.requires_grad
+    ckptool.edit(make("cuda.pt", tmp_path), tmp_path / "new.pt", tensor={"fc2.bias": numpy.ones(4, "f4")})
+    assert ckptool.open(tmp_path / "new.pt").tree["fc2.bias"].location == "cuda:0"
+    tree = edited(TRAPS["01-full-tie-three-roots"](), tmp_path, tensor={"ema/w": numpy.arange(4, dtype="f4")})
+    tied = [tree["model"]["w"], tree["ema"]["w"], *tree["list"]]
+    assert len({id(entry.storage) for entry in tied}) == 1 and tied[0].numpy().tolist() == [0, 1, 2, 3]
+
+
+@looped("name", ["02-partial-overlap", "03-disjoint-views", "05-transposed-tie", "08-conj", "08-neg"])
+def test_new_values_for_a_part_of_a_storage_or_a_lazy_view_are_a_conflict(name: str, tmp_path: Path) -> None:
+    checkpoint = opened({key: value for key, value in TRAPS[name]().items() if key != "same"}, tmp_path)
+    parts = {k: e for k, e in checkpoint.tree.items() if e.nbytes < e.storage.nbytes or not e.is_contiguous}
+    says = "conjugated or negated view" if name.startswith("08") else "shares its storage with"
+    for key, entry in parts.items() or checkpoint.tree.items():
+        with pytest.raises(Conflict, match=says):
+            ckptool.edit(
+                checkpoint, tmp_path / "out.pt", tensor={key: numpy.zeros(entry.shape, entry.dtype.to_numpy())}
+            )
+    assert parts or name.startswith("08")
+
+
+@looped(
+    ("tensor", "array", "says"),
+    [
+        (torch.zeros(2), numpy.zeros(3, "f4"), r"shape \[2\], the array \[3\]"),
+        (torch.zeros(1), numpy.zeros((), "f4"), r"shape \[1\], the array \[\]"),
+        (torch.zeros(2), numpy.zeros(2, "f8"), "of type f32, the array float64"),
+        (torch.zeros(2), numpy.zeros(2, "u4"), "of type f32"),
+        (torch.zeros(2), numpy.zeros(2, "V4"), "of type f32"),
+        (torch.zeros(2, dtype=torch.int8), numpy.zeros(2, "u1"), "of type i8"),
+        (torch.zeros(2, dtype=torch.uint8), numpy.zeros(2, "i1"), "of type u8"),
+        (torch.zeros(2, dtype=torch.bfloat16), numpy.zeros(2, "f2"), "of type bf16"),
+        (torch.zeros(2, dtype=torch.bfloat16), numpy.zeros(2, ml_dtypes.float8_e5m2), "of type bf16"),
+        (torch.zeros(2, dtype=torch.bool), numpy.zeros(2, "u1"), "of type bool"),
+    ],
+)
+def test_another_shape_or_type(tensor: torch.Tensor, array: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Conflict, match=says) as caught:
+        edited({"w": tensor}, tmp_path, tensor={"w": array})
+    three_parts(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +305,21 @@ def test_new_values_are_whatever_holds_them(
     assert torch.equal(torch.load("b.pt")["more"], new)
 
 
-def test_bfloat16_is_given_as_torch_has_it(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(3).bfloat16()}, tmp_path / "a.pt")
-    ckptool.edit(tmp_path / "a.pt", tmp_path / "b.pt", tensor={"w": torch.ones(3).bfloat16()})
-    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], torch.ones(3).bfloat16())
+def test_bfloat16_is_given_as_torch_has_it() -> None:
+    made = ckptool.edit({"w": torch.zeros(3).bfloat16()}, tensor={"w": torch.ones(3).bfloat16()})
+    assert torch.equal(made["w"], torch.ones(3).bfloat16())
     with pytest.raises(UsageError, match=r"numpy\.asarray"):
-        ckptool.edit(tmp_path / "a.pt", tmp_path / "c.pt", tensor={"w": [1, 2, 3]})
+        ckptool.edit({"w": torch.zeros(3)}, tensor={"w": [1, 2, 3]})
+
+
+def test_files_that_are_no_array_are_refused(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "a.npy", numpy.arange(3))
+    numpy.savez(tmp_path / "several.npz", a=1)
+    numpy.save(tmp_path / "object.npy", numpy.array([{"a": 1}], dtype=object), allow_pickle=True)
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "text.npy").write_text("text")
+    (tmp_path / "short.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
+    wrong = dict.fromkeys(["several.npz", "object.npy", "empty.npy", "text.npy", "short.npy"], "is not a numpy array")
+    for name, says in {**wrong, "missing.npy": "No such file", ".": "is a folder"}.items():
+        with pytest.raises((UsageError, FileProblem), match=says):
+            ckptool.edit({"w": torch.arange(3)}, tensor={"w": str(tmp_path / name)})

@@ -7,7 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,11 @@ KEYWORDS: list[dict[str, Any]] = [
 ]
 
 
-def _ways(path: Path) -> list[Any]:
-    return [str(path), path, path.open("rb"), io.BytesIO(path.read_bytes())]
+def _each_way(path: Path, **keywords: Any) -> Iterator[Any]:
+    """What is loaded of a file by its path, as a text or not, and of the file opened, on the disk or in memory."""
+    with path.open("rb") as opened:
+        for given in (str(path), path, opened, io.BytesIO(path.read_bytes())):
+            yield ckptool.load(given, **keywords)
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -65,20 +68,13 @@ def test_every_keyword_gives_what_torch_gives(kind: str, keywords: dict[str, Any
     path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pt")
     FILES[kind](path)
     place = keywords.get("map_location")
-    if kind == "safetensors":
-        expected = load_file(path) if place != "meta" else {k: v.to("meta") for k, v in load_file(path).items()}
-    else:
-        expected = torch.load(path, **keywords)
-    for given in _ways(path):
-        made = ckptool.load(given, **keywords)
+    expected = load_file(path) if kind == "safetensors" else torch.load(path, **keywords)
+    for made in _each_way(path, **keywords):
         if place == "meta":
-            assert {name: (value.device.type, value.shape) for name, value in made.items() if name in TENSORS} == {
-                name: ("meta", value.shape) for name, value in expected.items() if name in TENSORS
-            }
+            found = {name: (made[name].device.type, made[name].shape) for name in TENSORS}
+            assert found == {name: ("meta", value.shape) for name, value in TENSORS.items()}
         else:
             assert_same_objects(expected, made)
-        if isinstance(given, io.BufferedReader):
-            given.close()
 
 
 def test_arguments_may_stand_as_torchs_do(tmp_path: Path) -> None:
@@ -158,19 +154,15 @@ def test_the_files_of_programs_as_torch_loads_them(name: str, tmp_path: Path) ->
         expected = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError):
         pytest.skip("torch does not load it without running it")
-    for given in _ways(path):
-        assert_same_objects(expected, ckptool.load(given, map_location="cpu", weights_only=True, mmap=False))
-        if isinstance(given, io.BufferedReader):
-            given.close()
+    for made in _each_way(path, map_location="cpu", weights_only=True, mmap=False):
+        assert_same_objects(expected, made)
 
 
 def test_torchs_first_format(tmp_path: Path) -> None:
     path = written(tar_bytes(tar_members({"w": torch.arange(4.0)})), tmp_path / "x.tar")
     expected = torch.load(path, weights_only=False)
-    for given in _ways(path):
-        assert_same_objects(expected, ckptool.load(given, weights_only=False))
-        if isinstance(given, io.BufferedReader):
-            given.close()
+    for made in _each_way(path, weights_only=False):
+        assert_same_objects(expected, made)
 
 
 # Open files ----------------------------------------------------------------------------------------------------------

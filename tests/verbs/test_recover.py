@@ -4,6 +4,7 @@ filled says so."""
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -335,6 +336,17 @@ def test_a_damaged_filler_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_a_mark_that_counts_more_than_it_names_keeps_its_count(tmp_path: Path) -> None:
+    """A thousand lost tensors are named, the others counted: in a bundle of the file, too."""
+    whole = saved({f"t{i}": torch.ones(1) for i in range(1_300)}, tmp_path / "a.pt")
+    share = record_starts(whole)["archive/data/100"] / whole.stat().st_size
+    lost = len(recover(cut(whole, share, tmp_path / "cut.pt"), tmp_path / "back.pt").lost)
+    ckptool.bundle({"a": tmp_path / "back.pt"}, tmp_path / "bundle.pt")
+    for name in ("back.pt", "bundle.pt"):
+        (note,) = [note for note in ckptool.inspect(tmp_path / name).notes if note.code == "recovered-file"]
+        assert lost > 1_000 and f"{lost:,} tensors were lost" in note.message, name
+
+
 def test_marks_add_up() -> None:
     text = marks.recovered_mark(["b"], ["c"], marks.recovered_mark(["a"], []))
     assert marks.recovered_facts(text) == {"lost": ["a", "b"], "filled": ["c"], "lost_count": 2, "filled_count": 1}
@@ -359,6 +371,7 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: recover(tmp_path, tmp_path / "out.pt"), UsageError),
         (lambda: recover(written(b"text of a reader", tmp_path / "x.txt"), tmp_path / "out.pt"), NotACheckpoint),
         (lambda: recover(written(b"PK\x03\x04" + bytes(99), tmp_path / "x.pt"), tmp_path / "out.pt"), CkptoolError),
+        (lambda: recover(written(pickle.dumps({"a": 1}), tmp_path / "x.pkl"), tmp_path / "out.pt"), UsageError),
     ):
         with pytest.raises(error) as caught:
             action()

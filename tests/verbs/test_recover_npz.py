@@ -74,6 +74,31 @@ def test_nothing_of_an_npz_is_under_another_name_or_missing_in_silence(damage: A
     assert "recovered" in run("inspect", tmp_path / "b.npz").out
 
 
+@pytest.mark.parametrize("damage", ["the end record is cut off", "the last header is broken", "and a size before it"])
+def test_an_array_that_another_was_copied_over_is_lost_by_its_name(damage: str, tmp_path: Path, run: Run) -> None:
+    """Only the directory knows it, whose lines are there while it cannot be read as a whole, or lies out of reach."""
+    np.savez(tmp_path / "a.npz", **{f"l{i}": np.arange(12.0) + i for i in range(6)})
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        begins = [each.header_offset for each in archive.infolist()]
+    data[begins[4] : begins[5]] = data[begins[2] : begins[3]]
+    lost = {"l4"}
+    if damage == "the end record is cut off":
+        del data[-30:]
+    else:
+        data[begins[5]] ^= 1
+        lost.add("l5")
+    if damage == "and a size before it":
+        data[begins[1] + 20] ^= 1
+        lost.add("l1")
+    (tmp_path / "a.npz").write_bytes(data)
+    ran = run("recover", tmp_path / "a.npz", "-o", tmp_path / "b.npz", "--json")
+    said = json.loads(ran.out)
+    assert ran.code == 1 and {each["address"] for each in said["lost"]} == lost, ran.out
+    back = np.load(tmp_path / "b.npz")
+    assert all(np.array_equal(back[f"l{i}"], np.arange(12.0) + i) for i in range(6) if f"l{i}" not in lost)
+
+
 def test_what_was_recovered_once_is_recovered_again(tmp_path: Path, run: Run) -> None:
     """An archive with ckptool's own record beside the arrays."""
     np.savez(tmp_path / "a.npz", **{name.decode(): np.arange(9.0) for name in NAMES})

@@ -426,7 +426,7 @@ def test_names_that_would_move_a_cursor(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_fused_attention_is_suggested_and_loaded_by_rules_with_operations(tmp_path: Path) -> None:
     three = {name: numpy.full((4, 4), number, "f4") for number, name in enumerate(("query", "key", "value"))}
-    apart = {f"layer.{n}.attention.{name}.weight": value for n in (0, 1) for name, value in three.items()}
+    apart = {f"layer.{n}.attention.{name}.weight": value.copy() for n in (0, 1) for name, value in three.items()}
     fused = {f"blocks.{n}.attn.qkv.weight": numpy.concatenate(list(three.values())) for n in (0, 1)}
     for name, weights in (("fused", fused), ("apart", apart)):
         ckptool.save(weights, tmp_path / f"{name}.safetensors")

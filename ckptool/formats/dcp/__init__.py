@@ -34,8 +34,8 @@ from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Place, Saved, Tables, table_names
-from ckptool.formats.folder import number_in, refuse_other_steps
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.folder import mixed, number_in
+from ckptool.formats.pieces import Joiner, Piece, Stored
 
 NAME = "dcp"
 SUFFIX = ".distcp"
@@ -75,12 +75,12 @@ def read(source: Input) -> Checkpoint:
     payloads = Payloads(folder)
     if isinstance(source, Source) and not _is_table(source):
         return _of_a_rank(tables, payloads, os.path.basename(source.path))
-    joined = Joiner(str(folder) if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
+    joined = Joiner(folder, "" if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     chunks = payloads.opened(tables.values)
     values: dict[str, Any] = {}
     for name, value in tables.values.items():
         if value.dtype is None:
-            values[name] = _object(joined, payloads, name, [place for _, place in value.chunks])
+            values[name] = _object(joined, payloads, name, [chunk.place for chunk in value.chunks])
         else:
             values[name] = _tensor(joined, name, value, value.dtype, chunks.pop(name))
             if len(value.chunks) > 1:
@@ -93,7 +93,7 @@ def read(source: Input) -> Checkpoint:
             what = "the nesting of the names is not recorded, so they stay as torch flattened them"
             notes.append(Note("flat-names", what))
         notes += restored
-    notes += [*joined.notes(), *_notes(tables)]
+    notes += [*joined.notes_of_replicas(), *_notes(tables)]
     discarded = (*tables.discarded, *payloads.discarded, *aside)
     part = _flattened(tables)
     facts = _facts(tables, tree) | metadata
@@ -135,16 +135,17 @@ def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
     """The contents of one file: whole tensors, objects, and chunks, named by their tensor and their offsets in it."""
     tree: dict[Any, Any] = {}
     own = {
-        name: replace(value, chunks=[each for each in value.chunks if each[1].file == file])
+        name: replace(value, chunks=[each for each in value.chunks if each.place.relative_path == file])
         for name, value in tables.values.items()
     }
     chunks = payloads.opened(own)
     for name, value in own.items():
-        for number, (box, place) in enumerate(value.chunks):
-            label = name if len(tables.values[name].chunks) == 1 else f"{name}@{','.join(map(str, box[0]))}"
+        for number, chunk in enumerate(value.chunks):
+            label = name if len(tables.values[name].chunks) == 1 else f"{name}@{','.join(map(str, chunk.offsets))}"
             if label in tree:
                 raise tables.damaged(f"has two values called {label}")
-            tree[label] = payloads.object(name, place) if value.dtype is None else chunks[name][number]
+            found = payloads.object(name, chunk.place) if value.dtype is None else chunks[name][number]
+            tree[label] = found.entry if isinstance(found, Stored) else found
     if not tree:
         what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
         why = "It may be left from another run; its tensors have no names."
@@ -181,13 +182,15 @@ def _flattened(tables: Tables) -> PartOf | None:
 
 def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list[Any]) -> TensorEntry:
     pieces = []
-    for entry, ((begin, sizes), place) in zip(entries, value.chunks, strict=True):
-        if not isinstance(entry, TensorEntry) or (entry.shape, entry.dtype) != (sizes, dtype):
-            meant = f"the chunk of {name} at {list(begin)} should be {dtype}{list(sizes)}"
-            what = f"{joined.where}: {meant}, the file of {_owner(place.file)} has {entry!r:.100}"
+    for entry, chunk in zip(entries, value.chunks, strict=True):
+        owner = _owner(chunk.place.relative_path)
+        like = entry.like if isinstance(entry, Stored) else entry
+        if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
+            meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
+            what = f"{joined.where}: {meant}, the file of {owner} has {like!r:.100}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
-        pieces.append(Piece(entry, begin, _owner(place.file)))
-    if len(pieces) > 1 and all(piece.entry.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
+        pieces.append(Piece(entry, chunk.offsets, owner))
+    if len(pieces) > 1 and all(piece.like.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
         whole = joined.replicated(name, pieces)
     else:
         whole = joined.tensor(name, value.shape, dtype, pieces)
@@ -197,16 +200,21 @@ def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list
 def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
     """The files of several that do not say of which step they are.
 
-    Raises `Conflict` where the optimizer's steps say that they are of different ones.
+    Raises `Conflict` where a file has, of all its parameters, another step than the latest in the other files; one
+    alone may be of a parameter that was frozen for a while.
     """
     steps: dict[str, list[float]] = {}
     for name, value in tables.values.items():
         if name.endswith(".step") and len(value.chunks) == 1:
-            known = steps.setdefault(value.chunks[0][1].file, [])
+            known = steps.get(file := value.chunks[0].place.relative_path, [])
             if len(known) < MAX_STEPS and (step := number_in(values[name])) is not None:
-                known.append(step)
-    steps = {file: known for file, known in steps.items() if known}
-    refuse_other_steps(tables.folder, steps)
+                steps[file] = [*known, step]
+    latest = max((max(each) for each in steps.values()), default=0)
+    other = next((file for file, each in steps.items() if max(each) == latest), "")
+    for file, each in steps.items():
+        if len(each) > 1 and max(each) == min(each) < latest:
+            what = f"one has the optimizer's step {latest:g}, the other {each[0]:g}"
+            raise mixed(tables.folder, other, file, what)
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
 
@@ -224,7 +232,9 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
         if same is None and name not in joined.not_compared:
             joined.not_compared.append(name)
         if same is False:
-            joined.different[name] = f"that of {_owner(first.file)} is taken, {_owner(other.file)} has another"
+            joined.different[name] = (
+                f"that of {_owner(first.relative_path)} is taken, {_owner(other.relative_path)} has another"
+            )
             break
     return payloads.object(name, first)
 

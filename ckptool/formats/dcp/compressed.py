@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
@@ -96,9 +97,9 @@ class _Packed:
         return data
 
 
-def refuse_unknown(transforms: tuple[str, ...], what: str) -> None:
+def refuse_unknown(transforms: Sequence[str], what: str) -> None:
     """Raises `Unsupported` for other extensions than zstd, `MissingExtra` where that is not installed."""
-    if transforms != (ZSTD,):
+    if [*transforms] != [ZSTD]:
         why = "An extension of torch's writer did that; only it can undo it."
         fix = "With torch: load it with the same extension, and save it without."
         raise Unsupported(f"{what} is packed by {listed(transforms)}", why, fix)

@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import Folder, Part
 from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.dcp import compressed
-from ckptool.formats.dcp.tables import Place, Saved
+from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.dcp.templates import Templates
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.pieces import Box
@@ -37,8 +37,8 @@ class Payloads:
     def object(self, name: str, place: Place) -> Any:
         """An object, or what stands in one file. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
         part = self._part(place)
-        if place.transforms:
-            compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
+        if place.transform_descriptors:
+            compressed.refuse_unknown(place.transform_descriptors, f"{self.folder}: {name}")
             value, discarded = compressed.compressed_object(part)
             self.discarded += discarded
             return value
@@ -55,29 +55,32 @@ class Payloads:
         for name, value in values.items():
             if value.dtype is not None:
                 found[name] = [None] * len(value.chunks)
-                for number, (_, place) in enumerate(value.chunks):
-                    by_file.setdefault(place.file, []).append((name, number, value.dtype))
-        for chunks in by_file.values():
+                for number, chunk in enumerate(value.chunks):
+                    by_file.setdefault(chunk.place.relative_path, []).append((name, number, value.dtype))
+        for file, chunks in by_file.items():
             known: dict[tuple[int, Box, str], Any] = {}
+            opened = Place(file)
             for name, number, dtype in chunks:
-                box, place = values[name].chunks[number]
-                key = (place.offset, box, name if (place.file, place.offset) in self._safetensors else "")
+                chunk = values[name].chunks[number]
+                at = chunk.place.offset
+                key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if key not in known:
-                    known[key] = self.chunk(name, place, box, dtype)
+                    known[key] = self.chunk(name, chunk, dtype)
                 found[name][number] = known[key]
+                chunk.place = opened  # from here on the file is enough
             chunks.clear()
         return found
 
-    def chunk(self, name: str, place: Place, box: Box, dtype: DType) -> Any:
+    def chunk(self, name: str, chunk: Chunk, dtype: DType) -> Any:
         """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
-        part = self._part(place)
-        if place.transforms:
-            compressed.refuse_unknown(place.transforms, f"{self.folder}: {name}")
-            return compressed.compressed_tensor(part, self._compressed, box[1], dtype, name)
+        part = self._part(chunk.place)
+        if transforms := chunk.place.transform_descriptors:
+            compressed.refuse_unknown(transforms, f"{self.folder}: {name}")
+            return compressed.compressed_tensor(part, self._compressed, chunk.sizes, dtype, name)
         known = self._templates.entry_of(part)
         if known is not None:
             return known
-        if part.read(0, min(4, part.size))[:2] != b"PK" and (found := self._in_safetensors(name, place, box)):
+        if part.read(0, min(4, part.size))[:2] != b"PK" and (found := self._in_safetensors(name, chunk)):
             return found
         checkpoint = self._zip(name, part)
         self._templates.learn(part, checkpoint)
@@ -92,7 +95,7 @@ class Payloads:
         return self._part(one).read(0, one.length) == self._part(other).read(0, other.length)
 
     def _part(self, place: Place) -> Part:
-        return self.folder.open(place.file).part(place.offset, place.length)
+        return self.folder.open(place.relative_path).part(place.offset, place.length)
 
     def _zip(self, name: str, part: Part) -> Checkpoint:
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
@@ -102,20 +105,20 @@ class Payloads:
         self.discarded.extend(checkpoint.discarded)
         return checkpoint
 
-    def _in_safetensors(self, name: str, place: Place, box: Box) -> TensorEntry | None:
+    def _in_safetensors(self, name: str, chunk: Chunk) -> TensorEntry | None:
         """The chunk in a safetensors that begins at the place and goes on to the end of the file; None without one."""
-        file = self.folder.open(place.file)
-        key = (place.file, place.offset)
+        key = chunk.place.relative_path, chunk.place.offset
+        file = self.folder.open(key[0])
         if key not in self._safetensors:
-            part = file.part(place.offset, file.size - place.offset)
+            part = file.part(key[1], file.size - key[1])
             if part.size < 10 or part.read(8, 1) != b"{":
                 return None
             found = safetensors.read(part)
             self._safetensors[key] = found.tree if found.tensors_only else {}, saved_offsets(found)
         tree, offsets = self._safetensors[key]
-        entry = tree.get(name)
-        if not isinstance(entry, TensorEntry) or offsets.get(name, list(box[0])) != list(box[0]):
-            what = f"{file} has no chunk of {name} at {list(box[0])} in its safetensors"
+        entry, begin = tree.get(name), list(chunk.offsets)
+        if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
+            what = f"{file} has no chunk of {name} at {begin} in its safetensors"
             raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
         return entry
 

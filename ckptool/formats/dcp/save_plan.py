@@ -7,8 +7,8 @@ its shape, and made once for each shape; objects come first in a file, as in tor
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -35,8 +35,7 @@ from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import FlatNames, flat_names
 from ckptool.formats.dcp.table_pickle import table_pickle
-from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Place, Saved
-from ckptool.formats.pieces import Box
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place, Saved
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 
@@ -87,10 +86,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     refuse_unknown(checkpoint, keep_unknown)
     flat = flat_names(checkpoint.tree)
     division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
-    saving = _Saving(division)
+    saving = _Saving(flat, division)
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
-            saving.add_object(flat, name, value)
+            saving.add_object(name, value)
     for name, value in flat.values.items():
         if isinstance(value, TensorEntry):
             saving.add_tensor(name, value)
@@ -115,13 +114,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
         notes = (Note(KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
-    saved = {}
-    for name, value in flat.values.items():
-        chunks = [(box, Place(_file_name(item.rank), item.begin, item.size)) for box, item in saving.items[name]]
-        saved[name] = Saved(chunks=chunks, path=flat.paths[name])
-        if isinstance(value, TensorEntry):
-            saved[name] = Saved(value.shape, value.dtype, value.flags.requires_grad, chunks, flat.paths[name])
-    table = table_pickle(saved)
+    table = table_pickle({name: saving.values[name] for name in flat.values})
     if len(table) > MAX_METADATA:
         what = f"the table would have {len(table):,} bytes"
         raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
@@ -142,18 +135,25 @@ class _ZipShape(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True, eq=False)
-class _Item:
-    """A zip in the file of a rank: of a tensor (its shape, its bytes and their checksum), or its segments."""
+class _Item(Place):
+    """A zip in the file of a rank, and where that is: of a tensor (its shape, its bytes and their checksum), or its
+    segments."""
 
-    size: int
-    shape: _ZipShape | None = None
-    data: Data | None = None
-    crc: int | None = None
-    name: str = ""
-    segments: list[Segment] = field(default_factory=list)
-    rank: int = 0
-    begin: int = 0
+    __slots__ = ("crc", "data", "name", "rank", "segments", "shape")
+
+    def __init__(
+        self,
+        length: int,
+        shape: _ZipShape | None = None,
+        data: Data | None = None,
+        crc: int | None = None,
+        name: str = "",
+        rank: int = 0,
+        segments: Iterable[Segment] = (),
+    ) -> None:
+        super().__init__(None, 0, length)
+        self.shape, self.data, self.crc, self.name = shape, data, crc, name
+        self.rank, self.segments = rank, segments
 
     def __iter__(self) -> Iterator[Segment]:
         if self.shape is None or self.data is None:
@@ -179,7 +179,7 @@ class _Zip:
         parts = list(segments)
         at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
         bytes_ = parts[at] if shape.nbytes else None
-        self.head = b"".join(part.content for part in parts[:at] if isinstance(part, InlineBytes))
+        self.head = _joined(parts[:at])
         self._crc = bytes_.crc if isinstance(bytes_, Checksummed) else Crc()
         self._after = parts[at + (bytes_ is not None) :]
         self.tail_length = sum(part.length for part in self._after)
@@ -199,14 +199,15 @@ _zip_of = lru_cache(1024)(_Zip)
 
 
 class _Saving:
-    """What every rank saves. homes: where a storage is in the new folder, by its id.
+    """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
+    id.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
 
-    def __init__(self, division: RankDivision) -> None:
-        self.division = division
-        self.items: dict[str, list[tuple[Box, _Item]]] = {}
+    def __init__(self, flat: FlatNames, division: RankDivision) -> None:
+        self.flat, self.division = flat, division
+        self.values: dict[str, Saved] = {}
         self.objects: list[_Item] = []
         self.divided: list[_Item] = []
         self.whole: list[_Item] = []
@@ -215,32 +216,35 @@ class _Saving:
         self.checks: list[Storage] = []
         self.strides_lost = ""
 
-    def add_object(self, flat: FlatNames, name: str, value: Any) -> None:
+    def add_object(self, name: str, value: Any) -> None:
         plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # what is unknown was asked for
         (made,) = plan.files.values()
         segments = list(made)
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        item = _Item(plan.nbytes, segments=segments)
-        self.objects.append(item)
-        self.items[name] = [(((), ()), item)]
+        self.objects.append(item := _Item(plan.nbytes, segments=segments))
+        self.values[name] = Saved(chunks=[Chunk((), (), item)], path=self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
             self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
+    def _add_chunks(self, name: str, entry: TensorEntry, chunks: list[Chunk]) -> None:
+        trained = entry.flags.requires_grad
+        self.values[name] = Saved(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
+
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
-            self.items[name] = self.items[first]  # in one place, so that they are one tensor again
+            self._add_chunks(name, entry, self.values[first].chunks)  # in one place, so that they are one tensor again
             return
         blocks, dim = list(self.division.blocks(entry)), self.division.dim
         if len(blocks) == 1:
             self.add_whole(name, entry)
             return
-        chunks = self.items[name] = []
-        for rank, (begin, block) in enumerate(blocks):
-            item = _row_major(name, block, rank)
-            self.divided.append(item)
-            chunks.append(((tuple(begin * (axis == dim) for axis in range(len(entry.shape))), block.shape), item))
+        items = [_row_major(name, block, rank) for rank, (_, block) in enumerate(blocks)]
+        offsets = [tuple(begin * (axis == dim) for axis in range(len(entry.shape))) for begin, _ in blocks]
+        places = zip(offsets, blocks, items, strict=True)
+        self._add_chunks(name, entry, [Chunk(begin, block.shape, item) for begin, (_, block), item in places])
+        self.divided += items
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -269,50 +273,46 @@ class _Saving:
             shape = _ZipShape(entry.dtype, entry.shape, entry.stride, entry.location, stop - start)
             item = _Item(_zip_of(shape).size, shape, data, crc, name)
         self.whole.append(item)
-        self.items[name] = [(((0,) * len(entry.shape), entry.shape), item)]
+        self._add_chunks(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
             self.homes[id(storage)] = home
 
-    # Where ---------------------------------------------------------------------------------------------------------
-
     def lay_out(self) -> dict[str, Any]:
         """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
         loads = [0] * self.division.ranks
         for item in (*self.objects, *self.divided):
-            loads[item.rank] += item.size
+            loads[item.rank] += item.length
         heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
         for item in self.whole:
             load, item.rank = heap[0]
-            heapq.heapreplace(heap, (load + item.size, item.rank))
-        files: list[list[_Item]] = [[] for _ in loads]
-        sizes = [0] * len(loads)
+            heapq.heapreplace(heap, (load + item.length, item.rank))
+        files: dict[str, _RankFile] = {f"__{rank}_0.distcp": _RankFile() for rank in range(len(loads))}
+        names = list(files)
         for item in (*self.objects, *self.divided, *self.whole):
-            item.begin = sizes[item.rank]
-            sizes[item.rank] += item.size
-            files[item.rank].append(item)
-        return {_file_name(rank): _RankFile(items) for rank, items in enumerate(files) if items}
-
-
-def _row_major(name: str, entry: TensorEntry, rank: int = 0) -> _Item:
-    shape = _ZipShape(entry.dtype, entry.shape, row_major_strides(entry.shape), entry.location, entry.nbytes)
-    return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank=rank)
-
-
-def _file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+            file = files[names[item.rank]]
+            item.relative_path, item.offset = names[item.rank], file.size
+            file.size += item.length
+            file.items.append(item)
+        return {name: file for name, file in files.items() if file.items}
 
 
 class _RankFile:
     """The segments of a file, made in passing."""
 
-    __slots__ = ("items",)
+    __slots__ = ("items", "size")
 
-    def __init__(self, items: list[_Item]) -> None:
-        self.items = items
+    def __init__(self) -> None:
+        self.items: list[_Item] = []
+        self.size = 0
 
     def __iter__(self) -> Iterator[Segment]:
         for item in self.items:
             yield from item
+
+
+def _row_major(name: str, entry: TensorEntry, rank: int = 0) -> _Item:
+    shape = _ZipShape(entry.dtype, entry.shape, row_major_strides(entry.shape), entry.location, entry.nbytes)
+    return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank)

@@ -40,8 +40,8 @@ def table_pickle(values: Mapping[str, Saved]) -> bytes:
 
     def listed(value: Saved) -> None:
         out.raw += b"]("
-        for (offsets, sizes), _ in value.chunks:
-            out.new(_MODULE, "ChunkStorageMetadata", offsets=offsets, sizes=sizes)
+        for chunk in value.chunks:
+            out.new(_MODULE, "ChunkStorageMetadata", offsets=chunk.offsets, sizes=chunk.sizes)
         out.raw += b"e"
 
     def path(value: Saved) -> None:
@@ -51,13 +51,13 @@ def table_pickle(values: Mapping[str, Saved]) -> bytes:
         out.raw += b"t"
 
     def index(name: str, value: Saved, number: int) -> None:
-        where = {} if value.dtype is None else {"offset": value.chunks[number][0][0]}
+        where = {} if value.dtype is None else {"offset": value.chunks[number].offsets}
         out.new(_MODULE, "MetadataIndex", fqn=name, **where, index=None if value.dtype is None else number)
 
     def place(value: Saved, number: int) -> None:
-        file, begin, length, _ = value.chunks[number][1]
+        at = value.chunks[number].place
         module = "torch.distributed.checkpoint.filesystem"
-        out.new(module, "_StorageInfo", relative_path=file, offset=begin, length=length)
+        out.new(module, "_StorageInfo", relative_path=at.relative_path, offset=at.offset, length=at.length)
 
     def modules() -> None:
         out.raw += b"]"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from ckptool.checkpoint import Checkpoint, FileRange, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Part
+from ckptool.formats.pieces import Stored
 from ckptool.formats.torch_zip import Origin
 from ckptool.formats.zip.record import Record
 
@@ -38,7 +39,7 @@ class Template:
     id_sums: tuple[int, int]
     id_at: int
 
-    def entry_of(self, part: Part) -> TensorEntry | None:
+    def entry_of(self, part: Part) -> Stored | None:
         """The tensor in another zip of the same size; None where that differs."""
         if part.size <= ALL:
             data = part.read(0, part.size)
@@ -49,8 +50,7 @@ class Template:
         crc = self._sum_in(after)
         if head != self.head or crc is None or last.count(_END) != 1:
             return None
-        place = FileRange(part.file, part.start + self.begin, self.end - self.begin)
-        return self.entry.with_storage(Storage(place, self.entry.location, crc))
+        return Stored(self.entry, part.file, part.start + self.begin, crc)
 
     def _sum_in(self, after: bytes) -> int | None:
         """The checksum of the values, where everything else is as in the template."""
@@ -72,7 +72,7 @@ class Templates:
         self.known: dict[int, list[Template]] = {}
         self.count = 0
 
-    def entry_of(self, part: Part) -> TensorEntry | None:
+    def entry_of(self, part: Part) -> Stored | None:
         """The tensor in a zip that is like one of them; None where it has to be read in full."""
         for template in self.known.get(part.size, ()):
             if (entry := template.entry_of(part)) is not None:

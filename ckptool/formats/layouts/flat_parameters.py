@@ -45,7 +45,7 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
     if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
         what = f"the files have tensors that the description has not: {listed(more, 3)}"
         raise _conflict(folder, what, "The description is of another model.")
-    joiner = ranks.files.joiner
+    joiner = ranks.joiner
     found: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():  # a buffer is whole on every rank; of a parameter each has a piece or nothing
         whole = [entry for tree in trees if isinstance(entry := tree.get(name), TensorEntry) and entry.shape == shape]
@@ -73,15 +73,15 @@ def rebuilt(folder: Folder, shapes: Shapes, ties: Mapping[str, str], *, ordered:
         for name, place in _places(folder, key, size, {name: shapes[name] for name in own}, trees, chunks):
             pieces = [piece for piece in _pieces(chunks, place, prod(shapes[name])) if piece]
             if not prod(shapes[name]):
-                pieces = [replace(chunks[0], entry=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
-            found[name] = joiner.flat(name, shapes[name], shares[0].dtype, pieces)
+                pieces = [replace(chunks[0], tensor=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
+            found[name] = joiner.flat(name, shapes[name], pieces)
     if lacking := [name for name in shapes if name not in found]:
         shown = listed(lacking, 3)
         what = f"{counted(len(lacking), 'tensor is', 'tensors are')} in no file: {shown}"
         raise _conflict(folder, what, "The description is of another model.")
     model: dict[Any, Any] = {name: found[name] for name in shapes}
     model |= {name: replace(model[kept]) for name, kept in ties.items()}
-    return ranks.files.checkpoint(NAME, {MODEL: model}, "FSDP1, flat parameters", ranks.world)
+    return joiner.checkpoint(NAME, {MODEL: model}, "FSDP1, flat parameters", ranks.world)
 
 
 def _conflict(folder: Folder, what: str, why: str) -> Conflict:

@@ -16,9 +16,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
-from ckptool.formats import safetensors
-from ckptool.formats.folder import PIECES, RankFolder, damaged, lacks, missing_ranks, names_in
-from ckptool.formats.pieces import Piece
+from ckptool.formats.folder import PIECES, damaged, lacks, missing_ranks, names_in
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import sizes_of
 
 NAME = "hf-pieces"
@@ -49,9 +48,11 @@ def read(source: Folder) -> Checkpoint:
         files = [f"shard-{rank:05}-{rest}.safetensors" for rank in missing]
         raise lacks(source, f"the pieces of {counted(len(missing), 'rank')}", files)
     pieces: dict[str, list[Piece]] = {}
-    joined = RankFolder(source)
+    joiner = Joiner(source)
     for name, found in names.items():
-        shard = safetensors.read(source.open(name))
+        shard = joiner.open(name)
+        if not shard.tensors_only:
+            raise damaged(source, f"{name} is no safetensors file")
         offsets = saved_offsets(shard)
         for tensor, entry in shard.tree.items():
             begin = sizes_of(offsets.get(tensor))
@@ -62,13 +63,13 @@ def read(source: Folder) -> Checkpoint:
     for name, chunks in pieces.items():  # each reaches as far as its pieces do
         ends = [[lo + n for lo, n in zip(*chunk.box, strict=True)] for chunk in chunks]
         shape = tuple(map(max, zip(*ends, strict=False)))
-        tree[name] = joined.joiner.tensor(name, shape, chunks[0].entry.dtype, chunks)
+        tree[name] = joiner.tensor(name, shape, chunks[0].entry.dtype, chunks)
     # Of one rank alone nothing tells that others had parts of the same tensors.
     divided = [name for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"
-        joined.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
-    return replace(joined.checkpoint(NAME, tree, "torch, HuggingFaceStorageWriter", ranks[-1]), tensors_only=True)
+        joiner.notes.append(Note(SIZES, f"{what}, as no file has them or the number of ranks: {listed(divided, 2)}"))
+    return replace(joiner.checkpoint(NAME, tree, "torch, HuggingFaceStorageWriter", ranks[-1]), tensors_only=True)
 
 
 def saved_offsets(shard: Checkpoint) -> dict[str, Any]:

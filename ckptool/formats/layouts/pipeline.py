@@ -14,9 +14,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.errors import Corrupt, Unsupported
-from ckptool.formats.folder import complete, damaged, lacks, refuse_other
+from ckptool.formats.folder import complete, damaged, lacks
 from ckptool.formats.layouts.zero import Tag, checkpoint_of, joined_groups, shapes_of
-from ckptool.formats.pieces import Piece
+from ckptool.formats.pieces import Piece, refuse_other
 
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
 
@@ -26,7 +26,7 @@ def read_stages(tag: Tag) -> Checkpoint:
     tags = {0: tag, **tag.stages}
     if lacking := next((number for number, each in tags.items() if not each.models), None):
         raise lacks(tag.folder, f"mp_rank_{lacking:02}_model_states.pt")
-    states = {number: each.model(0, layered=True) for number, each in sorted(tags.items())}
+    states = {number: each.model(each.models[0], layered=True) for number, each in sorted(tags.items())}
     degrees = states[0].get("checkpoint_parallel_dimensions")
     wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
     if odd := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (wide and [tag.models[0]]):
@@ -36,14 +36,15 @@ def read_stages(tag: Tag) -> Checkpoint:
             "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
         )
     count = fields(degrees).get("pp_degree")
-    facts: dict[int, dict[str, Any]] = {}
     complete(tag.folder, tags, count if type(count) is int else len(tags), tag.models[0])
     shares = {number: each.shares() for number, each in tags.items()}
+    facts: dict[str, Any] = {}
     names: dict[int, list[dict[str, tuple[int, ...] | None]]] = {}
     for number, each in tags.items():
-        facts[number] = {"step": states[number].get("global_steps")}
-        facts[number]["number of ranks"] = shares[number][0].counts if shares[number] else None
-        refuse_other(tag.folder, (tag.models[0], facts[0]), (each.models[0], facts[number]))
+        of_ranks = shares[number][0].counts if shares[number] else None
+        about = {"step": states[number].get("global_steps"), "number of ranks": of_ranks}
+        facts = facts or about
+        refuse_other(tag.folder, (tag.models[0], facts), (each.models[0], about))
         if states[number].get("param_shapes") is not None or not shares[number]:
             names[number] = [{**group} for group in shapes_of(each, states[number], each.models[0])]
         else:  # only the order of their pieces is recorded
@@ -65,7 +66,7 @@ def read_stages(tag: Tag) -> Checkpoint:
         joined, optimizer = joined_groups(each, {**states[number], "param_shapes": shapes}, shares[number], own)
         for name, entry in joined.items():
             piece = Piece(entry, (0,) * len(entry.shape), f"stage {number}")
-            earlier = [replace(piece, entry=weights[name], owner="an earlier stage")] if name in weights else []
+            earlier = [replace(piece, tensor=weights[name], owner="an earlier stage")] if name in weights else []
             weights[name] = tag.joiner.replicated(name, [*earlier, piece])
         whole = whole or {"state": {}, "param_groups": [{**g, "params": []} for g in optimizer["param_groups"]]}
         whole["state"] = optimizer["state"] | whole["state"]
@@ -83,7 +84,7 @@ def _layers(tag: Tag, known: Mapping[str, Any], buffers: Iterable[str]) -> dict[
     """
     found: dict[str, Any] = {}
     for layer, file in sorted((int(named["layer"]), name) for name in tag.layers if (named := _LAYER.fullmatch(name))):
-        if not isinstance(tree := tag.files.open(file), dict):
+        if not isinstance(tree := tag.joiner.open(file).tree, dict):
             raise damaged(tag.folder, f"{file} has no weights of a layer")
         for name, value in tree.items():
             full, shapes = f"{layer}.{name}", (None, value.shape if isinstance(value, TensorEntry) else None)

@@ -7,19 +7,19 @@ Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py and SkyRL (`model_world
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
-from ckptool.errors import Unsupported, counted, listed
-from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, RankFolder, lacks, missing_names, mixed
+from ckptool.errors import Unsupported, counted
+from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import RankFile
-from ckptool.formats.rank_trees import TreeJoiner, not_joinable
+from ckptool.formats.rank_trees import joined_trees
 
 NAME = "rank-files"
-NOT_JOINED = "not-joined"  # of the note
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -44,20 +44,10 @@ def read(source: Folder) -> Checkpoint:
                 "Take these from a spec or another checkpoint of the model: "
                 f"{command('convert', source.path, against=Slot('SPEC'), out=OUT)}",
             )
-        walk, before = TreeJoiner(ranks.files.joiner), dict(ranks.files.joiner.different)
-        tree[name] = walk.join((name,), files, trees)
-        if unjoinable := walk.unjoinable():
-            ranks.files.joiner.different = before
-            if not name.startswith(("optim", "extra")):
-                raise not_joinable(source, name, unjoinable)
-            what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
-            ranks.files.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
-            tree[name] = {f"rank {file.rank}": each for file, each in zip(files, trees, strict=True)}
-            continue
-        walk.check()
-        ranks.files.notes += walk.notes()
+        apart = name.startswith(("optim", "extra"))
+        tree[name] = joined_trees(ranks.joiner, name, files, trees, apart=apart)
     engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, one file per rank"
-    return ranks.files.checkpoint(NAME, tree, engine, ranks.world)
+    return ranks.joiner.checkpoint(NAME, tree, engine, ranks.world)
 
 
 def is_flat_parameter(key: Any) -> bool:
@@ -65,22 +55,17 @@ def is_flat_parameter(key: Any) -> bool:
     return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
 
 
-@dataclass(slots=True, eq=False)
 class RankSets:
-    """The files of a folder by set and rank."""
+    """The files of a folder by set and rank. Raises `Conflict` for files of several world sizes, `Corrupt` where some
+    are missing."""
 
-    folder: Folder
-    files: RankFolder = field(init=False)
-    sets: dict[str, dict[int, str]] = field(default_factory=dict)
-    world: int = 0
-    is_accelerate: bool = False
-    _tables: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Raises `Conflict` for files of several world sizes, `Corrupt` where some are missing."""
-        self.files = RankFolder(self.folder)
+    def __init__(self, folder: Folder) -> None:
+        self.joiner = Joiner(folder)
+        self.is_accelerate = False
+        self._tables: dict[tuple[int, ...], tuple[int, ...]] = {}
+        sets: dict[str, dict[int, str]] = {}
         worlds: dict[int, str] = {}
-        for name in self.folder.names:
+        for name in folder.names:
             if found := OF_WORLD.fullmatch(name):
                 worlds.setdefault(int(found["world"]), name)
                 kind = found["set"].partition("_world_size_")[0]
@@ -91,20 +76,20 @@ class RankSets:
                 kind += "" if number in ("0", "fsdp") else f"_{number}"
             else:
                 continue
-            if self.sets.setdefault(kind, {}).setdefault(int(found["rank"]), name) != name:
-                raise mixed(self.folder, name, self.sets[kind][int(found["rank"])], "both are of one rank")
+            if (other := sets.setdefault(kind, {}).setdefault(int(found["rank"]), name)) != name:
+                raise mixed(folder, name, other, "both are of one rank")
         if len(worlds) > 1:
             one, other, *_ = worlds.values()
-            raise mixed(self.folder, one, other, "their world sizes differ")
-        self.sets = dict(sorted(self.sets.items(), key=lambda item: not item[0].startswith("model")))
-        self.world = max(*worlds, *(max(files) + 1 for files in self.sets.values()), 0)
-        names = [name for files in self.sets.values() for name in files.values()]
+            raise mixed(folder, one, other, "their world sizes differ")
+        self.sets = dict(sorted(sets.items(), key=lambda item: not item[0].startswith("model")))
+        self.world = max(*worlds, *(max(files) + 1 for files in sets.values()), 0)
+        names = [*chain(*(files.values() for files in self.sets.values()))]
         missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
         if missing:
-            raise lacks(self.folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
+            raise lacks(folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
 
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""
-        ranks = sorted(self.sets[name].items())
-        files = [RankFile(str(self.folder), file, rank, self.world, self._tables) for rank, file in ranks]
-        return files, [self.files.open(file) for _, file in ranks]
+        ranks, where = sorted(self.sets[name].items()), str(self.joiner.folder)
+        files = [RankFile(where, file, rank, self.world, self._tables) for rank, file in ranks]
+        return files, [self.joiner.open(file).tree for _, file in ranks]

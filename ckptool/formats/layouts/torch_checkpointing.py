@@ -23,18 +23,18 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.formats.folder import RankFolder, lacks, missing_ranks, mixed
-from ckptool.formats.pieces import Piece
+from ckptool.formats.folder import lacks, missing_ranks, mixed
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.formats.placements import (
     MAX_MESH,
-    Axis,
     RankFile,
     RankShare,
+    axis_of,
     distributed,
     row_major_axes,
     sizes_of,
 )
-from ckptool.formats.rank_trees import Described, TreeJoiner, not_joinable
+from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage
 
 NAME = "torch-checkpointing"
@@ -74,10 +74,9 @@ def belonging(folder: Folder) -> set[str]:
     if not detect(b"", folder):
         return set()
     try:
-        items, _ = _items(folder, _table(folder))
+        return _names(_items(folder, _table(folder))[0])
     except CkptoolError:  # it says so where it is read
         return {TABLE, *_files(folder)}
-    return {TABLE} | {path.partition("/")[0] for files in items.values() for path, _ in files.values()}
 
 
 def read(source: Folder) -> Checkpoint:
@@ -86,33 +85,23 @@ def read(source: Folder) -> Checkpoint:
     Raises `Corrupt` for a damaged table, for files that are missing or outside of the folder, and what `rank_files`
     raises for ranks that do not agree.
     """
-    table = _table(source)
+    table, joiner = _table(source), Joiner(source)
     items, world = _items(source, table)
-    joined = RankFolder(source)
     tree: dict[Any, Any] = {}
-    used = {TABLE}
+    tables: dict[tuple[int, ...], tuple[int, ...]] = {}
     for item, files in items.items():
-        ranks: list[RankFile] = []
-        values: list[Any] = []
-        tables: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for rank, (path, kind) in sorted(files.items()):
-            used.add(path.partition("/")[0])
-            ranks.append(RankFile(str(source), path, rank, world, tables))
-            values.append(_opened(joined, path, kind))
-        walk = TreeJoiner(joined.joiner, _described(source, table, item))
-        tree[item] = walk.join((item,), ranks, values)
-        if unjoinable := walk.unjoinable():
-            raise not_joinable(source, item, unjoinable)
-        walk.check()
-        joined.notes += walk.notes()
+        ranks = [RankFile(str(source), path, rank, world, tables) for rank, (path, _) in sorted(files.items())]
+        values = [_opened(joiner, *files[each.rank]) for each in ranks]
+        tree[item] = joined_trees(joiner, item, ranks, values, _described(source, table, item))
+    used = _names(items)
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no item that is known"
-        joined.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
+        joiner.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
     if not table and any("rank" in found["mark"] for found in _files(source).values()):
         engine = "one file per rank"
-    return joined.checkpoint(NAME, tree, engine, world)
+    return joiner.checkpoint(NAME, tree, engine, world)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -136,6 +125,11 @@ def _damaged(folder: Folder, what: str) -> Corrupt:
 
 
 Files = dict[int, tuple[str, str]]  # of an item: for each rank the path of its file, and how it is written
+
+
+def _names(items: dict[str, Files]) -> set[str]:
+    """The names in the folder of the table and of the files of these items."""
+    return {TABLE} | {path.partition("/")[0] for files in items.values() for path, _ in files.values()}
 
 
 def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int]:
@@ -177,20 +171,18 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     return found, world
 
 
-def _opened(joined: RankFolder, path: str, kind: str) -> Any:
+def _opened(joiner: Joiner, path: str, kind: str) -> Any:
     """The tree or value in a file, which may be in a folder below. Raises `Corrupt` for a path that leads elsewhere."""
-    folder = joined.folder
-    below, name = folder, path
-    while "/" in name:
-        first, _, name = name.partition("/")
-        if below.missing([first]):
+    folder = below = joiner.folder
+    *above, name = path.split("/")
+    for part in (*above, name):
+        if below.missing([part]):
             raise _damaged(folder, f"names a file that is not there: {path[:200]}")
-        below = Folder(os.path.join(below.path, first))
-    if below.missing([name]):
-        raise _damaged(folder, f"names a file that is not there: {path[:200]}")
+        if part is not name:
+            below = Folder(os.path.join(below.path, part))
     folder.adopt(path, below.open(name))
     if kind in ("TorchSerialization", "SafetensorsSerialization"):
-        return joined.open(name, below)
+        return joiner.open(name, below).tree
     read = read_json if kind == "JsonSerialization" else read_small
     return read(below.open(name).path, "an item", MAX_TEXT)
 
@@ -232,21 +224,12 @@ def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> Ran
     sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
     if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
         raise ValueError
-    axes: list[Axis] = []
-    for placement in data["placements"]:
-        kind, dim, split = placement["type"], placement.get("dim"), placement.get("split_factor", 1)
-        if kind == "Replicate":
-            axes.append(None)
-        elif kind in ("Shard", "StridedShard") and all(type(n) is int for n in (dim, split)):
-            if not 0 <= dim < len(shape) or split < 1:
-                raise ValueError
-            axes.append((dim, split))
-        else:
-            raise ValueError
+    placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
+    axes = tuple(axis_of(*each, len(shape)) for each in placements)
     if len(axes) != len(sizes):
         raise ValueError
     mesh_of = file.mesh(ranks, row_major_axes(sizes))
-    return file.divided(entry, shape, _dtype(data), mesh_of, tuple(axes), {}, entry.flags) if any(axes) else None
+    return file.divided(entry, shape, _dtype(data), mesh_of, axes, {}, entry.flags) if any(axes) else None
 
 
 def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare:

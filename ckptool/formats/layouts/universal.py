@@ -17,20 +17,9 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import fields, same_kind
 from ckptool.errors import Unsupported, counted, listed
-from ckptool.formats.folder import damaged, lacks, number_in, refuse_other
-from ckptool.formats.layouts import deepspeed
-from ckptool.formats.layouts.deepspeed import UNIVERSAL
-from ckptool.formats.layouts.zero import (
-    Tag,
-    bare,
-    checkpoint_of,
-    named_groups,
-    plain,
-    shapes_of,
-    tag_files,
-    undivided,
-)
-from ckptool.formats.pieces import agree
+from ckptool.formats.folder import damaged, lacks, number_in
+from ckptool.formats.layouts import deepspeed, zero
+from ckptool.formats.pieces import agree, refuse_other
 
 NAME = "deepspeed-universal"
 NO_BUFFERS = "no-buffers"  # of the notes
@@ -49,16 +38,16 @@ def read(source: Folder) -> Checkpoint:
 
 def read_tag(folder: Folder) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
-    tag = tag_files(folder)
-    first = tag.model(min(tag.models), layered=bool(tag.stages))
-    groups, own = shapes_of(tag, first, tag.first), same_kind(first["module"], dict(first["module"] or {}))
+    tag = zero.tag_files(folder)
+    first = tag.model(tag.first, layered=bool(tag.stages))
+    groups, own = zero.shapes_of(tag, first, tag.first), same_kind(first["module"], dict(first["module"] or {}))
     if first["module"] is None:
         message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
-        tag.files.notes.append(Note(NO_BUFFERS, message))
+        tag.joiner.notes.append(Note(NO_BUFFERS, message))
     # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
     for file in (file for stage in tag.stages.values() for file in stage.models.values()):
-        states = fields(tag.files.open(file))
-        for number, shapes in enumerate(shapes_of(tag, states, file)):
+        states = fields(tag.joiner.open(file).tree)
+        for number, shapes in enumerate(zero.shapes_of(tag, states, file)):
             groups.extend({} for _ in range(number + 1 - len(groups)))
             groups[number].update(shapes)
         trained = {name for shapes in groups for name in shapes}
@@ -69,10 +58,10 @@ def read_tag(folder: Folder) -> Checkpoint:
                 what = f"{folder}: {name!s} is another tensor in {file}, and is not trained"
                 why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
                 raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
-    inside = Folder(os.path.join(folder.path, UNIVERSAL))
+    inside = Folder(os.path.join(folder.path, deepspeed.UNIVERSAL))
     if missing := [name for shapes in groups for name in shapes if name not in inside]:
         raise lacks(inside, counted(len(missing), "parameter"), missing)
-    common = fields(tag.files.open(_OPTIMIZER, inside) if _OPTIMIZER in inside else {})
+    common = fields(tag.joiner.open(_OPTIMIZER, inside).tree if _OPTIMIZER in inside else {})
     once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -81,18 +70,18 @@ def read_tag(folder: Folder) -> Checkpoint:
         for name, shape in shapes.items():
             slots = _parameter(tag, inside, name, shape)
             weights[name] = slots.pop(WEIGHT)
-            state[name] = undivided(once.get(number)) | slots
+            state[name] = zero.undivided(once.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
                 stepped = stepped or (name, {"step": step})
                 refuse_other(inside, stepped, (name, {"step": step}))
-    parameters = named_groups(common.get("param_groups"), dict(enumerate(groups)))
+    parameters = zero.named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
     world = first.get("dp_world_size")
     size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.models) + 1
-    folder.adopt(UNIVERSAL, inside)
-    rest = {str(key): plain(value) for key, value in common.items() if key not in _JOINED}
+    folder.adopt(deepspeed.UNIVERSAL, inside)
+    rest = {str(key): zero.plain(value) for key, value in common.items() if key not in _JOINED}
     stage = 3 if "zero_pp_rank" in tag.first else 2
-    found = checkpoint_of(tag, first, own, weights, optimizer, rest, stage, size, ", universal")
+    found = zero.checkpoint_of(tag, first, own, weights, optimizer, rest, stage, size, ", universal")
     return replace(found, container=NAME)
 
 
@@ -100,13 +89,13 @@ def read_tag(folder: Folder) -> Checkpoint:
 _JOINED = ("param_groups", "optimizer_state_dict", "fp32_flat_groups", "group_paddings", "param_alignment_paddings")
 
 
-def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _parameter(tag: zero.Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """The values of a parameter by the names of their files, in its shape."""
     files = Folder(os.path.join(inside.path, name))
     slots: dict[str, Any] = {}
     for file in (file for file in files.names if file.endswith(".pt")):
-        value = tag.files.open(file, files)
-        value = bare(value.get("param") if isinstance(value, dict) else value)
+        value = tag.joiner.open(file, files).tree
+        value = zero.bare(value.get("param") if isinstance(value, dict) else value)
         if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
             value = value.reshape(shape)
         slots[file.removesuffix(".pt")] = value

@@ -22,15 +22,13 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
 from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.folder import RankFolder, complete, damaged, lacks, mixed, number_in, refuse_other
-from ckptool.formats.pieces import Joiner, Piece, Range, Vector, begin_alike
+from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
+from ckptool.formats.pieces import Joiner, Piece, Vector, begin_alike, refuse_other
 from ckptool.formats.placements import sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "deepspeed"
-COPIES = "copies-not-shown"  # of the notes
-STEPS = "steps-differ"
-NO_OPTIMIZER = "no-optimizer-files"
+COPIES, STEPS, NO_OPTIMIZER = "copies-not-shown", "steps-differ", "no-optimizer-files"  # of the notes
 ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
@@ -55,7 +53,8 @@ Shapes = dict[str, tuple[int, ...]]
 class Tag:
     """The files in a tag's folder by kind and rank."""
 
-    files: RankFolder
+    folder: Folder
+    joiner: Joiner
     models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
     optimizers: dict[int, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
@@ -64,30 +63,23 @@ class Tag:
     others: list[str] = field(default_factory=list)
 
     @property
-    def folder(self) -> Folder:
-        return self.files.folder
-
-    @property
-    def joiner(self) -> Joiner:
-        return self.files.joiner
-
-    @property
     def first(self) -> str:
         """The file of the first rank's model states."""
         return self.models[min(self.models)]
 
-    def model(self, rank: int, *, layered: bool = False) -> dict[str, Any]:
+    def model(self, file: str, *, layered: bool = False) -> dict[str, Any]:
         """A rank's model states. layered: the weights may be in other files. Raises `Corrupt` for something else."""
-        tree = self.files.open(self.models[rank])
+        tree = self.joiner.open(file).tree
         module = tree.get("module", ()) if isinstance(tree, dict) else ()
-        if not isinstance(tree, dict) or not (isinstance(module, dict) or (layered and module is None)):
-            raise damaged(self.folder, f"{self.models[rank]} has no `module` with the weights of a model in it")
-        return tree
+        if not isinstance(module, dict) and not (layered and module is None):
+            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
+        states: dict[str, Any] = tree
+        return states
 
     def shares(self) -> list[Share]:
         """What all ranks have of the optimizer. Raises `Conflict` for shares of several checkpoints, `Corrupt` where
         some are missing."""
-        found = [Share(rank, name, self.files.open(name)) for rank, name in sorted(self.optimizers.items())]
+        found = [Share(rank, name, self.joiner.open(name).tree) for rank, name in sorted(self.optimizers.items())]
         for other in found[1:]:
             refuse_other(self.folder, (found[0].file, found[0].facts), (other.file, other.facts))
         if found:
@@ -97,19 +89,17 @@ class Tag:
 
 def tag_files(folder: Folder) -> Tag:
     """The files in a tag's folder. Raises `Conflict` for two of one rank, `Corrupt` where the model's are missing."""
-    tag = Tag(RankFolder(folder))
+    tag = Tag(folder, joiner := Joiner(folder))
     for name in folder.names:
-        for pattern in (_MODEL, _OPTIMIZER):
-            if found := pattern.fullmatch(name):
-                number, rank = int(found["mp"]), int(found["rank"] or 0)
-                mine = tag.stages.setdefault(number, Tag(tag.files)) if number else tag
-                files = mine.models if pattern is _MODEL else mine.optimizers
-                if rank in files:
-                    raise mixed(folder, files[rank], name, "both are of one rank")
-                files[rank] = name
         for pattern, names in ((_EXPERT, tag.experts), (_LAYER, tag.layers), (_OTHER, tag.others)):
             if pattern.fullmatch(name):
                 names.append(name)
+        if found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name):
+            number, rank = int(found["mp"]), int(found["rank"] or 0)
+            mine = tag.stages.setdefault(number, Tag(folder, joiner)) if number else tag
+            files = mine.models if found.re is _MODEL else mine.optimizers
+            if files.setdefault(rank, name) != name:
+                raise mixed(folder, files[rank], name, "both are of one rank")
     if not tag.models:
         raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
     return tag
@@ -122,7 +112,7 @@ def read_tag(folder: Folder) -> Checkpoint:
         from ckptool.formats.layouts.pipeline import read_stages
 
         return read_stages(tag)
-    first = tag.model(min(tag.models))
+    first = tag.model(tag.first)
     if "offloaded_tensors" in folder or first.get("ds_autoep_layers"):
         what = "experts in AutoEP" if first.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
         why = "Its values are laid out in another way than those of ZeRO, which is not read."
@@ -132,19 +122,19 @@ def read_tag(folder: Folder) -> Checkpoint:
         there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
         if type(count) is int and len(there) < count:
             raise lacks(folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
-    experts: dict[Any, Any] = {}  # each in a file of its own
+    own: dict[Any, Any] = dict(first["module"])
+    experts: set[Any] = set()  # each in a file of its own
     for name in tag.experts:
-        expert = tag.files.open(name)
-        if not isinstance(expert, dict) or experts.keys() & expert.keys():
+        expert = tag.joiner.open(name).tree
+        if not isinstance(expert, dict) or experts & expert.keys():
             raise damaged(folder, f"{name} has no weights of an expert, or those of another one")
-        experts |= expert
-    own = same_kind(first["module"], first["module"] | experts)
+        experts |= expert.keys()
+        own |= expert
+    own = same_kind(first["module"], own)
     if not shares:
         if first.get("param_shapes") is not None:
-            message = (
-                "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
-            )
-            tag.files.notes.append(Note(NO_OPTIMIZER, message))
+            what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+            tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
         world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
         ranks = max(1, world) if type(world) is int else 1
         return checkpoint_of(tag, first, own, _masters(tag, first, own), None, ranks=ranks)
@@ -152,7 +142,7 @@ def read_tag(folder: Folder) -> Checkpoint:
     found = checkpoint_of(
         tag, first, own, *joined_groups(tag, first, shares, own), share.rest, share.stage, len(shares), share.engine
     )
-    if share.stage > 2 and not any("step" in share.undivided(group) for group in range(len(share.weights))):
+    if share.stage > 2 and not any("step" in undivided(share.state(group)) for group in range(len(share.weights))):
         return replace(found, untied=tuple(share.file for share in shares))  # stages 1 and 2 have the weights twice
     return found
 
@@ -164,35 +154,30 @@ class Share:
     """The optimizer's file of one rank: its share of the flat vectors. Raises `Corrupt` for a file of another kind.
 
     weights: the f32 master values of each group (of stage 3: each sub-group).  states: the state of the base optimizer,
-    by group.  groups: its parameter groups.  counts: over how many ranks each group is divided.  mappings: for each
-    group, what the file says of where a name's piece is in this rank's vector.  rest: what says nothing of the layout.
+    by group.  groups: its parameter groups.  counts: over how many ranks each group is divided.  rest: what says
+    nothing of the layout.  engine: the optimizer that wrote it, for people.
     """
 
     def __init__(self, rank: int, file: str, tree: Any) -> None:
         found = fields(fields(tree).get("optimizer_state_dict"))
-        vectors = next((found[key] for key in _VECTORS if key in found), None)
+        vectors, base = (next((found[key] for key in keys if key in found), None) for keys in (_VECTORS, _STATES))
         self.rank, self.file = rank, file
-        bared = [*map(bare, items(vectors))]
-        if vectors is None or not all(isinstance(each, TensorEntry) and len(each.shape) == 1 for each in bared):
+        weights = [*map(bare, items(vectors))]
+        if vectors is None or not all(isinstance(each, TensorEntry) and len(each.shape) == 1 for each in weights):
             raise damaged(file, "has no f32 weights in flat vectors")
-        self.weights: list[TensorEntry] = bared
-        base: Any = next((found[key] for key in _STATES if key in found), {})
+        self.weights: list[TensorEntry] = weights
         states = base if isinstance(base, list) else fields(base).get("state")
         self.states: dict[Any, Any] = dict(enumerate(states)) if isinstance(states, list) else fields(states)
         self.groups = items(fields(base).get("param_groups"))
-        stage = _number(found.get("zero_stage"))
-        self.stage = 1 if stage is None else stage
+        stage = plain(found.get("zero_stage"))
+        self.stage = stage if type(stage) is int else 1
         self.counts = (*items(found.get("partition_count")),) or (found.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
             raise damaged(file, "does not say over how many ranks it is divided")
         self.mappings = [*map(fields, items(found.get("param_slice_mappings")))]
         self.paddings = [*map(items, items(found.get("param_alignment_paddings")))]
         self.rest = {str(key): plain(value) for key, value in found.items() if key not in _LAYOUT}
-
-    @property
-    def engine(self) -> str:
-        """The optimizer that wrote it, for people."""
-        return f", ZeRO stage {self.stage}" if "zero_stage" in self.rest else ", BF16_Optimizer"
+        self.engine = f", ZeRO stage {self.stage}" if "zero_stage" in found else ", BF16_Optimizer"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -203,21 +188,14 @@ class Share:
         if self.stage > 2:
             facts["length of vectors"] = [entry.shape[0] for entry in self.weights]
         for number in range(len(self.weights)):
-            facts |= {f"{key} of group {number} of the optimizer": v for key, v in self.undivided(number).items()}
+            once = undivided(self.state(number))
+            facts |= {f"{key} of group {number} of the optimizer": value for key, value in once.items()}
         return facts
 
     def state(self, group: int) -> dict[Any, Any]:
         return fields(self.states.get(group))
 
-    def keys(self, group: int) -> list[str]:
-        """`""` for the weights, and the keys of the state of a group whose values are divided as the weights are."""
-        return ["", *(key for key, value in self.state(group).items() if _is_divided(value))]
-
-    def undivided(self, group: int) -> dict[str, Any]:
-        """The rest of the state: a `step`."""
-        return undivided(self.state(group))
-
-    def vector(self, group: int, key: str = "") -> tuple[TensorEntry, str]:
+    def vector(self, group: int, key: str) -> tuple[TensorEntry, str]:
         """The master values of a group, or what the optimizer keeps under a key for it, as long as those; and whose."""
         weights = self.weights[group]
         entry = self.state(group).get(key) if key else weights
@@ -226,7 +204,7 @@ class Share:
         return replace(entry, shape=weights.shape), f"rank {self.rank:,}"
 
     def placed(self, group: int) -> dict[str, tuple[int, int]]:
-        """Where it says that the pieces of names begin in this rank's vector, and their lengths."""
+        """Where the file says that the pieces of names begin in this rank's vector, and their lengths."""
         found = {}
         for name, address in self.mappings[group].items() if group < len(self.mappings) else ():
             begin, length = (fields(address).get(key) for key in ("start", "numel"))
@@ -248,27 +226,16 @@ def undivided(state: Any) -> dict[str, Any]:
     return {
         key: value.with_storage(value.storage.alone()) if isinstance(value, TensorEntry) else value
         for key, value in fields(state).items()
-        if not _is_divided(value)
+        if not (isinstance(value, TensorEntry) and value.shape)
     }
 
 
-def _is_divided(value: Any) -> bool:
-    return isinstance(value, TensorEntry) and bool(value.shape)
-
-
 def plain(node: Any) -> Any:
-    """An object of DeepSpeed's own (a loss scaler, a stage) as its attributes or its number."""
+    """An object of DeepSpeed's own (a loss scaler) as its attributes, a member of an enum (a stage) as its number."""
     if not isinstance(node, Object):
         return node
-    number = _number(node)
-    return dict(node.attributes) if number is None else number
-
-
-def _number(node: Any) -> int | None:
-    """A number, or that of a member of an enum."""
-    if isinstance(node, Object) and type(node.args) is tuple and len(node.args) == 1:
-        node = node.args[0]
-    return node if type(node) is int else None
+    is_member = type(node.args) is tuple and len(node.args) == 1 and type(node.args[0]) is int
+    return node.args[0] if is_member else dict(node.attributes)
 
 
 def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[str, Any]]:
@@ -278,6 +245,18 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
         for group in items(groups)
         if isinstance(group, dict)
     ]
+
+
+def shapes_of(tag: Tag, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
+    """The shapes of a file's parameters by name, for each group. Raises `Corrupt` for what is no shape."""
+    groups = states.get(key) or ()
+    found = []
+    for group in groups if isinstance(groups, (list, tuple)) else (groups,):
+        shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
+        if not all(type(name) is str and shape is not None for name, shape in shapes.items()):
+            raise damaged(tag.folder, f"{file} has {key} that are no names and shapes")
+        found.append({name: shape for name, shape in shapes.items() if shape is not None})
+    return found
 
 
 # The pieces of trained tensors ---------------------------------------------------------------------------------------
@@ -298,18 +277,17 @@ def joined_groups(
     taken more steps than the model; fewer are noted (a restart).
     """
     share, total, skipped = shares[0], first.get("global_steps"), first.get("skipped_steps", 0)
-    steps = [n for group in range(len(share.weights)) if (n := number_in(share.undivided(group).get("step")))]
+    steps = [n for group in range(len(share.weights)) if (n := number_in(share.state(group).get("step")))]
     if type(total) is int and type(skipped) is int and steps and max(steps) != total - skipped:
         what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
         if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
             raise mixed(tag.folder, tag.first, share.file, what)
         why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
-        tag.files.notes.append(Note(STEPS, f"{what}: {why}"))
-    runs = _divided_each if shares[0].stage > 2 else _whole_vectors
+        tag.joiner.notes.append(Note(STEPS, f"{what}: {why}"))
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
-    for rows, laid, step in runs(tag, first, shares, shapes_of(tag, first, tag.first)):
+    for rows, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(tag, first, shares):
         world, length = len(rows[""]), rows[""][0].length
         needed = max((begin + -(-prod(shape) // world) for _, shape, _, begin in laid), default=0)
         if -(-needed // step) != -(-length // step):
@@ -318,16 +296,26 @@ def joined_groups(
         for name, shape, group, begin in laid:
             if name in weights:
                 raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
-            copies = {"": _copy(own, name, shape)}
             values = {
-                key: tag.joiner.in_ranges(f"{name} {key}".strip(), shape, _of_each(row, begin, shape), copies.get(key))
+                key: tag.joiner.flat(
+                    f"{name} {key}".strip(), shape, _pieces(row, begin, shape), None if key else _copy(own, name, shape)
+                )
                 for key, row in rows.items()
             }
             weights[name] = values.pop("")
-            if slots := values | shares[0].undivided(group):
+            if slots := values | undivided(share.state(group)):
                 state[name] = slots
             names.setdefault(group, []).append(name)
-    return weights, {"state": state, "param_groups": named_groups(shares[0].groups, names)}
+    return weights, {"state": state, "param_groups": named_groups(share.groups, names)}
+
+
+def _pieces(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """What each of the vectors has of a tensor that they divide evenly, without the padding of the last."""
+    total = prod(shape)
+    each = -(-total // len(vectors)) if vectors else 0
+    for number, vector in enumerate(vectors):
+        if number == 0 or number * each < total:
+            yield from vector.cut(begin, min(each, total - number * each), number * each)
 
 
 def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | None:
@@ -338,16 +326,15 @@ def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | Non
     return Piece(copy, (0,) * len(shape), "the model's own copy")
 
 
-def shapes_of(tag: Tag, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
-    """The shapes of a file's parameters by name, for each group. Raises `Corrupt` for what is no shape."""
-    groups = states.get(key) or ()
-    found = []
-    for group in groups if isinstance(groups, (list, tuple)) else (groups,):
-        shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
-        if not all(type(name) is str and shape is not None for name, shape in shapes.items()):
-            raise damaged(tag.folder, f"{file} has {key} that are no names and shapes")
-        found.append({name: shape for name, shape in shapes.items() if shape is not None})
-    return found
+def _rows(team: list[Share], groups: Iterable[int], *, divided: bool) -> dict[str, list[Vector]]:
+    """By key the vectors that these ranks have: one of all of them, or where each tensor is divided, one of each."""
+    groups = [*groups]
+    keys = [
+        "",
+        *(k for k, v in team[0].state(min(groups, default=0)).items() if isinstance(v, TensorEntry) and v.shape),
+    ]
+    teams = [[share] for share in team] if divided else [team]
+    return {key: [Vector(share.vector(n, key) for share in each for n in groups) for each in teams] for key in keys}
 
 
 def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: Iterable[int] = ()) -> list[_Placed]:
@@ -357,12 +344,13 @@ def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: 
     return [(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
 
 
-def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Run]:
+def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Iterator[_Run]:
     """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece.
 
     Raises `Conflict` where ranks say that they lay the tensors out otherwise.
     """
     share, world, config = shares[0], len(shares), fields(first.get("ds_config"))
+    shapes = shapes_of(tag, first, tag.first)
     if len(shapes) != len(share.weights):
         groups = f"one has {counted(len(shapes), 'group')}, the other {len(share.weights):,}"
         raise mixed(tag.folder, tag.models[0], share.file, groups)
@@ -376,18 +364,15 @@ def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share], shapes:
         for number in range(teams):
             in_blocks = config.get("use_data_before_expert_parallelism")
             team = shares[number * size : (number + 1) * size] if in_blocks else shares[number::teams]
-            rows = {key: [Vector(each.vector(group, key) for each in team)] for key in team[0].keys(group)}
+            rows = _rows(team, [group], divided=False)
             for each, low in zip(team, rows[""][0].begins, strict=True) if mapped else ():
                 high, placed = low + each.weights[group].shape[0], each.placed(group)
                 for name, shape, _, at in laid:
                     begin, end = max(at, low), min(at + prod(shape), high)
                     if begin < end and placed.get(name, (begin - low, end - begin)) != (begin - low, end - begin):
                         raise mixed(tag.folder, tag.models[0], each.file, f"{name} lies elsewhere")
-            if teams > 1:
-                every = [(_global_name(tag, name, number, named), shape, group, at) for name, shape, _, at in laid]
-                yield rows, every, 2 * size
-            else:
-                yield rows, laid, 2 * size
+            every = [(_global_name(tag, each[0], number, named), *each[1:]) for each in laid] if teams > 1 else laid
+            yield rows, every, 2 * size
 
 
 def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
@@ -395,36 +380,25 @@ def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
     found = _LOCAL_EXPERT.fullmatch(name)
     if found is None:
         what = f"{tag.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
-        raise Unsupported(
-            what, "Which ranks have which part of it is not known here.", "With DeepSpeed: load it there."
-        )
+        why = "Which ranks have which part of it is not known here."
+        raise Unsupported(what, why, "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
     local = 1 + max(int(each["number"]) for each in experts if each["module"] == found["module"])
     return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
 
 
-def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share], shapes: list[Shapes]) -> Iterator[_Run]:
+def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Iterator[_Run]:
     """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
     world, lengths = len(shares), [entry.shape[0] for entry in shares[0].weights]
+    shapes = shapes_of(tag, first, tag.first)
     needed = [sum(-(-prod(shape) // world) for shape in named.values()) for named in shapes]
-    apart = needed == lengths  # where a parameter is in two vectors, they are read as one
-    begins = [0] * len(shapes) if apart else [*accumulate(needed, initial=0)]
-    laid = [_in_a_row(group, named, world, begins[group]) for group, named in enumerate(shapes)]
-    runs = [([n], row) for n, row in enumerate(laid)] if apart else [([*range(len(lengths))], [*chain(*laid)])]
-    for numbers, row in runs:
-        keys = shares[0].keys(min(numbers, default=0))
-        yield {key: [Vector(share.vector(n, key) for n in numbers) for share in shares] for key in keys}, row, 1
-
-
-def _of_each(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> list[Range]:
-    """What each of the vectors has of a tensor that they divide, without the padding of the last."""
-    total = prod(shape)
-    each = -(-total // len(vectors)) if vectors else 0
-    return [
-        (vector, begin, max(0, min(each, total - rank * each)))
-        for rank, vector in enumerate(vectors)
-        if rank == 0 or rank * each < total
-    ]
+    if needed == lengths:
+        for group, named in enumerate(shapes):
+            yield _rows(shares, [group], divided=True), _in_a_row(group, named, world), 1
+    else:  # where a parameter is in two vectors, they are read as one
+        begins = accumulate(needed, initial=0)
+        laid = [_in_a_row(*each, world, begin) for each, begin in zip(enumerate(shapes), begins, strict=False)]
+        yield _rows(shares, range(len(lengths)), divided=True), [*chain(*laid)], 1
 
 
 def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
@@ -446,9 +420,9 @@ def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, 
             names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
         if not names or sum(left[name].numel for name in names) != master.numel:
             raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
-        row = Vector([(master.reshape((master.numel,)), "the optimizer")])
+        row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
         for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
-            found[name] = tag.joiner.in_ranges(name, shape, [(row, at, prod(shape))], _copy(own, name, shape))
+            found[name] = tag.joiner.flat(name, shape, _pieces(row, at, shape), _copy(own, name, shape))
     return found
 
 
@@ -476,10 +450,10 @@ def checkpoint_of(
     if rest:
         joined[ZERO] = rest
     tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"} | joined
-    tree |= {name: tag.files.open(name) for name in tag.others}
+    tree |= {name: tag.joiner.open(name).tree for name in tag.others}
     version = first.get("ds_version")
     engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
-    return tag.files.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
+    return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
 
 
 def _module_of(
@@ -491,14 +465,15 @@ def _module_of(
     """
     frozen: dict[str, list[tuple[TensorEntry, str]]] = {}
     buffers: dict[str, list[Piece]] = {}
-    facts: dict[int, dict[str, Any]] = {}
+    facts: dict[str, Any] = {}
     if stage > 2:
         complete(tag.folder, tag.models, world, tag.first)
-    for rank, file in sorted(tag.models.items()) if stage > 2 else [(min(tag.models), tag.first)]:
-        states, owner = tag.model(rank) if facts else first, f"rank {rank:,}"
-        facts[rank] = {"step": states.get("global_steps"), "size of the world": states.get("dp_world_size")}
-        facts[rank]["list of parameters"] = shapes_of(tag, states, file)
-        refuse_other(tag.folder, (tag.first, facts[min(facts)]), (file, facts[rank]))
+    for rank, file in sorted(tag.models.items())[: None if stage > 2 else 1]:
+        states, owner = tag.model(file) if facts else first, f"rank {rank:,}"
+        about = {"step": states.get("global_steps"), "size of the world": states.get("dp_world_size")}
+        about["list of parameters"] = shapes_of(tag, states, file)
+        facts = facts or about
+        refuse_other(tag.folder, (tag.first, facts), (file, about))
         for name, entry in fields(states.get("frozen_param_fragments")).items():
             if isinstance(entry, TensorEntry):
                 frozen.setdefault(name, []).append((entry, owner))
@@ -515,7 +490,7 @@ def _module_of(
                 values[name] = pieces[0][0]
             else:
                 vectors = [Vector([piece]) for piece in pieces if len(piece[0].shape) == 1]
-                values[name] = tag.joiner.in_ranges(name, shape, _of_each(vectors, 0, shape))
+                values[name] = tag.joiner.flat(name, shape, _pieces(vectors, 0, shape))
     values |= {name: tag.joiner.replicated(name, pieces) for name, pieces in buffers.items()}
     # The other names of shared parameters have the values of those that are stored.
     ties = dict(fields(first.get("shared_params")))
@@ -530,7 +505,7 @@ def _module_of(
     if copies:
         what = counted(copies.total(), "weight is shown as", "weights are shown as")
         compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
-        tag.files.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
+        tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
     module = same_kind(own, {**own, **values})
     empty = [
         str(name)

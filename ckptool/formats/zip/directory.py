@@ -46,6 +46,7 @@ MAX_ENTRIES = 1_000_000
 MAX_DIRECTORY = 256 << 20
 MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
+_WINDOW = 8 << 10  # bytes: a system call for every header would take longer than the rest
 SECTOR = 512  # bytes that a disk writes or loses together
 _REFUSED_FLAGS = {0x0001: "encrypted", 0x0020: "patched", 0x0040: "strongly encrypted", 0x2000: "masked"}
 _OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ", 98: "PPMd", 99: "AES encryption"}
@@ -76,9 +77,18 @@ class Archive:
     edits: int = 0
     links: list[Record] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    _window: tuple[int, bytes] = (0, b"")  # what was read last, and where
 
     def by_offset(self) -> list[Record]:
         return sorted(self.records.values(), key=lambda record: record.header)
+
+    def peek(self, at: int, length: int) -> bytes:
+        """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
+        begin, window = self._window
+        if not begin <= at <= at + length <= begin + len(window):
+            window = self.source.read(at, max(length, min(_WINDOW, self.source.size - at)))
+            begin, self._window = at, (at, window)
+        return window[at - begin : at - begin + length]
 
 
 def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
@@ -130,11 +140,11 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
 def table(source: Readable, most: int = MAX_DIRECTORY) -> bytes:
     """The bytes of the directory that the last end record points to; none without one, or with more than `most`."""
     _, tail_at, found = last_end_record(source, 1 << 16)
-    size, at = _directory_by(source, tail_at + found) if found >= 0 else (0, 0)
+    size, at = directory_by(source, tail_at + found) if found >= 0 else (0, 0)
     return source.read(at, size) if size <= most and at + size <= source.size else b""
 
 
-def _directory_by(source: Readable, end: int) -> tuple[int, int]:
+def directory_by(source: Readable, end: int) -> tuple[int, int]:
     """The size and the place of the directory, as the end record at `end` or the 64-bit one before it has them."""
     size, at = END.unpack(source.read(end, END.size))[5:7]
     if FULL in (size, at) and (end64 := end - LOCATOR.size - END64.size) >= 0:
@@ -465,7 +475,7 @@ def _is_torn_edit(archive: Archive) -> bool:
     end_at = source.size - len(tail) - END.size
     if end_at < begin or source.read(end_at, 4) != b"PK\x05\x06":
         return True  # no end records are there that would say where a directory is
-    size, at = _directory_by(source, end_at)
+    size, at = directory_by(source, end_at)
     end = min(at + size, end_at) if at >= begin else 0  # else: the same guard, once more
     while at + CENTRAL.size <= end:
         sig, *_, n, m, k, _, _, _, header = CENTRAL.unpack(source.read(at, CENTRAL.size))

@@ -109,8 +109,8 @@ class Record:
         """Compares the record's own header and descriptor with the directory; raises `Ambiguous` or `Corrupt`."""
         if self.is_confirmed:
             return
-        source, name = self.archive.source, self.name.encode()
-        head = source.read(self.header, min(LOCAL.size + len(name), source.size - self.header))
+        source, peek, name = self.archive.source, self.archive.peek, self.name.encode()
+        head = peek(self.header, min(LOCAL.size + len(name), source.size - self.header))
         if len(head) < LOCAL.size or head[:4] != b"PK\x03\x04":
             self.wrong(f"has no header at byte {self.header:,}")
         _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
@@ -129,13 +129,13 @@ class Record:
             agrees = crc in (0, self.crc) and stored in (0, FULL, self.stored) and size in (0, FULL, self.size)
         else:
             if FULL in (stored, size):
-                extra = source.read(data_at - extra_size, extra_size)
+                extra = peek(data_at - extra_size, extra_size)
                 size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
             agrees = (crc, stored, size) == expected
         if not agrees:
             self.wrong("has another size or checksum in its own header than in the directory")
         if layout:
-            *signature, crc, stored, size = layout.unpack(source.read(data_at + self.stored, layout.size))
+            *signature, crc, stored, size = layout.unpack(peek(data_at + self.stored, layout.size))
             if signature not in ([], [b"PK\x07\x08"]):
                 self.wrong("has no descriptor after its data")
             if (crc, stored, size) != expected:

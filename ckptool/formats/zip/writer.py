@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptool.checkpoint import Data, InlineBytes
+from ckptool.checkpoint import Data, FileRange, InlineBytes
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.plan import Deferred, Segment
 from ckptool.formats.checksums import checksummed, crc_combine
@@ -32,8 +32,11 @@ from ckptool.formats.zip.record import (
 
 
 @dataclass(slots=True, eq=False)
-class _NewRecord:
-    """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for."""
+class NewRecord:
+    """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for.
+
+    summed: they have its checksum, which is known when it was written.
+    """
 
     name: str
     at: int
@@ -41,6 +44,17 @@ class _NewRecord:
     head: bytes
     data: Data | Deferred
     total: Crc
+    summed: bool
+
+    def descriptor(self) -> bytes:
+        layout = DESCRIPTOR64 if max(self.size, self.at) >= FULL else DESCRIPTOR
+        return layout.pack(b"PK\x07\x08", self.total.value if self.summed else 0, self.size, self.size)
+
+    def entry(self) -> bytes:
+        """Its line of the directory."""
+        crc, short, place = self.total.value if self.summed else 0, min(self.size, FULL), min(self.at, FULL)
+        fields = [b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, 0, 0, 0, 0, 0, 0, place]
+        return _entry(fields, self.name, (self.size, self.size, self.at))
 
 
 class ZipLayout:
@@ -52,8 +66,9 @@ class ZipLayout:
     def __init__(self, alignment: int, begin: int = 0, checksums: bool = True) -> None:
         self.alignment, self.at, self.checksums = alignment, begin, checksums
         self.sums: list[Crc] = []
-        self._parts: list[Segment | _NewRecord] = []
-        self._lines: list[bytes | _NewRecord] = []  # of the directory: a layout may have 50,000
+        self._parts: list[FileRange | NewRecord] = []
+        self._together: list[Record] = []  # the old records that the last of the parts is, if it is a range
+        self._lines: list[bytes | NewRecord] = []  # of the directory: a layout may have 50,000
         self._directory_size = 0
 
     def add(self, name: str, data: Data | Deferred, crc: int | None = None, head: bytes = b"") -> None:
@@ -63,25 +78,33 @@ class ZipLayout:
         total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
         if crc is not None and data.length:
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
-        record = _NewRecord(name, self.at, size, head, data, total)
+        record = NewRecord(name, self.at, size, head, data, total, self.checksums)
         self.sums.append(total)
         self._parts.append(record)
         self._lines.append(record)
-        self._directory_size += len(central_entry(name, 0, size, self.at))
-        self.at += len(local_header(name, self.at, size, self.alignment)) + size + len(descriptor(0, size, self.at))
+        self._directory_size += len(record.entry())
+        self.at += len(local_header(name, self.at, size, self.alignment)) + size + len(record.descriptor())
 
-    def add_old(self, record: Record, data: Data | None = None) -> None:
-        """A record of another archive as it is, header and all: `data` is where it stands there, None if it stays."""
-        line = moved_entry(record, self.at if data is not None else record.header)
+    def add_old(self, record: Record, *, copied: bool) -> None:
+        """A record of another archive as it is, header and all: copied to here, or left where it stands there."""
+        line = moved_entry(record, self.at if copied else record.header)
         self._lines.append(line)
         self._directory_size += len(line)
-        if data is not None:
-            self._parts.append(data)
-            self.at += data.length
+        if not copied:
+            return
+        source, length = record.archive.source, record.end - record.header
+        file, begin, before = source.file, source.start + record.header, self._parts[-1] if self._parts else None
+        if isinstance(before, FileRange) and before.file is file and before.offset + before.length == begin:
+            self._together.append(record)  # thousands of small records are one range
+            before.length += length
+        else:
+            self._together = [record]
+            self._parts.append(FileRange(file, begin, length, partial(_confirm, self._together)))
+        self.at += length
 
     def __iter__(self) -> Iterator[Segment]:
         for part in self._parts:
-            if not isinstance(part, _NewRecord):
+            if isinstance(part, FileRange):
                 yield part
                 continue
             yield InlineBytes(local_header(part.name, part.at, part.size, self.alignment))
@@ -91,22 +114,17 @@ class ZipLayout:
                 yield Deferred(part.size, partial(_summed, part.data, part.total))
             elif part.data.length:
                 yield from checksummed(part.data, part.total)
-            tail = partial(self._descriptor, part)
-            # Behind data that has yet to pass, it can only be made then.
-            yield Deferred(len(tail()), tail) if part.data.length else InlineBytes(tail())
+            yield Deferred(len(part.descriptor()), part.descriptor)
         yield Deferred(self._directory_size, self._directory)
         yield InlineBytes(end_records(len(self._lines), self.at, self._directory_size))
 
-    def _descriptor(self, record: _NewRecord) -> bytes:
-        return descriptor(record.total.value if self.checksums else 0, record.size, record.at)
-
     def _directory(self) -> bytes:
-        return b"".join(
-            line
-            if isinstance(line, bytes)
-            else central_entry(line.name, line.total.value if self.checksums else 0, line.size, line.at)
-            for line in self._lines
-        )
+        return b"".join(line if isinstance(line, bytes) else line.entry() for line in self._lines)
+
+
+def _confirm(records: Sequence[Record]) -> None:
+    for record in records:
+        record.confirm()
 
 
 def _summed(data: Deferred, total: Crc) -> bytes:
@@ -134,20 +152,12 @@ def local_header(name: str, at: int, size: int, alignment: int) -> bytes:
     return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
 
 
-def descriptor(crc: int, size: int, at: int) -> bytes:
-    return (DESCRIPTOR64 if max(size, at) >= FULL else DESCRIPTOR).pack(b"PK\x07\x08", crc, size, size)
-
-
-def central_entry(name: str, crc: int, size: int, at: int) -> bytes:
-    """The directory's entry for a record of our own."""
-    short, place = min(size, FULL), min(at, FULL)
-    fields = [b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, 0, 0, 0, 0, 0, 0, place]
-    return _entry(fields, name, (size, size, at))
-
-
 def moved_entry(record: Record, at: int) -> bytes:
     """The directory's entry for a record that was copied whole to byte `at`, as a file if it was a symbolic link."""
-    fields = [*CENTRAL.unpack(record.central)]
+    old = record.central
+    if at < FULL and not record.zip64 and not any(old[30:34]) and old[41] >> 4 != LINK:  # as nearly all are
+        return old[:42] + at.to_bytes(4, "little") + record.name.encode()
+    fields = [*CENTRAL.unpack(old)]
     fields[15] = 0 if fields[15] >> 28 == LINK else fields[15]
     fields[16] = FULL if at >= FULL or record.zip64 else at
     return _entry(fields, record.name, (record.size, record.stored, at))

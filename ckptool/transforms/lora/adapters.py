@@ -166,9 +166,8 @@ def read_adapter(
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        raise Conflict(
-            f"{name} mixes the names of {listed(list(schemes))}", "Each scheme scales its factors in its own way."
-        )
+        what = f"{name} mixes the names of {listed(list(schemes))}"
+        raise Conflict(what, "Each scheme scales its factors in its own way.")
     configs = _of_components(metadata or {})
     adapter = Adapter(next(iter(schemes)), (), fields, name, node, metadata or {}, tuple(notes))
     own = (_deltas(adapter, configs.get(of.component, config), of, parts) for of, parts in groups.values())
@@ -270,9 +269,8 @@ def _scale(
 def _rank(method: str, factors: Mapping[str, TensorEntry], where: str) -> int:
     wrong = {role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2}
     if odd := [role for role, each in factors.items() if role in wrong or not each.dtype.is_float]:
-        raise Conflict(
-            f"{where}: {listed(odd)} is not a matrix of floats", "It was saved without its values, or truncated."
-        )
+        what = f"{where}: {listed(odd)} is not a matrix of floats"
+        raise Conflict(what, "It was saved without its values, or truncated.")
     rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
     if rank == 0 and method in (LORA, LOHA):
         raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")

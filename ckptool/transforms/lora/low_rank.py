@@ -18,11 +18,11 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import ROWS, TensorValues, computed_rows
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, stretches
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
 from ckptool.errors import Conflict
-from ckptool.transforms.lora.products import once
+from ckptool.transforms.by_rows import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
@@ -110,9 +110,8 @@ class TensorDifference:
     def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
         import numpy
 
-        step = max(1, ROWS // 2 // max(1, self.shape[1]))
-        for at in range(start, stop, step):
-            after, before = (side.rows(at, min(at + step, stop)) for side in self.sides)
+        for at in stretches(start, stop, 2 * self.shape[1]):
+            after, before = (side.rows(*at) for side in self.sides)
             with numpy.errstate(all="ignore"):
                 yield (after - before).reshape(after.shape[0], -1).astype(kind)
 

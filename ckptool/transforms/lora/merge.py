@@ -18,9 +18,10 @@ from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
+from ckptool.names.steps import renamed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
-from ckptool.transforms.lora.places import EMBEDDING, Places, Prefix, orientation
+from ckptool.transforms.lora.places import EMBEDDING, SAME, Places, orientation
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
@@ -58,7 +59,6 @@ class AdapterMerge:
         self.changed: dict[str, tuple[int, ...]] = {}  # and by which tensors of the adapter
         self.replaced: list[str] = []
         self.added: list[str] = []
-        self.prefixes: dict[str, Prefix] = {}
         self.turned = orientation(self.tensors)
         self.ties: Mapping[str, str] = {}
 
@@ -71,8 +71,7 @@ class AdapterMerge:
         self.ties = ties or {}
         deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
-            wanted = [self._spellings(each) for each in deltas if each.component == component]
-            self.prefixes[component] = self.places.prefix(wanted)
+            self.places.settle(component, [self._spellings(each) for each in deltas if each.component == component])
         self._settle_parameters()
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
             self._refuse_lost(lost)
@@ -81,9 +80,8 @@ class AdapterMerge:
         tree = same_kind(self.base, {})
         for key in (*self.base, *self.added):
             tree[key] = self.tree[key] if key in self.tree else self.base[key]
-        moved = list(dict.fromkeys(str(prefix) for prefix in self.prefixes.values() if prefix != Prefix()))
         computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
-        return MergedWeights(tree, computed, self.replaced, self.added, moved, self.count)
+        return MergedWeights(tree, computed, self.replaced, self.added, self.places.moved(), self.count)
 
     # Changes
 
@@ -103,9 +101,10 @@ class AdapterMerge:
             modules.setdefault(delta.module, []).append(delta)
         order = {key: place for place, key in enumerate(self.tensors)}
         for module, deltas in modules.items():
-            prefix = self.prefixes[deltas[0].component]
-            keys = {name: self.places.key([f"{module}.{name}"], prefix) for name in self.parameters[deltas[0]]}
-            found = {key: name for name, key in keys.items() if key in self.tensors}
+            names = {
+                self.places.key(deltas[0].component, [f"{module}.{name}"]): name for name in self.parameters[deltas[0]]
+            }
+            found = {key: name for key, name in names.items() if key in self.tensors}
             if not found:  # a name without its module: `down_proj` is in every one
                 self.parameters = {each: names for each, names in self.parameters.items() if each not in deltas}
             if not len(deltas) <= len(found) <= _MOST_PARAMETERS:
@@ -124,15 +123,14 @@ class AdapterMerge:
                 self.parameters[delta] = [found[key]]
 
     def _find(self, delta: Delta) -> str | None:
-        prefix = self.prefixes[delta.component]
-        other = self.ties.get(prefix.of(f"{delta.module}.weight")) if delta.method == TOKENS else None
-        return self.places.key(self._spellings(delta), prefix) or other
+        tied = self.places.of(delta.component, f"{delta.module}.weight") if delta.method == TOKENS else ""
+        return self.places.key(delta.component, self._spellings(delta)) or self.ties.get(tied)
 
     def _place(self, delta: Delta) -> bool:
         """Puts the change where it goes; False where the base has no such place."""
         key = self._find(delta)
         if key is None:
-            name = self.prefixes[delta.component].of(delta.module) or delta.module
+            name = self.places.of(delta.component, delta.module) or delta.module
             saved = any(f".{each}." in f".{delta.module}" for each in self.adapter.names("modules_to_save"))
             if delta.method != WHOLE or not saved or name in self.tree:
                 return False
@@ -181,7 +179,6 @@ class AdapterMerge:
             weight,
             delta.scale * self.multiplier,
             experts=delta in self.parameters and len(weight.shape) == 3,
-            once=delta in self.parameters or delta.embedding or key.endswith("in_proj_weight"),
             peft=self.adapter.scheme == PEFT,
             turned=lambda: self._is_turned(key, delta),
         )
@@ -214,14 +211,15 @@ class AdapterMerge:
 
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
-        config, prefix = self.adapter.config, self.prefixes.get("base_model.model.", Prefix())
+        config = self.adapter.config
+        back = renamed([self.places.rules.get("base_model.model.", SAME).reversed()], self.tensors)
         every = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
         saved, done = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
         missing = []
         for key, value in self.tensors.items() if saved or config.get("target_modules") else ():
-            if key in done or not key.startswith(prefix.added):
+            if key in done or key not in back:
                 continue
-            name = prefix.removed + key[len(prefix.added) :]
+            name = back[key][1]
             is_weight = every and name.endswith(".weight") and len(value.shape) > 1
             if any(f".{each}." in f".{name}" for each in saved) or (is_weight and self._is_target(name[:-7])):
                 missing.append(key)

@@ -5,65 +5,76 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Conflict, counted, listed
+from ckptool.names.pattern import Name, Variable
+from ckptool.names.rules import Rule
+from ckptool.names.steps import renamed
 
 _CANDIDATES = 100  # of a name: with more there is no telling anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
+Spellings = Sequence[str]
+"""The names that a tensor may have, the first that there is."""
 
 
-class Prefix(NamedTuple):
-    """The difference between an adapter's names and the base's: `removed` in front of the one, `added` to the other."""
+def moving(removed: str = "", added: str = "") -> Rule:
+    """The rule that puts one prefix in the place of another."""
+    star = Variable("*", "", "star1")
+    old, new = (Name(f"{prefix}*", (prefix, star)) for prefix in (removed, added))
+    return Rule(f"{removed}* => {added}*", "", (old,), (new,))
 
-    removed: str = ""
-    added: str = ""
 
-    def of(self, name: str) -> str:
-        """The name in the base; empty for one that does not begin so."""
-        return self.added + name[len(self.removed) :] if name.startswith(self.removed) else ""
-
-    def __str__(self) -> str:
-        sides = [f"{side!r}" if side else "no prefix" for side in self]
-        return f"the adapter's names begin with {sides[0]}, the base's with {sides[1]}"
+SAME = moving()
 
 
 class Places:
-    """The names of a base. underscored: as kohya spells modules, `a.b_c.weight` as `a_b_c.weight`."""
+    """The names of a base, and by which rule those of each of an adapter's components become them.
+
+    underscored: as kohya spells modules, `a.b_c.weight` as `a_b_c.weight`.
+    """
 
     def __init__(self, names: Iterable[str], *, underscored: bool = False) -> None:
         self.separator = "_" if underscored else "."
+        self.rules: dict[str, Rule] = {}
         self.names: dict[str, list[str]] = {}
         for name in names:
             module, dot, leaf = name.rpartition(".")
             self.names.setdefault(module.replace(".", self.separator) + dot + leaf, []).append(name)
 
-    def prefix(self, wanted: Sequence[Sequence[str]]) -> Prefix:
-        """The prefix under which most of the wanted names are found, each by any of its spellings.
+    def settle(self, component: str, wanted: Sequence[Spellings]) -> None:
+        """Finds the rule by which most of the wanted names are found. Raises `Conflict` where two find equally many."""
+        hits = {("", ""): self._hits(wanted, SAME)}
+        samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits["", ""] < len(wanted) else ()
+        for prefixes in (each for spellings in samples for each in self._candidates(spellings)):
+            if prefixes not in hits:
+                hits[prefixes] = self._hits(wanted, moving(*prefixes))
+        best = [prefixes for prefixes, count in hits.items() if count == max(hits.values())]
+        if best[0] != ("", ""):
+            shortest = min(len(removed) for removed, _ in best)  # `a.b` for `b` says no more than `a` for nothing
+            best = [(removed, added) for removed, added in best if len(removed) == shortest]
+            if len(best) > 1:
+                places = listed([added for _, added in best])
+                what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
+                raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
+        self.rules[component] = moving(*best[0])
 
-        Raises `Conflict` where two find equally many.
-        """
-        hits = {Prefix(): self._hits(wanted, Prefix())}
-        samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits[Prefix()] < len(wanted) else ()
-        for prefix in (each for spellings in samples for each in self._candidates(spellings)):
-            if prefix not in hits:
-                hits[prefix] = self._hits(wanted, prefix)
-        best = [prefix for prefix, count in hits.items() if count == max(hits.values())]
-        if best[0] == Prefix():
-            return best[0]
-        shortest = min(len(prefix.removed) for prefix in best)  # `a.b` for `b` says no more than `a` for nothing
-        best = [prefix for prefix in best if len(prefix.removed) == shortest]
-        if len(best) > 1:
-            places = listed([prefix.added for prefix in best])
-            what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
-            raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
-        return best[0]
+    def moved(self) -> list[str]:
+        """What the rules change, in words."""
+        ends = [[name.ends[0] for name in (*rule.old, *rule.new)] for rule in self.rules.values()]
+        sides = [[repr(prefix) if prefix else "no prefix" for prefix in pair] for pair in ends if any(pair)]
+        return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in sides))
 
-    def key(self, names: Sequence[str], prefix: Prefix) -> str | None:
+    def of(self, component: str, name: str) -> str:
+        """An adapter's name as the base has it; empty for one that its rule does not take."""
+        return renamed([self.rules.get(component, SAME)], [name]).get(name, ("", ""))[1]
+
+    def key(self, component: str, names: Spellings) -> str | None:
         """The base's name for the first of an adapter's that it has, or None. Raises `Conflict` where there are two."""
         for name in names:
-            found = self.names.get(prefix.of(name), [])
+            found = self.names.get(self.of(component, name), [])
             if len(found) > 1:
                 what = f"{name} is {listed(found)}"
                 raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
@@ -71,18 +82,19 @@ class Places:
                 return found[0]
         return None
 
-    def _hits(self, wanted: Sequence[Sequence[str]], prefix: Prefix) -> int:
-        return sum(any(prefix.of(name) in self.names for name in spellings) for spellings in wanted)
+    def _hits(self, wanted: Sequence[Spellings], rule: Rule) -> int:
+        there = {name for name, (_, new) in renamed([rule], {*chain(*wanted)}).items() if new in self.names}
+        return sum(not there.isdisjoint(spellings) for spellings in wanted)
 
-    def _candidates(self, spellings: Sequence[str]) -> Iterator[Prefix]:
-        """Of names of the base with the same end, the longest that any has."""
+    def _candidates(self, spellings: Spellings) -> Iterator[tuple[str, str]]:
+        """The prefixes to remove and to add by which names of the base have the longest end that any has."""
         for name in spellings:
             module = name.rpartition(".")[0]
             cuts = [place + 1 for place, letter in enumerate(module) if letter == self.separator == "."]
             for cut in [0, *cuts[:8]]:
                 ends = (name[cut:], self.separator + name[cut:])
                 same = [each for each in self.names if each == ends[0] or each.endswith(ends[1])]
-                yield from [Prefix(name[:cut], each.removesuffix(ends[0])) for each in same[:_CANDIDATES]]
+                yield from [(name[:cut], each.removesuffix(ends[0])) for each in same[:_CANDIDATES]]
                 if same:
                     break
 

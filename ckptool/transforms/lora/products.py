@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, in_pieces
@@ -17,20 +16,11 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.conventions.adapter_keys import LOHA, LOKR, LORA
 from ckptool.errors import Conflict
+from ckptool.transforms.by_rows import once
 
 _HELD = 1 << 20  # elements of a factor in memory
 _TILE, _HEIGHT, _RANKS = 1 << 18, 16, 64  # multiplications at once, of so many rows and at most so many ranks
 Pair = tuple[TensorEntry, TensorEntry]
-_recent: list[tuple[object, Any]] = [(None, None)]  # the last result alone: an adapter has thousands
-
-
-def once(owner: object, make: Callable[[], Any]) -> Any:
-    """The result of `make` for an owner, kept until another asks."""
-    last, made = _recent[0]
-    if last is not owner:
-        made = make()
-        _recent[0] = owner, made
-    return made
 
 
 def flat(entry: TensorEntry) -> TensorEntry:

@@ -25,7 +25,7 @@ from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS, KOHYA, LORA, PEFT,
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, Delta
-from ckptool.transforms.lora.places import Places, Prefix
+from ckptool.transforms.lora.places import Places
 
 MODEL = "base_model.model."
 SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
@@ -230,7 +230,7 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dic
     places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
     found = {}
     for module in dict.fromkeys(delta.module for delta in adapter.deltas):
-        name = places.key([f"{module}.weight"], Prefix()) if bases else split_words(module)
+        name = places.key("", [f"{module}.weight"]) if bases else split_words(module)
         found[module] = (name or "").removesuffix(".weight")
     if lost := [module for module, name in found.items() if not name]:
         raise NoMatch(

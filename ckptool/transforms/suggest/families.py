@@ -214,15 +214,17 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
 
 
-class Alignment(NamedTuple):
+class Match(NamedTuple):
     """Pairs of keys of two families. numbers: of the new names, as in rules.
 
     known: the numbers stay what they are, or the traits say which is which.
     """
 
+    ours: Family
+    theirs: Family
     pairs: dict[str, str]
     numbers: list[str]
-    known: bool = True
+    known: bool
 
     @property
     def changed(self) -> set[str]:
@@ -230,11 +232,13 @@ class Alignment(NamedTuple):
         return {number for number in self.numbers if number[1:-1] not in VARIABLES}
 
 
-def aligned(ours: Family, theirs: Family) -> Alignment | None:
+def matched(ours: Family, theirs: Family | None) -> Match | None:
     """Which key of one family is which of another, with the same traits; None where the numbers do not say so.
 
     Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order.
     """
+    if theirs is None:
+        return None
     have, want = (dict(zip(each.keys, each.traits, strict=True)) for each in (ours, theirs))
     mine, goals = [*have], [*want]
     if mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
@@ -243,12 +247,12 @@ def aligned(ours: Family, theirs: Family) -> Alignment | None:
     if fitting is None:
         return None
     pairs = {ours.keys[old]: theirs.keys[new] for old, new in zip(mine, goals, strict=True)}
-    found = Alignment(pairs, fitting)
-    plain = [at for at, number in enumerate(fitting) if number not in found.changed]
+    plain = [at for at, number in enumerate(fitting) if number[1:-1] in VARIABLES]
     alike: dict[Numbers, list[Trait]] = defaultdict(list)
     for numbers in goals:
         alike[tuple(numbers[at] for at in plain)].append(want[numbers])
-    return found._replace(known=len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values()))
+    known = len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values())
+    return Match(ours, theirs, pairs, fitting, known)
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:

@@ -21,15 +21,13 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.errors import CkptoolError, counted
 from ckptool.names.rule_files import dropping
 from ckptool.names.rules import Translation, parse_rules
-from ckptool.names.scope import Scope
 from ckptool.names.steps import Step
 from ckptool.transforms.suggest import Writing
 from ckptool.transforms.suggest.families import VARIABLES, Numbers, Trait, escaped, families, fitted
-from ckptool.transforms.suggest.fingerprints import Fingerprint, fingerprint
 from ckptool.transforms.suggest.groups import NameGroup, fused, groups, is_sayable
 from ckptool.transforms.suggest.links import Link, Search
-from ckptool.transforms.suggest.relations import Ways, applied, is_same, is_tuned
-from ckptool.transforms.translate.apply import DROP, carry_out, plan_steps
+from ckptool.transforms.suggest.relations import Fingerprint, Ways, applied, fingerprint, is_same, is_tuned
+from ckptool.transforms.translate.apply import DROP, plan_steps
 
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
 FEW = 12  # rules, of which nobody asks why they are so many
@@ -218,8 +216,8 @@ def _proof(
     try:
         rules = tuple(rule for text in texts for rule in parse_rules(text))
         translation = Translation(rules, drop=tuple(map(dropping, drop)))
-        scope = Scope({}, {}, {}, old)
-        done = carry_out(translation, plan_steps(translation, old, scope), old, scope, DROP)
+        done = plan_steps(translation, old)
+        done.carry_out(DROP)
     except CkptoolError:
         pass
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptool.errors import listed, printable
-from ckptool.transforms.suggest.families import HOLE, Alignment, Family, Trait, aligned, families, without_numbers
+from ckptool.transforms.suggest.families import HOLE, Family, Match, Trait, families, matched, without_numbers
 
 DEEP = 32  # parts of a name that is tried from all its dots
 MOST_MOVES = 64
@@ -23,6 +23,7 @@ COMPARISONS = 400_000  # of the words of two names
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 RECOUNTED = "names differ in numbers only on both sides: one of them may count from another number"
 ORDERED = "the shapes fit, and only the order of the names says which is which"
+ALONE = "nothing else has these shapes"
 UNSAID = "the shapes fit, but the names do not say so, or say it of others as well"
 
 Goals = Mapping[str, tuple[str, ...]]
@@ -44,18 +45,12 @@ class Link(NamedTuple):
     chain: str = ""
 
 
-class _Match(NamedTuple):
-    ours: Family
-    theirs: Family
-    how: Alignment
-
-
 class _Move(NamedTuple):
     """All families below `old` as those below `new`."""
 
     old: str
     new: str
-    matches: list[_Match]
+    matches: list[Match]
     pairs: dict[str, str]
 
     @property
@@ -73,9 +68,9 @@ class _Move(NamedTuple):
     def numbers_are_known(self) -> bool:
         """True if numbers stay, or the shapes of some blocks say which is which."""
         if without_numbers(self.old) == without_numbers(self.new):
-            return self.old == self.new and not any(match.how.changed for match in self.matches)
-        known = {each for match in self.matches if match.how.known for each in match.how.changed}
-        return all(known.issuperset(match.how.changed) for match in self.matches)
+            return self.old == self.new and not any(match.changed for match in self.matches)
+        known = {each for match in self.matches if match.known for each in match.changed}
+        return all(known.issuperset(match.changed) for match in self.matches)
 
     def is_rival(self, other: _Move) -> bool:
         """True if both cannot be, and the other takes at least half of the keys of the smaller one."""
@@ -109,19 +104,19 @@ class Search:
             for kind in ({"weight"}, {"bias"}, set[str](), None):  # weights never stand for biases
                 self._by_order(kind, *map(families, self.free, level))
 
-    def _accept(self, match: _Match, why: str, certain: bool = True, origin: tuple[str, ...] = ()) -> None:
-        ours, theirs, how = match
+    def _accept(self, match: Match, why: str, certain: bool = True, origin: tuple[str, ...] = ()) -> None:
+        ours, theirs = match.ours, match.theirs
         heads = ours.head, theirs.head
-        old, new = ours.template(ours.variables), theirs.template(how.numbers)
-        goals = {key: ("", goal) for key, goal in how.pairs.items()}
+        goals = {key: ("", goal) for key, goal in match.pairs.items()}
+        old, new = ours.template(ours.variables), theirs.template(match.numbers)
         self.links.append(Link(old, new, goals, why, certain, origin or ("moved", *heads)))
-        for key, goal in how.pairs.items():
+        for key, goal in match.pairs.items():
             self.free[0].pop(key, None)
             self.free[1].pop(goal, None)
         if certain:
             self.heads.add(heads)
         if ours.leaf == theirs.leaf:
-            self.modules.setdefault(ours.module, (theirs.module, how.numbers))
+            self.modules.setdefault(ours.module, (theirs.module, match.numbers))
 
     def _open(self, side: int, some: Iterable[Family]) -> list[Family]:
         return [family for family in some if self.free[side].keys() >= {*family.keys.values()}]
@@ -144,14 +139,12 @@ class Search:
             if any(s not in self.free[0] or t not in self.free[1] for s, t in move.pairs.items()):
                 continue  # a larger move has some of it; words will tell about the rest
             either = [move, *(each for each in moves if each is not move and move.is_rival(each))]
-            shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "*")) for each in either])
-            sure = len(either) == 1 and move.numbers_are_known
-            if sure:
-                why = move.why
-            elif len(either) == 1:
-                why = RECOUNTED
-            else:
+            sure, why = len(either) == 1 and move.numbers_are_known, move.why
+            if len(either) > 1:
+                shown = listed([printable(f"{each.old}* as {each.new}*".replace(HOLE, "*")) for each in either])
                 why = f"the names and shapes fit in more than one way: {shown}"
+            elif not sure:
+                why = RECOUNTED
             heads = (without_numbers(each).partition(HOLE)[0] for each in (move.old, move.new))
             for each in either[:FEW]:
                 origin = ("moved", *heads) if sure else ("either", each.old, each.new)
@@ -175,44 +168,35 @@ class Search:
             alone = len(mine) == len(goals) == 1
             for one in mine if goals else []:
                 near = _nearest(one, goals)
-                match = _match(one, near) if near is not None and _nearest(near, mine) is one else None
-                if match and match.how.known and (why := self._evidence(match.ours, match.theirs, alone, by_trait)):
+                match = matched(one, near) if near is not None and _nearest(near, mine) is one else None
+                if match and match.known and (why := self._evidence(match, alone, by_trait)):
                     self._accept(match, why)
 
-    def _of_modules(self, ours: list[Family], theirs: list[Family]) -> Iterator[_Match]:
+    def _of_modules(self, ours: list[Family], theirs: list[Family]) -> Iterator[Match]:
         """The families of a class whose modules are known to be the same, and whose leaves are."""
         places = {(family.module, family.leaf): family for family in theirs}
         for one in self._open(0, ours):
             module, numbers = self.modules.get(one.module, ("\n", []))
-            match = _match(one, places.get((module, one.leaf)))
-            if match is not None and match.how.numbers == numbers and self._open(1, [match.theirs]):
+            match = matched(one, places.get((module, one.leaf)))
+            if match is not None and match.numbers == numbers and self._open(1, [match.theirs]):
                 yield match
 
-    def _evidence(
-        self, ours: Family, theirs: Family, alone: bool, by_trait: tuple[Mapping[Trait, list[Family]], ...]
-    ) -> str:
+    def _evidence(self, match: Match, alone: bool, by_trait: tuple[Mapping[Trait, list[Family]], ...]) -> str:
         """Why two families are the same; empty where shapes alone would say so, which could be chance."""
-        if ours.words.contradict(theirs.words) or without_numbers(ours.text) == without_numbers(theirs.text):
-            return ""  # names that differ in numbers only are different layers, or are counted from elsewhere
+        ours, theirs = match.ours, match.theirs
+        if _cannot_be(ours, theirs):
+            return ""
         for side, (family, goal) in enumerate(((ours, theirs), (theirs, ours))):
-            rivals = by_trait[side][family.traits[0]]
+            rivals, own = by_trait[side][family.traits[0]], family.keys.values()
             self.left -= len(rivals)
-            others = (
-                each for each in self._open(side, rivals) if {*each.keys.values()}.isdisjoint(family.keys.values())
-            )
+            others = (each for each in self._open(side, rivals) if {*each.keys.values()}.isdisjoint(own))
             if not all(goal.words.is_nearer(family.words, rival.words) for rival in others):
                 return ""
         if ours.words.inner & theirs.words.inner:
-            return (
-                "nothing else has these shapes"
-                if alone
-                else "of the tensors with these shapes, the names are the nearest"
-            )
+            return ALONE if alone else "of the tensors with these shapes, the names are the nearest"
         is_linear = alone and "linear" in ours.words.weak & theirs.words.weak
         in_blocks = (ours.head, theirs.head) in self.heads and len(ours.keys) > 1
-        shape = ours.traits[0]
-        is_telling = in_blocks or (isinstance(shape, tuple) and len(shape) > 2)
-        return "nothing else has these shapes" if is_linear and is_telling else ""
+        return ALONE if is_linear and (in_blocks or len(ours.traits[0] or ()) > 2) else ""
 
     def _by_order(self, kind: set[str] | None, some: list[Family], others: list[Family]) -> None:
         """Gives the rest of each class, of weights or biases or others, in the order of the keys, as doubtful.
@@ -222,31 +206,27 @@ class Search:
         for mine, goals in _classes(some, others):
             matches = [*self._of_modules(mine, goals)]
             known = len(matches)
-            mine, goals = (
-                [one for one in side if kind is None or one.words.strong & {"weight", "bias"} == kind]
-                for side in (mine, goals)
-            )
-            only = len(mine) == len(goals) == 1 and len(mine[0].keys) > 1
-            paired = len(mine) == len(goals) if kind is not None else only
-            matches += filter(None, map(_match, mine, goals)) if paired else []
-            why = ORDERED if len(mine) > 1 else UNSAID
-            for number, match in enumerate(matches):
-                ours, theirs = match.ours, match.theirs
-                shape = ours.traits[0]
-                by_chance = isinstance(shape, tuple) and len(shape) < 2 and len(ours.keys) == 1 == len(mine)
-                wrong = (
-                    ours.is_tiny
-                    or (by_chance and number >= known)  # one vector: many have its length
-                    or ours.words.contradict(theirs.words)
-                    or without_numbers(ours.text) == without_numbers(theirs.text)
+            if kind is not None:
+                mine, goals = (
+                    [f for f in side if f.words.strong & {"weight", "bias"} == kind] for side in (mine, goals)
                 )
-                if not wrong and self._open(0, [ours]) and self._open(1, [theirs]):
+            if len(mine) == len(goals) and (kind is not None or (len(mine) == 1 and len(mine[0].keys) > 1)):
+                matches += filter(None, map(matched, mine, goals))
+            for number, match in enumerate(matches):
+                ours, theirs, shape = match.ours, match.theirs, match.ours.traits[0]
+                # One vector, whose length many have; a scalar, which fits everywhere.
+                by_chance = number >= known and len(shape or (0, 0)) < 2 and len(ours.keys) == 1 == len(mine)
+                if ours.is_tiny or by_chance or _cannot_be(ours, theirs):
+                    continue
+                if self._open(0, [ours]) and self._open(1, [theirs]):
+                    why = ORDERED if len(mine) > 1 else UNSAID
                     self._accept(match, why, False, ("order", ours.head, theirs.head))
 
 
-def _match(ours: Family, theirs: Family | None) -> _Match | None:
-    how = None if theirs is None else aligned(ours, theirs)
-    return None if theirs is None or how is None else _Match(ours, theirs, how)
+def _cannot_be(ours: Family, theirs: Family) -> bool:
+    """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
+    or are counted from elsewhere."""
+    return ours.words.contradict(theirs.words) or without_numbers(ours.text) == without_numbers(theirs.text)
 
 
 def _starts(name: str) -> list[int]:
@@ -257,12 +237,12 @@ def _starts(name: str) -> list[int]:
 def _move(old: str, new: str, ours: Mapping[str, Family], theirs: Mapping[str, Family]) -> _Move | None:
     """A move that accounts for most of what it touches; None where too little fits."""
     below = {text.removeprefix(old): family for text, family in ours.items() if text.startswith(old)}
-    both = {end: _match(family, theirs.get(new + end)) for end, family in below.items()}
+    both = {end: matched(family, theirs.get(new + end)) for end, family in below.items()}
     matches = {end: match for end, match in both.items() if match is not None}
     deep = not old or not new or (len(matches) > 2 and any("." in end for end in matches))
     if not matches or 2 * len(matches) < len(below) or not deep:
         return None
-    pairs = {key: goal for match in matches.values() for key, goal in match.how.pairs.items()}
+    pairs = {key: goal for match in matches.values() for key, goal in match.pairs.items()}
     return _Move(old, new, [*matches.values()], pairs)
 
 

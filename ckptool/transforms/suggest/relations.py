@@ -1,6 +1,7 @@
 """Tensors of one side that, joined and reordered, are a tensor of the other: found by value, as operations of rules.
 
-A tensor that is split is found from the other side, as one that is joined, and its operations are inverted.
+A tensor that is split is found from the other side, as one that is joined, and its operations are inverted. Which
+tensors may be which, fingerprints tell; whatever they suggest is confirmed by bytes.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import blake2b
 from itertools import chain as chained
 from itertools import combinations, islice, permutations
 from math import gcd, prod
+from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, resolved
+from ckptool.checkpoint.arrays import TensorValues, fold, resolved
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.errors import CkptoolError
@@ -25,10 +28,53 @@ from ckptool.transforms.translate.apply import after_chain
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
 
+HEAD = 64  # bytes of a first row
 SAMPLED = 256  # values at each place
 FEW_VALUES = 32  # fewer may be unlike by chance
 LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chance comes to 0.03 in a full sample
 NEAR = 0.9  # the cosine from where on a common mean may be all that is said
+
+
+# Fingerprints --------------------------------------------------------------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
+
+    A transposed tensor has that of the first one, and three together that of the one they were cut from.
+    digest: of type and bytes, in order.  total: of all values.  head: the first bytes of the first row."""
+
+    digest: int
+    total: int
+    head: bytes
+
+
+def fingerprint(entry: TensorEntry) -> Fingerprint:
+    """The fingerprint of a tensor. Reads it once."""
+    digest, total, head = blake2b(entry.dtype.name.encode(), digest_size=8), 0, b""
+
+    def add(_: int, raw: Array) -> None:
+        nonlocal total, head
+        digest.update(raw.data)
+        head = head or raw[:HEAD].tobytes()
+        total += int(_mixed(raw.view(f"u{min(8, entry.dtype.itemsize)}")).sum())
+
+    fold(add, entry)
+    row = entry.nbytes // (entry.shape or (1,))[0] if entry.numel else 0
+    return Fingerprint(int.from_bytes(digest.digest(), "little"), total % 2**64, head[:row])
+
+
+def _mixed(values: Array) -> Array:
+    """A 64-bit number for each value: the finalizer of splitmix64."""
+    import numpy
+
+    numbers = values.astype(numpy.uint64)
+    numbers += numpy.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers ^= numbers >> numpy.uint64(shift)
+        numbers *= numpy.uint64(factor)
+    numbers ^= numbers >> numpy.uint64(31)
+    return numbers
 
 
 # Operations ----------------------------------------------------------------------------------------------------------

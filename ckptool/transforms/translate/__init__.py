@@ -17,9 +17,8 @@ from ckptool.conventions.optimizer_keys import nested
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError
 from ckptool.names.rules import Translation
-from ckptool.names.scope import Scope
 from ckptool.transforms.rename import module_names
-from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, carry_out, plan_steps, refuse_unused
+from ckptool.transforms.translate.apply import KEEP, TranslatedRoot, plan_steps, refuse_unused
 from ckptool.transforms.translate.completeness import losses_of, refuse_gaps
 from ckptool.transforms.translate.moments import translated_optimizer
 
@@ -56,34 +55,26 @@ def translate_roots(
     name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for what does not fit,
     `Unsupported` where the parts of a quantized weight would be changed.
     """
-    scopes = [Scope(given, translation.variables, config, root.node) for root in roots]
-    plans = [plan_steps(translation, root.node, scope) for root, scope in zip(roots, scopes, strict=True)]
-    refuse_unused(translation, (step for plan in plans for step in plan.steps))
-    for root, plan in zip(roots, plans, strict=True):
-        _refuse_changed_codes(checkpoint, root.node, plan)
-    for plan in plans if translation.complete else ():
-        refuse_gaps(plan.steps, translation.rules)
-    done = [
-        carry_out(translation, plan, root.node, scope, rest)
-        for plan, root, scope in zip(plans, roots, scopes, strict=True)
-    ]
-    scopes[0].refuse_unused({name for scope in scopes for name in scope.used} | set(translation.variables))
-    replaced: dict[int, Any] = {
-        id(root.node): _with_metadata(root.node, each) for root, each in zip(roots, done, strict=True)
-    }
+    done = [plan_steps(translation, root.node, given, config) for root in roots]
+    refuse_unused(translation, done)
+    for each in done:
+        _refuse_changed_codes(checkpoint, each)
+    for each in done if translation.complete else ():
+        refuse_gaps(each.steps, translation.rules)
+    for each in done:
+        each.carry_out(rest)
+    done[0].scope.refuse_unused({name for each in done for name in each.scope.used} | set(translation.variables))
+    replaced: dict[int, Any] = {id(each.scope.node): _with_metadata(each) for each in done}
     tree = nested(checkpoint.tree)
     found = list(optimizers(tree)) if moments else []
     for path, optimizer in found:
         place = address((*checkpoint.base, *path))
-        replaced[id(optimizer)] = translated_optimizer(
-            optimizer, place, checkpoint, list(zip(done, scopes, strict=True))
-        )
+        replaced[id(optimizer)] = translated_optimizer(optimizer, place, checkpoint, done)
     changed = replace(checkpoint, tree=rebuild(tree, replaced=replaced))
     lost: dict[str, None] = {}
     try:
         back = (way_back or translation.reversed)()
-        for root, each, scope in zip(roots, done, scopes, strict=True):
-            lost |= dict.fromkeys(losses_of(root.node, each, translation, back, scope))
+        lost = dict.fromkeys(line for each in done for line in losses_of(each, back))
     except CkptoolError as error:
         lost = dict.fromkeys([error.what])
     addresses = [root.address for root in roots]
@@ -93,23 +84,24 @@ def translate_roots(
 def translated_items(checkpoint: Checkpoint, translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:
     """The items of a set of weights after rules; keys that none takes stay. Reads nothing yet. Raises as
     `translate_roots`."""
-    scope = Scope({}, translation.variables, {}, node)
-    plan = plan_steps(translation, node, scope)
-    refuse_unused(translation, plan.steps)
-    _refuse_changed_codes(checkpoint, node, plan)
-    return carry_out(translation, plan, node, scope, KEEP).items
+    root = plan_steps(translation, node)
+    refuse_unused(translation, [root])
+    _refuse_changed_codes(checkpoint, root)
+    root.carry_out(KEEP)
+    return root.items
 
 
-def _refuse_changed_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], plan: TranslatedRoot) -> None:
-    keys = {key for step in plan.steps if step.rule.chain for key in step.keys}
-    refuse_quantized(checkpoint, [node], "Changed", keys)
+def _refuse_changed_codes(checkpoint: Checkpoint, root: TranslatedRoot) -> None:
+    keys = {key for step in root.steps if step.rule.chain for key in step.keys}
+    refuse_quantized(checkpoint, [root.scope.node], "Changed", keys)
 
 
-def _with_metadata(node: Any, done: TranslatedRoot) -> Any:
+def _with_metadata(done: TranslatedRoot) -> Any:
     """The new items with the `_metadata` of their modules: each module's is that of the first tensor's old one.
 
     A module without tensors goes where the nearest module around it that has one new name goes.
     """
+    node: Any = done.scope.node
     before = node.metadata if isinstance(node, OrderedDict) else None
     if before is None:
         return same_kind(node, done.items)

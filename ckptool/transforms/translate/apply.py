@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
@@ -23,7 +23,7 @@ REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TranslatedRoot:
     """A set of weights by the rules. kept: keys that no rule takes.  dropped: those that are left out.
 
@@ -31,6 +31,8 @@ class TranslatedRoot:
     items, filled: the new tensors, and the names of those of zeros, once the steps are carried out.
     """
 
+    translation: Translation
+    scope: Scope
     steps: list[Step]
     kept: list[str]
     dropped: list[str]
@@ -39,114 +41,148 @@ class TranslatedRoot:
     items: dict[Any, Any] = field(default_factory=dict)
     filled: list[str] = field(default_factory=list)
 
+    def carry_out(self, rest: str) -> None:
+        """Makes the new items. Reads nothing yet. rest: `refuse`, `keep` or `drop` keys that no rule takes.
 
-def plan_steps(translation: Translation, node: Mapping[Any, Any], scope: Scope) -> TranslatedRoot:
-    """Which keys of a set of weights go into which steps. Reads nothing but the zeros that are to be left out.
+        Raises `Conflict` for two keys that become one, `NoMatch` for keys that are refused, `UsageError`, which points
+        at the rule, where a tensor does not fit.
+        """
+        if self.kept and rest == REFUSE:
+            what = f"no rule takes {counted(len(self.kept), 'key')}: {listed(self.kept, 6)}"
+            fix = f"Keep them as they are: {arg(rest='keep')}; leave them out: {arg(rest='drop')}"
+            raise NoMatch(what, "Nothing was written.", fix)
+        if rest == DROP:
+            self.dropped, self.kept = [*self.dropped, *self.kept], []
+        made: dict[Any, dict[Any, TensorEntry]] = {}
+        owners: dict[str, str] = {}
 
-    Raises `Conflict` for a step of which a key is missing.
+        def own(name: str, owner: str, key: str) -> None:
+            if name in owners:
+                what = f"two tensors would be {name!r}: by {owners[name]}; and by {owner}, from {key}"
+                raise Conflict(what, "Only one of them could stay. Nothing was written.")
+            if not name:
+                raise Conflict(f"the key {key} would become empty", "Nothing was written.")
+            owners[name] = f"{owner}, from {key}"
+
+        produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step
+        for step in self.steps:
+            try:
+                results = list(self.results(step, self.scope.node, made))
+            except CkptoolError as error:
+                raise step.rule.within(error, step.keys) from None
+            place, rule = step.rule.origin
+            for name, _ in results:
+                own(name, f"{place}: {rule!r}" if place else repr(rule), step.keys[0])
+            step.outputs = [name for name, _ in results]
+            produced[step.keys[0]] = results
+        remaining = {*self.kept}
+        for key, value in self.scope.node.items():
+            if key in produced:
+                self.items |= produced[key]
+            elif type(key) is not str or key in remaining:
+                if type(key) is str:
+                    own(key, "a key that no rule takes", key)
+                self.items[key] = value
+        ties = self.translation.ties
+        self.items |= {n: self.items[other] for n, other in ties if other in self.items and n not in self.items}
+        self._fill()
+
+    def results(
+        self, step: Step, values: Mapping[Any, Any], made: dict[Any, dict[Any, TensorEntry]]
+    ) -> Iterator[tuple[str, Any]]:
+        """The new names of a step with what the rule makes of values by old names. made: what was made before."""
+        rule = step.rule
+        columns = {overs: [values[key] for key in keys] for overs, keys in sorted(step.inputs.items())}
+        if not rule.chain:
+            (olds,) = columns.values()
+            yield from zip(self._names(step, step.groups), olds, strict=True)
+            return
+        inputs = [values[key] for key in step.keys]
+        for key, value in zip(step.keys, inputs, strict=True):
+            if not isinstance(value, TensorEntry):
+                kind = getattr(value, "kind", type(value).__name__)
+                raise UsageError(f"{key} is not a plain tensor ({kind})", "Only plain tensors can be rearranged.")
+        step.shapes = tuple(each.shape for each in inputs)
+        numbers = tuple(step.groups.get(f"v_{name}") for name in rule.names)
+        chain = tuple((str(op), op.parts) for op in rule.chain)
+        same = made.setdefault((chain, numbers, tuple((each.view, each.flags) for each in inputs)), {})
+        tensors, step.lost = after_chain(rule.chain, columns, self.scope.number(step.groups))
+        for overs, entries in tensors.items():
+            names = self._names(step, step.with_numbers(overs))
+            for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
+                if (overs, place) not in same:
+                    same[overs, place] = finished(entry, inputs)
+                yield name, same[overs, place]
+
+    def _names(self, step: Step, groups: Groups) -> list[str]:
+        return [name.fill(groups, self.scope.lookup) for name in step.rule.new]
+
+    def _fill(self) -> None:
+        """Adds the tensors of zeros that the new side has in addition."""
+        node = self.scope.node
+        tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
+        for fill in self.translation.fill:
+            for step in steps_of([fill], tensors, self.scope)[0]:
+                value, (op,) = tensors[step.keys[0]], fill.chain
+                try:
+                    (name,) = self._names(step, step.groups)
+                    sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
+                    shape = tuple(map(self.scope.number({**step.groups, **sizes}), op.numbers))
+                    refuse_growth(value, shape)
+                except UsageError as error:
+                    raise fill.within(error) from None
+                if name not in self.items:
+                    self.items[name] = finished(zeros(value, shape), [value])
+                    self.filled.append(name)
+
+
+def plan_steps(
+    translation: Translation, node: Mapping[Any, Any], given: Mapping[str, int] = {}, config: Mapping[str, Any] = {}
+) -> TranslatedRoot:
+    """Which keys of a set of weights go into which steps. given: numbers for variables.  config: of the model.
+
+    Reads nothing but the zeros that are to be left out. Raises `Conflict` for a step of which a key is missing.
     """
-    tied, unfilled = _tied(translation, node), _unfilled(translation, node)
+    scope = Scope(given, translation.variables, config, node)
+    tied = _tied(translation, node)
+    unfilled = [
+        key
+        for fill in translation.unfill
+        for key, value in node.items()
+        if type(key) is str and isinstance(value, TensorEntry) and fill.new[0].pattern.fullmatch(key)
+    ]
+    if any(any(node[key].bytes()) for key in unfilled):  # all that it would have filled in, or none
+        unfilled = []
     left_out = {*tied, *unfilled}
     gone, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
     steps, rest = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), there=node)
-    return TranslatedRoot(steps, rest, [*tied, *(key for step in gone for key in step.keys)], tied, unfilled)
+    dropped = [*tied, *(key for step in gone for key in step.keys)]
+    return TranslatedRoot(translation, scope, steps, rest, dropped, tied, unfilled)
 
 
-def refuse_unused(translation: Translation, steps: Iterable[Step]) -> None:
+def refuse_unused(translation: Translation, roots: Iterable[TranslatedRoot]) -> None:
     """Raises `NoMatch` for a rule that matches no key of any set of weights, unless it is optional."""
-    used = {step.rule.origin for step in steps}
+    used = {step.rule.origin for root in roots for step in root.steps}
     idle = (rule for rule in translation.rules if not rule.group and rule.origin not in used)
     refuse_idle(idle, TAKEN_BEFORE, WHOLE_KEY)
 
 
+def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
+    """The keys that are left out, being second names of tensors. Raises `Conflict` for one with values of its own."""
+    names = [(name, other) for name, other in translation.tied if name in node and other in node]
+    for name, other in names:
+        one, first = node[name], node[other]
+        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
+        if one is first or (tensors and one.view == first.view):
+            continue
+        alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
+        if not alike or not same_bytes(one.row_major(), first.row_major()):
+            what = f"{name} is not {other}: they are tied in the other layout"
+            raise Conflict(what, "One of the two would be lost. Nothing was written.")
+    return [name for name, _ in names]
+
+
 # Tensors -------------------------------------------------------------------------------------------------------------
-
-
-def carry_out(
-    translation: Translation, plan: TranslatedRoot, node: Mapping[Any, Any], scope: Scope, rest: str
-) -> TranslatedRoot:
-    """The new items of a set of weights. Reads nothing yet.
-
-    Raises `Conflict` for two keys that become one and, unless they are kept or dropped, for keys that no rule takes;
-    `UsageError`, which points at the rule, where a tensor does not fit.
-    """
-    if plan.kept and rest == REFUSE:
-        what = f"no rule takes {counted(len(plan.kept), 'key')}: {listed(plan.kept, 6)}"
-        raise NoMatch(
-            what,
-            "Nothing was written.",
-            f"Keep them as they are: {arg(rest='keep')}; leave them out: {arg(rest='drop')}",
-        )
-    made: dict[Any, dict[Any, TensorEntry]] = {}
-    owners: dict[str, str] = {}
-    produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step
-    for step in plan.steps:
-        try:
-            results = list(results_of(step, node, scope, made))
-        except CkptoolError as error:
-            raise step.rule.within(error, step.keys) from None
-        place, rule = step.rule.origin
-        rule = f"{place}: {rule!r}" if place else repr(rule)
-        for name, _ in results:
-            _refuse_second(owners, name, rule, step.keys[0])
-        step.outputs = [name for name, _ in results]
-        produced[step.keys[0]] = results
-    items: dict[Any, Any] = {}
-    remaining = {*plan.kept} if rest == KEEP else set[str]()
-    for key, value in node.items():
-        if key in produced:
-            items |= produced[key]
-        elif type(key) is not str or key in remaining:
-            if type(key) is str:
-                _refuse_second(owners, key, "a key that no rule takes", key)
-            items[key] = value
-    items |= {name: items[other] for name, other in translation.ties if other in items and name not in items}
-    filled = [*_filled(translation, node, items, scope)]
-    dropped = [*plan.dropped, *(plan.kept if rest == DROP else [])]
-    return replace(plan, items=items, kept=plan.kept if rest == KEEP else [], dropped=dropped, filled=filled)
-
-
-def _refuse_second(owners: dict[str, str], name: str, owner: str, key: str) -> None:
-    whole = f"{owner}, from {key}"
-    if name in owners:
-        what = f"two tensors would be {name!r}: by {owners[name]}; and by {whole}"
-        raise Conflict(what, "Only one of them could stay. Nothing was written.")
-    if not name:
-        raise Conflict(f"the key {key} would become empty", "Nothing was written.")
-    owners[name] = whole
-
-
-def results_of(
-    step: Step, node: Mapping[Any, Any], scope: Scope, made: dict[Any, dict[Any, TensorEntry]]
-) -> Iterator[tuple[str, Any]]:
-    """The new names of a step with their values."""
-    rule = step.rule
-    values = {overs: [node[key] for key in keys] for overs, keys in sorted(step.inputs.items())}
-    if not rule.chain:
-        (olds,) = values.values()
-        yield from zip(_new_names(step, step.groups, scope), olds, strict=True)
-        return
-    for key in step.keys:
-        if not isinstance(node[key], TensorEntry):
-            kind = getattr(node[key], "kind", type(node[key]).__name__)
-            raise UsageError(f"{key} is not a plain tensor ({kind})", "Only plain tensors can be rearranged.")
-    inputs = [node[key] for key in step.keys]
-    step.shapes = tuple(each.shape for each in inputs)
-    numbers = scope.number(step.groups)
-    values_of = tuple(step.groups.get(f"v_{name}") for name in rule.names)
-    chain = tuple((str(op), op.parts) for op in rule.chain)
-    same = made.setdefault((chain, values_of, tuple((each.view, each.flags) for each in inputs)), {})
-    tensors, step.lost = after_chain(rule.chain, values, numbers)
-    for overs, entries in tensors.items():
-        names = _new_names(step, step.with_numbers(overs), scope)
-        for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
-            if (overs, place) not in same:
-                same[overs, place] = finished(entry, inputs)
-            yield name, same[overs, place]
-
-
-def _new_names(step: Step, groups: Groups, scope: Scope) -> list[str]:
-    return [name.fill(groups, scope.lookup) for name in step.rule.new]
 
 
 def after_chain(
@@ -196,50 +232,3 @@ def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
         return entry.with_values(data).with_flags(flags)
     view = data.view if isinstance(data, Computed) else None
     return entry.with_values(Computed(data.length, data.read, storages, view)).with_flags(flags)
-
-
-def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
-    """The keys that are left out, being second names of tensors. Raises `Conflict` for one with values of its own."""
-    names = [(name, other) for name, other in translation.tied if name in node and other in node]
-    for name, other in names:
-        one, first = node[name], node[other]
-        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
-        if one is first or (tensors and one.view == first.view):
-            continue
-        alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
-        if not alike or not same_bytes(one.row_major(), first.row_major()):
-            what = f"{name} is not {other}: they are tied in the other layout"
-            raise Conflict(what, "One of the two would be lost. Nothing was written.")
-    return [name for name, _ in names]
-
-
-# Zeros ---------------------------------------------------------------------------------------------------------------
-
-
-def _filled(translation: Translation, node: Mapping[Any, Any], items: dict[Any, Any], scope: Scope) -> Iterator[str]:
-    """Adds the tensors of zeros that the new side has in addition; their names."""
-    tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
-    for fill in translation.fill:
-        for step in steps_of([fill], tensors, scope)[0]:
-            value, (op,) = tensors[step.keys[0]], fill.chain
-            try:
-                (name,) = _new_names(step, step.groups, scope)
-                sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
-                shape = tuple(map(scope.number({**step.groups, **sizes}), op.numbers))
-                refuse_growth(value, shape)
-            except UsageError as error:
-                raise fill.within(error) from None
-            if name not in items:
-                items[name] = finished(zeros(value, shape), [value])
-                yield name
-
-
-def _unfilled(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
-    """The keys that a translation back leaves out: all that it would have filled in, if all of them are zeros."""
-    names = [
-        key
-        for fill in translation.unfill
-        for key, value in node.items()
-        if type(key) is str and isinstance(value, TensorEntry) and fill.new[0].pattern.fullmatch(key)
-    ]
-    return names if all(not any(node[key].bytes()) for key in names) else []

@@ -13,9 +13,8 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
-from ckptool.names.scope import Scope
 from ckptool.names.steps import Overs, Step
-from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, carry_out, plan_steps
+from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, plan_steps
 
 Values = tuple[str, ...]
 
@@ -80,25 +79,21 @@ MAX_HOLE = 64  # blocks that may be missing in a row and are still named
 # The way back --------------------------------------------------------------------------------------------------------
 
 
-def losses_of(
-    node: Mapping[Any, Any], done: TranslatedRoot, there: Translation, back: Translation, scope: Scope
-) -> Iterator[str]:
-    """Lines on what the rules `back` would not restore from the new items. Reads nothing.
-
-    node: the weights before the rules `there`.  scope: of the numbers for these.
-    """
+def losses_of(done: TranslatedRoot, back: Translation) -> Iterator[str]:
+    """Lines on what the rules `back` would not restore from the new items. Reads nothing."""
+    there, node = done.translation, done.scope.node
     yield from dict.fromkeys(step.lost for step in done.steps if step.lost)
     second = {name for name, other in there.ties if done.items.get(name) is done.items.get(other)}
     items = {name: value for name, value in done.items.items() if name not in done.filled and name not in second}
-    back = replace(back, unfill=(), tied=())
-    numbered, scope = scope, replace(scope, variables=back.variables, node=items, used=set(), _found={})
     try:
-        plan = plan_steps(back, items, scope)
-        again = carry_out(back, plan, items, scope, KEEP if done.kept else REFUSE)
+        again = plan_steps(replace(back, unfill=(), tied=()), items, done.scope.given, done.scope.config)
+        again.carry_out(KEEP if done.kept else REFUSE)
     except CkptoolError as error:
         yield error.what
         return
-    numbers = {id(rule): number for rules in (there.rules, back.rules) for number, rule in enumerate(rules)}
+    numbers = {
+        id(rule): number for rules in (there.rules, again.translation.rules) for number, rule in enumerate(rules)
+    }
     before = {tuple(sorted(step.outputs)): (numbers[id(step.rule)], step.keys) for step in done.steps}
     for step in again.steps:
         number, keys = before.get(tuple(sorted(step.keys)), (-1, []))
@@ -108,7 +103,7 @@ def losses_of(
             return
     for name in sorted({name for step in again.steps for name in step.rule.names}):
         with suppress(UsageError):
-            values = [each.lookup(name) for each in (numbered, scope)]
+            values = [each.scope.lookup(name) for each in (done, again)]
             if None not in values and values[0] != values[1]:
                 yield f"{printable(name)} is {values[0]:,}, and would be {values[1]:,} on the way back: --set it there"
                 return

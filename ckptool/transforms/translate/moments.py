@@ -12,40 +12,34 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.commands import arg
-from ckptool.conventions.optimizer_keys import with_numbers
 from ckptool.errors import Conflict, Unsupported
-from ckptool.names.scope import Scope
 from ckptool.names.steps import Step
-from ckptool.transforms.optimizers import by_number, check_groups, slot_names_in, with_slots
-from ckptool.transforms.translate.apply import TranslatedRoot, results_of
+from ckptool.transforms.optimizers import Slots
+from ckptool.transforms.translate.apply import TranslatedRoot
 
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
 
 
 def translated_optimizer(
-    optimizer: dict[str, Any], place: str, whole: Checkpoint, roots: Sequence[tuple[TranslatedRoot, Scope]]
+    optimizer: dict[str, Any], place: str, whole: Checkpoint, roots: Sequence[TranslatedRoot]
 ) -> dict[str, Any]:
     """The state dict of an optimizer for the new parameters. Raises `Conflict` where parameters that become one have
     state that differs beside their moments or are of two groups, `Unsupported` for state of other shapes."""
-    check_groups(place, optimizer)
-    optimizer = with_numbers(optimizer)
-    slots = [slot for group in optimizer["param_groups"] for slot in group["params"]]
-    is_named = all(type(slot) is str for slot in slots)
+    slots = Slots(optimizer, place)
+    is_named = slots.is_named
     if not is_named:
-        buffers = {name for root, _ in roots for name in root.dropped}  # keys that the rules leave out may be some
+        buffers = {name for root in roots for name in root.dropped}  # keys that the rules leave out may be some
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
-        optimizer = with_slots(
-            optimizer, slot_names_in(optimizer, place, whole, None, advice=advice, buffers=buffers)[0]
-        )
-    keys = {slot for group in optimizer["param_groups"] for slot in group["params"]}
-    taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root, _ in roots)
-    root, scope = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
+        slots = slots.renamed(slots.names(whole, None, advice, buffers)[0])
+    optimizer, keys = slots.tree, {*slots.slots}
+    taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root in roots)
+    root = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
-    state, renamed = _through_steps(by_name, keys, root, scope, place)
+    state, renamed = _through_steps(by_name, keys, root, place)
     order = {name: number for number, name in enumerate(root.items)}
     groups = []
-    for group in optimizer["param_groups"]:
+    for group in slots.groups:
         new = dict.fromkeys(one for slot in group["params"] for one in renamed[slot])
         groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
     members = [name for group in groups for name in group["params"]]
@@ -53,14 +47,14 @@ def translated_optimizer(
         again = next(name for name in members if members.count(name) > 1)
         what = f"{place}: {again} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
-    if is_named:
-        return {**optimizer, "state": {**state, **beside}, "param_groups": groups}
-    state = {name: state[name] for name in members if name in state}
-    return by_number({**optimizer, "state": {**state, **beside}, "param_groups": groups}, place)
+    if not is_named:
+        state = {name: state[name] for name in members if name in state}
+    made = {**optimizer, "state": {**state, **beside}, "param_groups": groups}
+    return made if is_named else Slots(made, place).numbered()
 
 
 def _through_steps(
-    state: Mapping[str, Any], keys: set[str], root: TranslatedRoot, scope: Scope, place: str
+    state: Mapping[str, Any], keys: set[str], root: TranslatedRoot, place: str
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The state by new names, and the new names of each old one."""
     found: dict[str, Any] = {name: state[name] for name in root.kept if name in state}
@@ -75,7 +69,7 @@ def _through_steps(
             what = f"{place} has state for {inside[0]} and none for {lacking[0]}"
             raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
         if inside[0] in state:
-            found |= _slots(step, state, scope, place)
+            found |= _slots(step, state, root, place)
     for key in keys:
         renamed.setdefault(key, [key])
         if key in state and renamed[key] == [key]:
@@ -83,7 +77,7 @@ def _through_steps(
     return found, renamed
 
 
-def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> dict[str, dict[Any, Any]]:
+def _slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:
     """The slots of the parameters that a step makes."""
     slots = [state[key] for key in step.keys]
     if any(op.name == "resize" for op in step.rule.chain):
@@ -103,7 +97,7 @@ def _slots(step: Step, state: Mapping[str, Any], scope: Scope, place: str) -> di
             isinstance(value, TensorEntry) and value.shape == shape
             for value, shape in zip(values, step.shapes, strict=True)
         ):
-            moments = dict(results_of(step, dict(zip(step.keys, values, strict=True)), scope, {}))
+            moments = dict(root.results(step, dict(zip(step.keys, values, strict=True)), {}))
             for name in step.outputs:
                 made[name][field] = moments[name]
         elif all(_is_number_in_both(value, values[0]) for value in values):
