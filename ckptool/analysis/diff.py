@@ -32,7 +32,6 @@ BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
 EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
 STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
 _ASPECTS = {"value": "plain entries", "values": "values of tensors"}
-_LIMITS = "not compared (one of the containers does not record it)"
 
 Item = TypeVar("Item")
 Members = Mapping[str, Sequence[Difference]]  # changed tensors by their addresses
@@ -98,7 +97,8 @@ class Diff(Report):
         yield ""
         yield from self._counts() if counts else self.differences((self.left, self.right), all=all, order=self.strict)
         yield ""
-        yield f"{_LIMITS}: {', '.join(self.not_compared)}" if self.not_compared else None
+        limits = "not compared (one of the containers does not record it)"
+        yield f"{limits}: {', '.join(self.not_compared)}" if self.not_compared else None
         yield f"ignored: {', '.join(self.ignored)}" if self.ignored else None
         if self.only:
             patterns = listed(self.only, 20)
@@ -295,7 +295,6 @@ def diff(
     ignore: Collection[str] = (),
     statistics: bool = True,
     identity: bool = False,
-    remarks: tuple[str, ...] = (),
     only: Collection[str] = (),
     strict: bool = True,
 ) -> Diff:
@@ -344,7 +343,7 @@ def diff(
         metadata_differs=tuple(comparer.metadata),
         ignored=tuple(sorted(ignore)),
         not_compared=tuple(name for name in not_compared if name not in ignore),
-        remarks=remarks,
+        remarks=(),
         strict=strict,
         only=tuple(only),
         elements=comparer.elements,
@@ -374,9 +373,8 @@ def diff_files(
         remarks += [_beside(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
-        options |= {"ignore": ignored, "remarks": tuple(remarks), "only": several(only), "strict": strict}
-        report = diff(parts[0], parts[1], **options)
-    return replace(report, parts=parts)
+        report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
+    return replace(report, remarks=tuple(remarks), parts=parts)
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:

@@ -21,18 +21,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.tree import (
-    MANY_NAMES,
-    Path,
-    address,
-    check_names,
-    children,
-    find,
-    segment_text,
-    storages,
-    stored_parts,
-    walk,
-)
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
 from ckptool.conventions.state_dicts import (
     COUNTER,
@@ -237,7 +226,7 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
     """A line for each part, and below it an outline of what is in it; of a file of plain values these, as they fit."""
     if len(parts) == 1 and parts[0].root.path == () and not parts[0].rows:
         node = parts[0].root.node
-        rows = [(segment_text(key), value_text(value)) for key, value in islice(children(node), LINES + 1)]
+        rows = [(address((key,)), value_text(value)) for key, value in islice(children(node), LINES + 1)]
         yield Table(rows[:LINES], indent=0) if rows else value_text(node)
         yield "…  (--all lists everything)" if rows[LINES:] else None
         return

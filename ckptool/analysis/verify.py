@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any
 
 from ckptool import formats
@@ -25,23 +26,7 @@ from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, wa
 from ckptool.checkpoint.workers import checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
-from ckptool.facts import (
-    MORE,
-    WHOLE,
-    Address,
-    Bytes,
-    Report,
-    Table,
-    Told,
-    bold,
-    cyan,
-    dim,
-    green,
-    red,
-    short,
-    size,
-    yellow,
-)
+from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
 from ckptool.formats import marks, members, parts, sharded
 from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
@@ -94,7 +79,7 @@ def problem_of(error: CkptoolError, *place: Any) -> Problem:
 class NonFinite:
     """A tensor that holds NaN or infinite values, and how many of how many."""
 
-    address: Address
+    address: str
     nans: int
     infs: int
     count: int
@@ -403,25 +388,22 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
     Of a record's own header torch takes the signature and the lengths that lead to the data, and believes the directory
     for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`).
     """
-    harmless: CkptoolError | None = None
-    archive = archive_of(checkpoint)
+    archive, wrong = archive_of(checkpoint), list[tuple[CkptoolError, bool]]()
     for record in archive.by_offset() if archive is not None else ():
         try:
             record.confirm()
         except (Corrupt, Ambiguous) as error:
             signature, *_, name, extra = LOCAL.unpack(record.archive.source.read(record.header, LOCAL.size))
-            if signature != b"PK\3\4" or record.header + LOCAL.size + name + extra != record.data_at:
-                return error, True
-            harmless = harmless or error
-    if harmless is not None:
-        return harmless, False
-    try:
-        for each in (each for storage in storages(checkpoint.tree) for each in storage.below()):
-            if isinstance(each.data, FileRange):
-                each.data.ready()
-    except (Corrupt, Ambiguous) as error:
-        return error, True
-    return None
+            leads_there = record.header + LOCAL.size + name + extra == record.data_at
+            wrong.append((error, signature != b"PK\3\4" or not leads_there))
+    for storage in storages(checkpoint.tree) if archive is None else ():
+        for data in (each.data for each in storage.below()):
+            try:
+                if isinstance(data, FileRange):
+                    data.ready()
+            except (Corrupt, Ambiguous) as error:
+                wrong.append((error, True))
+    return max(wrong, key=itemgetter(1), default=None)
 
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:

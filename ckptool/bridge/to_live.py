@@ -20,6 +20,7 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
 from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
+from ckptool.pickles.reduce import places_in
 
 
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
@@ -95,11 +96,7 @@ class Builder:
 
     def refusal(self) -> UnsafeObject:
         """The error for what was refused, with where it is."""
-        wanted = {id(node) for node, _ in self.unknown}
-        places: dict[int, str] = {}
-        for path, node in walk(self.checkpoint.tree):
-            if id(node) in wanted:
-                places.setdefault(id(node), address(path) or "the top")
+        places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
         source = self.checkpoint.source
         return UnsafeObject(

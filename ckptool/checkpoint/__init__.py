@@ -74,8 +74,8 @@ class Computed:
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
     it is quickest when called front to back. `checks`: reading finds damage that no checksum of these bytes shows, and
     raises for it: replicas that differ, a stream that cannot be inflated. `inputs`: the storages that it reads, whose
-    checksums a writer checks on the way. `view`: the same without a copy, of what is in memory already and does not
-    change while it is written. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
+    checksums a writer checks on the way. `view`: at most the bytes asked for, without a copy, in memory that nobody
+    changes afterwards. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
     may copy as they are.
     """
 

@@ -193,7 +193,9 @@ def _write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> li
         try:
             lost += keep_attributes(os.path.join(folder.target, name), fd)
             reserve(fd, size)
-            Sink(fd, 0, plan.nbytes, progress, done=done).write(segments, checks)
+            sink = Sink(fd, 0, plan.nbytes, progress)
+            sink.done = done
+            sink.write(segments, checks)
             settle(fd)
         finally:
             close(fd)

@@ -34,23 +34,14 @@ COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in 
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges.
-
-    total, done: the bytes of all files, and of those that were written before, for `progress`.
-    """
+    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges."""
 
     def __init__(
-        self,
-        fd: int,
-        at: int,
-        total: int,
-        progress: Progress | None,
-        digest: StreamingSha256 | None = None,
-        done: int = 0,
+        self, fd: int, at: int, total: int, progress: Progress | None, digest: StreamingSha256 | None = None
     ) -> None:
         self.fd, self.digest = fd, digest
         self.at = at  # where the next segment goes
-        self.total, self.done, self.progress = total, done, progress
+        self.total, self.done, self.progress = total, 0, progress  # the bytes of all files, for `progress`
         # What lies before `at` and is not written yet: short segments, or a range of an input that the next may go on.
         self.pending: bytearray | FileRange = bytearray()
         self.late: list[tuple[int, Deferred]] = []

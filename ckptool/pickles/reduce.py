@@ -11,7 +11,7 @@ import collections
 import sys
 import types
 from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ from ckptool.checkpoint.graph import (
     copy_object,
     copy_tuple,
     same,
+    structural_parts,
+    visit,
 )
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
@@ -73,8 +75,8 @@ class LiveReader:
 
     def _refusal(self, tree: Any) -> Unsupported:
         wanted = {id(node): name for node, name, _ in self.refused}
-        places = {id(node): address(path) for path, node in reversed(list(walk(tree))) if id(node) in wanted}
-        names = [f"{name} at {places[key] or 'the top'}" for key, name in wanted.items() if key in places]
+        places = places_in(tree, wanted)
+        names = [f"{name} at {places[key]}" for key, name in wanted.items() if key in places]
         fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
         fix = next((fix for _, _, fix in self.refused if fix), fix)
         why = "Loading the file would run code of its class, and fail where that class is missing."
@@ -137,6 +139,25 @@ class LiveReader:
             fix = "Save its .state_dict() instead."
         self.refused.append((stand_in, name, fix))
         return stand_in
+
+
+def places_in(tree: Any, wanted: Collection[int]) -> dict[int, str]:
+    """Where nodes are first, by their ids: their addresses; of what was set on a tensor, and of keys, that of what they
+    are in."""
+    places, seen = dict[int, str](), set[int]()
+
+    def once(node: Any) -> Iterable[Any]:  # however many tensors refer to it
+        if id(node) in seen:
+            return ()
+        seen.add(id(node))
+        return structural_parts(node)
+
+    for path, node in walk(tree):
+        inside = visit(node, once) if isinstance(node, Composite) else node if isinstance(node, dict) else ()
+        for part in (node, *inside):
+            if id(part) in wanted:
+                places.setdefault(id(part), address(path) or "the top")
+    return places
 
 
 def _dict(value: dict[Any, Any]) -> Any:

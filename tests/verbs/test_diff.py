@@ -214,3 +214,15 @@ def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> 
         assert ckptool.diff(*paths, strict=True, ignore="order,metadata").same
     same = ckptool.diff(paths[0], paths[0])
     assert not same.metadata_differs and not same.order_differs
+
+
+def test_a_part_says_where_it_lies_in_its_file(tmp_path: Path) -> None:
+    """Also the state dict of a whole model, which is made when it is asked for: the page of report names it by that."""
+    model = nn.Linear(2, 2)
+    whole = saved({"model": model, "epoch": 1}, tmp_path / "whole.pt")
+    bare = saved(model.state_dict(), tmp_path / "bare.pt")
+    nested = saved({"a": {"net": dict(model.state_dict())}, "epoch": 1}, tmp_path / "nested.pt")
+    assert ckptool.diff(whole, bare).bases == (("model",), ())
+    assert ckptool.diff(bare, nested).bases == ((), ("a", "net"))
+    assert ckptool.diff(f"{nested}#a/net", bare).bases == (("a", "net"), ())
+    assert ckptool.diff(whole, whole).bases == ((), ())

@@ -80,6 +80,16 @@ def test_a_refusal_names_everything_and_a_part_that_can_be_loaded(tmp_path: Path
     assert ckptool.load(f"{path}#model")["w"].tolist() == [1, 1]
 
 
+def test_what_is_set_on_a_tensor_and_keys_are_refused_with_their_place(tmp_path: Path) -> None:
+    noted = torch.ones(2)
+    noted.note = [TRAPS["20-unknown-object"]()]  # type: ignore[attr-defined]
+    for value in ({"t": noted}, {torch.nn.ReLU(): 1}):
+        path = saved({"x": value, "model": {"w": torch.ones(2)}}, tmp_path / "x.pt")
+        with pytest.raises(UnsafeObject, match=r" at x") as error:
+            ckptool.load(path)
+        assert f"ckptool.load('{path}#model')" in error.value.fix
+
+
 def test_numpy_types_that_python_has_no_value_for(tmp_path: Path) -> None:
     values = TRAPS["19-numpy-odd-arrays"]()
     values.pop("object")

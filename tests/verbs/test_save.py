@@ -85,6 +85,23 @@ def test_of_a_module_its_state_is_saved_and_never_the_object(tmp_path: Path) -> 
     assert_same_objects(model.state_dict(), load(tmp_path / "x.pt"))
 
 
+class Own:
+    """An object of somebody's own."""
+
+
+def noted(note: object) -> torch.Tensor:
+    made = torch.ones(2)
+    made.note = note  # type: ignore[attr-defined]
+    return made
+
+
+def test_what_is_refused_is_named_wherever_it_is(tmp_path: Path) -> None:
+    for value in ([Own()], noted(Own()), noted([noted(Own())]), {Own(): 1}, {Own()}):
+        with pytest.raises(Unsupported) as error:
+            ckptool.save({"x": value}, tmp_path / "x.pt")
+        assert error.value.what.removesuffix("/0") == "cannot save a tests.verbs.test_save.Own at x"
+
+
 def test_one_storage_under_two_types_is_refused(tmp_path: Path) -> None:
     x = torch.ones(4)
     with pytest.raises(Conflict, match="float32 and as int32"):
