@@ -37,7 +37,7 @@ def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
         verbs__slim='@verb("change")\ndef slim(\n    file: File,\n) -> Written:\n    """Help."""\n    _one(file)\n'
         "def _one(file):\n    return file\n\n\nclass Slimmed(Report):\n    def told(self):\n        return ()\n",
         render__slim="class Same: ...\n",
-        render__style="class Same: ...\n",
+        render__lines="class Same: ...\n",
         names__rank_trees="class TreeJoiner: ...\n",
         render__page="",
         cli__page="",
@@ -45,7 +45,7 @@ def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
     assert house.entries == ["cli", "formats", "names", "render", "transforms", "verbs"]
     assert house.repeated_names == {
         "page": ["ckptool.cli.page", "ckptool.render.page"],
-        "Same": ["ckptool.render.slim", "ckptool.render.lines"],
+        "Same": ["ckptool.render.lines", "ckptool.render.slim"],
     }
     assert house.loops_over_blocks == ["ckptool.transforms.bake"]
     assert house.designs("ways of joining ranks") == ["ckptool.names.rank_trees.TreeJoiner"]

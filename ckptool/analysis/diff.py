@@ -16,7 +16,6 @@ from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.tree import Path
 from ckptool.commands import arg, option, several
 from ckptool.conventions.selection import topmost
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
@@ -72,7 +71,7 @@ class Diff(Report):
     only: tuple[str, ...]
     elements: int
     changed_elements: int | None
-    bases: Annotated[tuple[Path, Path], LIVE] = ((), ())  # where in each file the parts lie
+    parts: Annotated[tuple[Checkpoint, Checkpoint] | None, LIVE] = None  # what was compared, of two files
 
     def told(
         self,
@@ -375,7 +374,7 @@ def diff_files(
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
-    return replace(report, remarks=tuple(remarks), bases=(parts[0].base, parts[1].base))
+    return replace(report, remarks=tuple(remarks), parts=parts)
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:

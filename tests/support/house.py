@@ -51,9 +51,7 @@ BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
 BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
 DESIGNS = {
-    "engines that match names": """
-        steps.steps_of places.Places optimizers.slot_names suggest.suggest
-        warm_start_plan.plan_warm_start fit.find_way""",
+    "engines that match names": "steps.steps_of ready.paired suggest.suggest",
     "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner",
     "JSON languages for trees": "bundle_json",  # and `old_records`, which reads those of 0.1.0 for one release
 }

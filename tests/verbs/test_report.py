@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
+import zlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,6 +127,36 @@ def test_a_page_of_what_is_no_model(kind: str, inside: bool, folder: Path) -> No
     for number in (1, 2):
         saved({"o": ODD[kind](number)} if inside else ODD[kind](number), folder / f"{number}.pt")
     assert ckptool.report("1.pt").html().count("</html>") == ckptool.report("1.pt", "2.pt").html().count("</html>") == 1
+
+
+FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "bare": lambda model: model.state_dict(),
+    "nested": lambda model: {"model": model.state_dict(), "epoch": 1},
+    "wrapped": lambda model: {f"module.{name}": value for name, value in model.state_dict().items()},
+    "module": lambda model: model,
+    "nested module": lambda model: {"model": model, "epoch": 1},
+}
+
+
+@looped(("form", "other"), itertools.product(FORMS, FORMS))
+def test_each_tensor_is_said_to_be_changed_just_where_it_is(form: str, other: str, folder: Path) -> None:
+    """Whichever way the same model was saved, and whatever of a file is compared with the other."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    torch.save(FORMS[form](model), "one.pt")
+    with torch.no_grad():
+        model[0].bias += 1
+        model[2].weight[0, 0] += 1
+    torch.save(FORMS[other](model), "two.pt")
+    found = ckptool.report("one.pt", "two.pt")
+    data = re.search(r'<script type="text/plain" id="data">([^<]*)<', found.html())
+    assert data is not None
+    columns = json.loads(zlib.decompress(base64.b64decode(data[1])))["columns"]
+    words = dict.fromkeys(("0.bias", "2.weight"), "values")
+    for name, (word, *_) in zip(columns["name"], columns["change"], strict=True):
+        bare = re.sub(r"^(model[/.])?(module\.)?", "", name)
+        apart = {form, other} == {"nested", "nested module"}  # `model` is a dictionary here, a module there
+        assert word == ("not compared" if apart else words.get(bare, "same: bytes")), (name, word)
 
 
 def test_what_is_not_there_is_an_error(folder: Path) -> None:
