@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptool
-from ckptool.analysis.error_texts import KnownError, of_error_text, recognised
+from ckptool.analysis.findings import KnownError, of_error_text, recognised
 from ckptool.cli.help import about as help_of
 from ckptool.cli.help import called, usage
 from ckptool.cli.parser import typed_parameters

@@ -20,8 +20,7 @@ from typing import Any
 
 from ckptool import commands
 from ckptool import errors as _errors
-from ckptool.analysis.error_texts import known_errors
-from ckptool.analysis.findings import table
+from ckptool.analysis.findings import known_errors, table
 from ckptool.cli.parser import parser as parser_of
 from ckptool.cli.parser import typed_parameters
 from ckptool.commands import VERBS, function_of, signature_of

@@ -17,14 +17,7 @@ from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, Unsupport
 from ckptool.formats import read
 from fixtures.sparse import make_sparse
 from tests.support.files import load, torch_bytes, written
-from tests.support.hostile_inputs import (
-    HOOKS,
-    name,
-    pickle_zip,
-    state_pickle,
-    storage,
-    tensor,
-)
+from tests.support.hostile_inputs import HOOKS, name, pickle_zip, state_pickle, storage, tensor
 from tests.support.hostile_tensors import ACCEPTED, REFUSED, W
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from ckptool.analysis.error_texts import known_errors, recognised
+from ckptool.analysis.findings import known_errors, recognised
 from ckptool.cli.parser import typed_parameters
 from ckptool.commands import VERBS, function_of
 from ckptool.verbs._schema import schema

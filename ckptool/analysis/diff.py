@@ -10,14 +10,13 @@ from math import inf
 from typing import Annotated, Any, TypeVar
 
 from ckptool.analysis.compare import ValueDifference
-from ckptool.analysis.differences import Comparer, Difference, Tie, Unpaired, is_tensor, ties
+from ckptool.analysis.differences import Comparer, Difference, Tie, Unpaired, is_tensor, ties, topmost
 from ckptool.analysis.fold import grouped
 from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.commands import arg, option, several
-from ckptool.conventions.selection import topmost
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, WHOLE, Report, Table, Told, dim, green, number, red

@@ -7,7 +7,7 @@ count where both containers can express them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -19,15 +19,44 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
+from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import without_repeats
-from ckptool.checkpoint.tree import Path, address, check_names, children, walk
+from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
 from ckptool.commands import arg
-from ckptool.conventions.selection import Chosen
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain import summary
+
+Chosen = dict[Any, tuple[Path, Any]]
+
+
+def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) -> list[Chosen]:
+    """The nodes of each tree that a pattern matches by their address or its end, without those inside of others.
+
+    The keys are what trees with the same address have in common.  as_bare: addresses are those without the prefixes of
+    wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree.
+    """
+    walked: list[list[tuple[Path, Any, list[str]]]] = []
+    for tree in trees:
+        walked.append([])
+        for path, node in walk(tree):
+            if name := bare(path) if as_bare else path:
+                texts = [segment_text(segment) for segment in name]
+                tails = ("/".join(texts[-count:]) for count in range(1, min(len(texts), 8)))
+                walked[-1].append((name, node, ["/".join(texts), *tails]))
+    names = selected({name for nodes in walked for _, _, names in nodes for name in names}, list(only))
+    found: list[Chosen] = []
+    for nodes in walked:
+        chosen, above = dict[Any, tuple[Path, Any]](), None
+        for path, node, ends in nodes:
+            if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
+                above = path
+                chosen[(address(path), *map(type, path))] = path, node
+        found.append(chosen)
+    return found
+
 
 ARRAY = "numpy array"
 Aspects = dict[str, tuple[Any, Any]]

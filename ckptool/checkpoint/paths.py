@@ -9,15 +9,7 @@ from contextlib import suppress
 from itertools import islice
 
 from ckptool.commands import FILE, Command, arg, other_program
-from ckptool.errors import (
-    BrokenLink,
-    CkptoolError,
-    FileMissing,
-    FileProblem,
-    IsAFolder,
-    NoPermission,
-    NotAFolder,
-)
+from ckptool.errors import BrokenLink, CkptoolError, FileMissing, FileProblem, IsAFolder, NoPermission, NotAFolder
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
 # By the number that the system gives: the class of the error, and what it means.

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
-from ckptool.cli.output import (
-    FORM,
-    LostAnswer,
-    failed_silently,
-    in_words,
-    say,
-    style_of,
-    tell,
-    unknown_command,
-)
+from ckptool.cli.output import FORM, LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
 from ckptool.errors import CkptoolError, printable
 from ckptool.render.lines import error_text

@@ -9,15 +9,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
 from ckptool.cli.help import called, usage
-from ckptool.commands import (
-    Declared,
-    Parameter,
-    nearest,
-    option,
-    parameters_of,
-    signature_of,
-    watched,
-)
+from ckptool.commands import Declared, Parameter, nearest, option, parameters_of, signature_of, watched
 from ckptool.errors import UsageError, quoted
 from ckptool.facts import Report
 from ckptool.verbs._options import QUOTE_RULES, Folder, Jobs, SkipRefused, was_redirected

@@ -47,8 +47,7 @@ STATES = NamePattern(
 )
 MODEL_STATES = NamePattern("_model_states.pt", r"(?P<set>)mp_rank_(?P<rank>\d+)(?P<rest>(?:_\d+)*_model_states)\.pt")
 LAYER = NamePattern(
-    "model_states.pt",
-    r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt",
+    "model_states.pt", r"layer_(?P<layer>\d+)(?:_expert_(?P<expert>\d+))?(?:-model|_mp_rank)_[\d_-]*model_states\.pt"
 )
 OF_WORLD = NamePattern(
     "_world_size_", r"(?P<set>.+_world_size_(?P<world>\d{1,6})_rank_)(?P<rank>\d{1,6})(?P<rest>)\.pt"

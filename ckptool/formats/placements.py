@@ -374,12 +374,7 @@ def _numbers(node: Any) -> tuple[int, ...]:
 
 
 def blocks(
-    local: TensorEntry,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    axes: tuple[Axis, ...],
-    order: Order,
-    owner: str,
+    local: TensorEntry, shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: Order, owner: str
 ) -> list[Piece] | None:
     """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
     runs = runs_of(shape, mesh, axes, order)

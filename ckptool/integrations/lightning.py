@@ -17,15 +17,7 @@ from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import generators_of, has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import (
-    SavedState,
-    check,
-    commit_file,
-    file_digest,
-    newest_whole,
-    read_json,
-    remove_file,
-)
+from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
 
 _KEY = "ckptool"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named

@@ -24,8 +24,7 @@ from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
-from ckptool.output.attributes import attribute_notes, keep_attributes
-from ckptool.output.copying import reserve
+from ckptool.output.copying import attribute_notes, keep_attributes, reserve
 from ckptool.output.sink import Progress, Sink
 
 if TYPE_CHECKING:

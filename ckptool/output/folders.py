@@ -21,8 +21,7 @@ from ckptool.checkpoint.paths import absolute, file_problem, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
-from ckptool.output.attributes import attribute_notes, keep_attributes
-from ckptool.output.copying import reserve, system_call
+from ckptool.output.copying import attribute_notes, keep_attributes, reserve, system_call
 from ckptool.output.durable import (
     check_space,
     check_target,

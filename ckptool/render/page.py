@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import (
-    EVIDENCE,
-    aspect_rows,
-    entry_rows,
-    folded,
-    group_facts,
-    tensors_changed,
-)
+from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, group_facts, tensors_changed
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import outline, overview
 from ckptool.analysis.statistics import Statistics

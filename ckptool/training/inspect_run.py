@@ -55,11 +55,7 @@ def folder_of(run: PathLike) -> str:
     """The name of a run's folder. Raises `UsageError` for one that is no run."""
     name = os.fspath(run)
     if not is_run(name):
-        raise UsageError(
-            f"{name} is not a run: it lacks run.yaml or checkpoints",
-            "",
-            f"Look: {command('scan', name)}",
-        )
+        raise UsageError(f"{name} is not a run: it lacks run.yaml or checkpoints", "", f"Look: {command('scan', name)}")
     return name
 
 

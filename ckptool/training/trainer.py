@@ -16,15 +16,7 @@ from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import (
-    Average,
-    Freezing,
-    Update,
-    build_optimizer,
-    load_optimizer,
-    shares,
-    update_of,
-)
+from ckptool.training.optim import Average, Freezing, Update, build_optimizer, load_optimizer, shares, update_of
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
 from ckptool.training.schedules import build_schedule, ends_early, forward_to

@@ -265,13 +265,7 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _joined(
-    joiner: Joiner,
-    name: str,
-    rule: Rule,
-    of: dict[str, int],
-    shares: Shares,
-    world: int,
-    like: tuple[int, ...],
+    joiner: Joiner, name: str, rule: Rule, of: dict[str, int], shares: Shares, world: int, like: tuple[int, ...]
 ) -> TensorEntry:
     """The whole tensor, in the way that a rule names. of: its numbers.  world: how many ranks there are.
     like: the shape of the tensor that the rule names.

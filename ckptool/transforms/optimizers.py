@@ -193,11 +193,7 @@ class Slots:
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
     def among(
-        self,
-        parameters: Shapes,
-        advice: str = f"go on without {arg(optimizer=True)}",
-        *,
-        ordered: bool = True,
+        self, parameters: Shapes, advice: str = f"go on without {arg(optimizer=True)}", *, ordered: bool = True
     ) -> tuple[dict[Any, str], str]:
         """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
 

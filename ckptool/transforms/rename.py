@@ -17,14 +17,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, arg, command
-from ckptool.conventions.state_dicts import (
-    COUNTER,
-    PEELED,
-    StateDict,
-    optimizers,
-    unwrapped_front,
-    without_wrappers,
-)
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 
 Rename = Callable[[str], str]

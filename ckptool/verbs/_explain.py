@@ -111,7 +111,7 @@ def explain_text(text: str) -> Explanation | Diagnosis:
 
     Only the codes of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is no code.
     """
-    from ckptool.analysis.error_texts import LOOK, MAX_TEXT, first_line, of_error_text, recognised
+    from ckptool.analysis.findings import LOOK, MAX_TEXT, first_line, of_error_text, recognised
 
     if not text.strip():
         raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")

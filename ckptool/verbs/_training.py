@@ -18,8 +18,7 @@ else:
 PathLike = str | os.PathLike[str]
 Say = Callable[[str], Any]
 Set = Annotated[
-    str | Sequence[str],
-    repeated("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000."),
+    str | Sequence[str], repeated("--set KEY=VALUE", "Change a key of the configuration: train.steps=3000.")
 ]
 Folder = Annotated[PathLike, argument("RUN", "The folder of a run.")]
 RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]

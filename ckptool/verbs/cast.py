@@ -11,7 +11,7 @@ from ckptool.commands import arg, option, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.transforms.cast import Cast, cast_roots, parse_dtype
+from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out

@@ -38,7 +38,7 @@ def doctor(
     An error message without a file is answered from that alone. The model may be itself, a module.
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding.
     """
-    from ckptool.analysis.error_texts import of_error_text  # what only the work needs, and not the help
+    from ckptool.analysis.findings import of_error_text  # what only the work needs, and not the help
     from ckptool.analysis.inspect import listing
     from ckptool.verbs._diagnosis import of_opened, of_unopened
     from ckptool.verbs._target import find_target

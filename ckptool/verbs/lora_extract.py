@@ -10,7 +10,7 @@ from ckptool.conventions.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.transforms.cast import parse_dtype
+from ckptool.transforms.casting import parse_dtype
 from ckptool.transforms.lora.extract import extract
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import NEW_ADAPTER, Rank, write_adapter
@@ -18,10 +18,7 @@ from ckptool.verbs._options import Exclude, Only, Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 
-@verb(
-    ("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"),
-    one_output=NEW_ADAPTER,
-)
+@verb(("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"), one_output=NEW_ADAPTER)
 def lora_extract(
     tuned: Annotated[CheckpointLike, argument("TUNED", "The changed weights, FILE or FILE#ADDRESS for a part.")],
     base: Annotated[CheckpointLike, argument("BASE", "The weights before.")],

@@ -5,15 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.commands import verb
-from ckptool.transforms.lora.resize_rank import resize
-from ckptool.verbs._adapters import (
-    NEW_ADAPTER,
-    AdapterArgument,
-    ConfigOption,
-    Rank,
-    open_adapter,
-    write_adapter,
-)
+from ckptool.transforms.lora.low_rank import resize
+from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, Rank, open_adapter, write_adapter
 from ckptool.verbs._options import Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
 

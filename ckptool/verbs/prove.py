@@ -15,9 +15,7 @@ _WORDS = "The configuration to prove, or a command of your own, in which {run} s
 _PROCESSES = "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU."
 
 
-def _words(
-    words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)],
-) -> dict[str, Any]:
+def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)]) -> dict[str, Any]:
     own = len(words) > 1 or "{run}" in words[0]
     return {"config": None if own else words[0], "command": words if own else ()}
 

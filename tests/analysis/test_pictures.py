@@ -116,9 +116,7 @@ def laid_out(tensor: torch.Tensor, layout: str, draw: st.DrawFn) -> torch.Tensor
 @settings(max_examples=examples(400))
 @given(tensor=tensors(), side=st.integers(0, 5), chunk=st.sampled_from([7, 16, 64, 1 << 16]))
 def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk: int) -> None:
-    with (
-        patch.multiple(arrays, CHUNK=chunk),
-    ):
+    with patch.multiple(arrays, CHUNK=chunk):
         judge(tensor, side, 1 << 14)
         judge(tensor, side, 20)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.bridge import stock_safetensors
+from ckptool.bridge import to_live
 from ckptool.bridge.storages import untyped
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from tests.support.files import torch_bytes, written
@@ -99,8 +99,8 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         given.append(real(checkpoint, device))
         return given[-1]
 
-    real = stock_safetensors.load_plain
-    monkeypatch.setattr(stock_safetensors, "_is_quicker", lambda device: device.type == "cpu")
+    real = to_live.load_plain
+    monkeypatch.setattr(to_live, "_is_quicker", lambda device: device.type == "cpu")
     monkeypatch.setattr("ckptool.bridge.to_live.load_plain", noted)
     yield given
 
@@ -141,7 +141,7 @@ def test_where_the_stock_library_fails_ours_goes_on(
 ) -> None:
     path = tmp_path / "x.safetensors"
     save_file(VALUE, path)
-    monkeypatch.setattr(stock_safetensors, "_name", lambda device: "no-such-device")
+    monkeypatch.setattr(to_live, "_name", lambda device: "no-such-device")
     assert_same_objects(load_file(path), ckptool.load(path, "cpu"))
     assert stock == [None]
 
@@ -173,10 +173,10 @@ def test_prefetch_is_used_as_safetensors_09_documents_it(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(untyped.get_device_module("cuda"), "is_available", lambda: True)
-    made = stock_safetensors.load_plain(ckptool.open(path), torch.device("cuda"))
+    made = to_live.load_plain(ckptool.open(path), torch.device("cuda"))
     assert made is not None
     assert list(made) == list(ckptool.open(path).tree)
-    assert stock_safetensors.load_plain(ckptool.open(path), torch.device("cuda:2")) is None
+    assert to_live.load_plain(ckptool.open(path), torch.device("cuda:2")) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not hasattr(safe_open, "prefetch"), reason="needs CUDA")

@@ -54,13 +54,7 @@ def test_killed_at_random_it_ends_with_the_same_bytes(loop: Scripts, tmp_path: P
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"draws": True},
-        {"draws": True, "workers": 2},
-        {"seedable": True},
-        {"every": 4, "accumulate": 2},
-        {"every": 8},
-    ],
+    [{"draws": True}, {"draws": True, "workers": 2}, {"seedable": True}, {"every": 4, "accumulate": 2}, {"every": 8}],
     ids=str,
 )
 def test_data_of_all_kinds_go_on_where_they_were(loop: Scripts, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -20,20 +20,10 @@ import ckptool
 from ckptool.checkpoint import Checkpoint, Computed, FileRange, TensorEntry
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import (
-    Corrupt,
-    NotACheckpoint,
-    OnlyAPart,
-    Truncated,
-    Unsupported,
-)
+from ckptool.errors import Corrupt, NotACheckpoint, OnlyAPart, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
-from tests.support.dcp_folders import (
-    edit,
-    save_dcp,
-    training_state,
-)
+from tests.support.dcp_folders import edit, save_dcp, training_state
 from tests.support.errors import three_parts
 from tests.support.files import CORPUS, saved
 from tests.support.ranks import save_on_two_ranks

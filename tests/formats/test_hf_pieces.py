@@ -69,9 +69,7 @@ def test_whole_numbers_are_joined_where_torch_fails(dtype: torch.dtype, tmp_path
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "state",
-    [lambda w: {"emb.weight": w, "head.weight": w}, lambda w: {"w": w.t()}],
-    ids=["tied", "not contiguous"],
+    "state", [lambda w: {"emb.weight": w, "head.weight": w}, lambda w: {"w": w.t()}], ids=["tied", "not contiguous"]
 )
 def test_what_torchs_writer_refuses_is_written_here(state: Any, tmp_path: Path) -> None:
     tensors = state(ROWS.clone())

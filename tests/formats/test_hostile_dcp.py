@@ -11,24 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 import ckptool
 from ckptool.checkpoint import FileRange
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    Truncated,
-    Unsupported,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats.dcp import tables, tree_pickle
 from tests.support.dcp_folders import (

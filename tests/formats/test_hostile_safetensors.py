@@ -278,13 +278,7 @@ def test_ten_million_tensors_are_refused_by_the_size_of_their_header(tmp_path: P
     assert meets_budget(path).code == "limit-exceeded"
 
 
-BOMBS = {
-    "lists": b"[],",
-    "objects": b"{},",
-    "numbers": b"1.5,",
-    "texts": b'"",',
-    "integers": b"1234567,",
-}
+BOMBS = {"lists": b"[],", "objects": b"{},", "numbers": b"1.5,", "texts": b'"",', "integers": b"1234567,"}
 
 
 @pytest.mark.parametrize("name", BOMBS)

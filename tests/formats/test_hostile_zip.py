@@ -18,13 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    NotACheckpoint,
-    Truncated,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.record import LOCATOR
 from tests.support.errors import unreadable

@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    NotACheckpoint,
-    Unsupported,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.formats import read
 from ckptool.formats.zip.record import END, LOCAL
 from ckptool.verbs.convert import convert

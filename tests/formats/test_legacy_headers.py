@@ -12,15 +12,7 @@ import torch
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import (
-    BadTensor,
-    CkptoolError,
-    Corrupt,
-    NotACheckpoint,
-    Truncated,
-    UnsafeObject,
-    Unsupported,
-)
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, NotACheckpoint, Truncated, UnsafeObject, Unsupported
 from ckptool.formats import read
 from ckptool.formats import torch_legacy as legacy
 from tests.support.files import torch_bytes, written

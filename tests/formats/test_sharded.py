@@ -280,10 +280,7 @@ CONFLICTS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"1 of its names are not in their shards \(gone\)",
     ),
-    "a tensor in another shard": (
-        lambda folder: changed(folder, pointed(FIRST)),
-        "do not belong together",
-    ),
+    "a tensor in another shard": (lambda folder: changed(folder, pointed(FIRST)), "do not belong together"),
     "one name in two shards": (in_two_shards, "norm is in two shards"),
     "a shard of another run": (of_another_run, "do not belong together"),
     "names of fewer": (

@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.output import replace_file
-from ckptool.output.attributes import ACCESS_LIST
+from ckptool.output.copying import ACCESS_LIST
 from ckptool.output.folders import replace_folder
 from tests.support.files import saved, weights
 

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from tests.support import (
-    hostile_bombs,
-    hostile_calls,
-    hostile_pickles,
-    hostile_streams,
-    hostile_tars,
-    hostile_tensors,
-)
+from tests.support import hostile_bombs, hostile_calls, hostile_pickles, hostile_streams, hostile_tars, hostile_tensors
 
 Contents = bytes | Callable[[], bytes]
 MODULES = (hostile_calls, hostile_pickles, hostile_bombs, hostile_tensors, hostile_streams, hostile_tars)

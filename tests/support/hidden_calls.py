@@ -112,11 +112,7 @@ _ALONE: dict[str, tuple[bytes, ...]] = {
         b"{1}",
         name("torch", "Tensor") + b")}tR",
     ),
-    "attribute of an OrderedDict": (
-        name("collections", "OrderedDict") + b")R}" + text("_metadata"),
-        b"{1}",
-        b"sb",
-    ),
+    "attribute of an OrderedDict": (name("collections", "OrderedDict") + b")R}" + text("_metadata"), b"{1}", b"sb"),
 }
 
 

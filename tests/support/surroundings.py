@@ -12,11 +12,7 @@ from pathlib import Path
 
 SCRIPT = [str(Path(sys.executable).with_name("ckptool"))]
 MODULE = [sys.executable, "-m", "ckptool"]
-TERMINAL = [
-    sys.executable,
-    "-c",
-    "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))",
-]
+TERMINAL = [sys.executable, "-c", "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"]
 
 
 def _unprivileged() -> tuple[str, ...] | None:

@@ -111,11 +111,7 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-B", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=folder,
-            text=True,
+            [sys.executable, "-I", "-B", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, text=True
         )
 
     def run(self, file: Path, commands: Sequence[str] = LOOKING + WRITING + OPTIONAL, **more: Any) -> Seen:
@@ -312,13 +308,7 @@ def _warm_up() -> None:
         path = importlib.import_module(f"ckptool.{package}").__path__
         for module in pkgutil.walk_packages(path, f"ckptool.{package}."):
             importlib.import_module(module.name)
-    for codec in (
-        "unicode_escape",
-        "raw_unicode_escape",
-        "utf-32-le",
-        "utf-32-be",
-        "latin-1",
-    ):
+    for codec in ("unicode_escape", "raw_unicode_escape", "utf-32-le", "utf-32-be", "latin-1"):
         codecs.lookup(codec)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -28,8 +28,7 @@ def extended(path: Path, *changes: str, **sections: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"),
-    sliced(itertools.product(["ReduceLROnPlateau", "warmup_cosine", "StepLR"], [3, 5, 7, 1000]), 4),
+    ("name", "every"), sliced(itertools.product(["ReduceLROnPlateau", "warmup_cosine", "StepLR"], [3, 5, 7, 1000]), 4)
 )
 def test_wherever_evaluation_falls(tmp_path: Path, name: str, every: int) -> None:
     """Also where the first part ends between two evaluations, and is judged once more for that."""

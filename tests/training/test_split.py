@@ -44,11 +44,7 @@ def cut(*at: str, microbatches: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("at", "sections"),
-    [
-        (["4"], {}),
-        (["blocks.1"], {"data": IMAGES, "models": {"main": CONV}}),
-        (["blocks.1", "blocks.2", "norm"], GPT),
-    ],
+    [(["4"], {}), (["blocks.1"], {"data": IMAGES, "models": {"main": CONV}}), (["blocks.1", "blocks.2", "norm"], GPT)],
 )
 def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[str, Any]) -> None:
     whole, split = trainer(**sections), trainer(**sections, **cut(*at))

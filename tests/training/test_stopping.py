@@ -57,10 +57,7 @@ def batches(path: Path) -> list[int]:
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 
 
-@pytest.mark.parametrize(
-    ("greedy", "steps", "every"),
-    sliced(product([False, True], [20, 13], [5, 13]), 3),
-)
+@pytest.mark.parametrize(("greedy", "steps", "every"), sliced(product([False, True], [20, 13], [5, 13]), 3))
 def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, greedy: bool) -> None:
     """The batch that is being computed is the last one; the state is saved, and the evaluation is done again."""
     changes = [f"train.steps={steps}", f"eval.every={every}", "data.val_fraction=0.5", "save.every=13", "log.every=1"]

@@ -47,12 +47,7 @@ EXTRA = TRAPS["19-extra-state"]()
             ["x.w"],
             ["models/0/G/n", "a", "models/1", "models/0/D"],  # beside every level
         ),
-        (
-            {**weights("a.w"), "fc._extra_state": {"scale": 2.0}, "note": "x"},
-            {},
-            ["a.w"],
-            ["fc._extra_state", "note"],
-        ),
+        ({**weights("a.w"), "fc._extra_state": {"scale": 2.0}, "note": "x"}, {}, ["a.w"], ["fc._extra_state", "note"]),
         (weights("a.w", "a.b", "c.w"), {"only": ["a.*"], "exclude": ["*.b"]}, ["a.w"], ["a.b", "c.w"]),
         (
             EXTRA,

@@ -55,8 +55,7 @@ def test_a_small_difference_is_taken_apart_exactly(height: int, width: int, rank
 
 
 @pytest.mark.parametrize(
-    ("decay", "shape", "rank", "wide"),
-    sliced(product([0.5, 1], [(200, 400), (400, 200)], [4, 32], [1 << 20, 0]), 6),
+    ("decay", "shape", "rank", "wide"), sliced(product([0.5, 1], [(200, 400), (400, 200)], [4, 32], [1 << 20, 0]), 6)
 )
 def test_a_large_one_within_two_percent_of_the_best(
     shape: tuple[int, int], rank: int, decay: float, wide: int, monkeypatch: pytest.MonkeyPatch

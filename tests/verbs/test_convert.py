@@ -38,8 +38,7 @@ def test_one_root(tmp_path: Path) -> None:
     done = ckptool.convert(file, out, verify=True)
     state = load(file)["model_state_dict"]
     assert_same_objects(
-        {key: state[key] for key in sorted(state)},
-        dict(sorted(safetensors.torch.load_file(out).items())),
+        {key: state[key] for key in sorted(state)}, dict(sorted(safetensors.torch.load_file(out).items()))
     )
     assert (
         done.summary

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.analysis.error_texts import recognised
-from ckptool.analysis.findings import Diagnosis
+from ckptool.analysis.findings import Diagnosis, recognised
 from ckptool.cli import main
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp

@@ -169,9 +169,7 @@ def test_map_location_as_torch_takes_it(tagged: Path, place: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["cuda:9", {"cpu": "cpu"}, lambda storage, location: None],
-    ids=["name", "dictionary", "function"],
+    "place", ["cuda:9", {"cpu": "cpu"}, lambda storage, location: None], ids=["name", "dictionary", "function"]
 )
 def test_a_device_that_is_not_there_is_told_in_words(tagged: Path, place: Any) -> None:
     with pytest.raises(Unsupported, match="cuda") as error:

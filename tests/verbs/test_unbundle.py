@@ -15,13 +15,7 @@ from torch import nn
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Conflict,
-    OutputExists,
-    UsageError,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, OutputExists, UsageError
 from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.bundles import SHARED, net_state

@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 
 import ckptool
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Conflict,
-    Corrupt,
-    LimitExceeded,
-    Unsupported,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported
 
 
 def member(**fields: Any) -> Callable[[dict[str, Any]], Any]:

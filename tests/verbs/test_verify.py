@@ -16,14 +16,7 @@ import torch
 import ckptool
 from ckptool.analysis.verify import NonFinite, Verification
 from ckptool.cli import main
-from ckptool.errors import (
-    FileProblem,
-    LimitExceeded,
-    NotACheckpoint,
-    OutputExists,
-    Unsupported,
-    UsageError,
-)
+from ckptool.errors import FileProblem, LimitExceeded, NotACheckpoint, OutputExists, Unsupported, UsageError
 from ckptool.verbs.verify import verify
 from fixtures.make import make
 from fixtures.traps import TRAPS

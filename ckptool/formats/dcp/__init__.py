@@ -19,16 +19,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
-from ckptool.errors import (
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    OnlyAPart,
-    Truncated,
-    Unsupported,
-    counted,
-    listed,
-)
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, Unsupported, counted, listed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
-from ckptool.checkpoint import (
-    Checkpoint,
-    Computed,
-    Data,
-    InlineBytes,
-    Note,
-    Storage,
-    TensorEntry,
-    row_major_strides,
-)
+from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DType

@@ -139,11 +139,7 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
 
 
 def convert(
-    adapter: Adapter,
-    scheme: str,
-    *,
-    bases: Sequence[Mapping[Any, Any]] = (),
-    fold: bool = False,
+    adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]] = (), fold: bool = False
 ) -> AdapterFile:
     """The adapter in another scheme; its factors as they are, but for a folded scale.
 

@@ -17,8 +17,7 @@ from ckptool.errors import CkptoolError, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 from ckptool.names.chain import END, Operation
 from ckptool.names.scope import Number
-from ckptool.transforms.cast import parse_dtype
-from ckptool.transforms.casting import conversion, converted
+from ckptool.transforms.casting import conversion, converted, parse_dtype
 from ckptool.transforms.resize import parse_resize, resized
 from ckptool.transforms.views import UNFIT, joined, padded, reshaped, woven
 
