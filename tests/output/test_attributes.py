@@ -157,7 +157,7 @@ def test_what_the_system_does_not_let_is_told(tmp_path: Path, monkeypatch: pytes
     def refused(*args: Any, **options: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    from ckptool.output import attributes as module
+    from ckptool.output import copying as module
 
     class System:
         """`os` as somebody sees it who is not the owner."""
