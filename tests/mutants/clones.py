@@ -139,8 +139,8 @@ def _with_hits(data: bytes, edits: dict[int, Edit]) -> bytes:
     for number, edit in sorted(edits.items(), key=lambda each: -each[1].lines[0]):
         at, line = edit.lines[0] - 1, lines[edit.lines[0] - 1]
         hit = b"__import__('mutants_seen').hit(%d)" % number
-        if line.lstrip().startswith((b"def ", b"async def ")):  # all in one line
-            start = edit.first
+        start = edit.first
+        if line[:start].strip():  # all in one line, after the `def`
             lines[at] = line[:start] + hit + b"; " + line[start:]
         else:
             lines[at] = line[: len(line) - len(line.lstrip())] + hit + b"\n" + line
