@@ -374,7 +374,7 @@ def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
-    """What gives the root that a path leads into: of an optimizer within weights, it."""
+    """A function that gives the path of the root that a path leads into, the innermost one; None outside of all."""
     paths = {root.path for root in roots}
     depths = sorted({len(path) for path in paths}, reverse=True)
     return lambda path: next((path[:depth] for depth in depths if path[:depth] in paths), None)
