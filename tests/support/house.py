@@ -97,7 +97,15 @@ AIMS = {
 }
 # What may not get worse any more. Lower them when you can, never raise them.
 REACHED = {
+    "the path of a verb: lines": 14_400,
+    "  what says, mean": 94,
+    "private, called once, short": 150,
+    "engines that match names": 3,
+    "loops over blocks": 0,
+    "ways of joining ranks": 1,
+    "JSON languages for trees": 1,
     "largest circle of imports (files)": 5,
+    "lines over 120 columns": 0,
     "lines of README.md": 260,
     "layers of the import contract": 11,
     "names of several things": 0,
