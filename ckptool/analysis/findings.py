@@ -1,5 +1,4 @@
-"""What `doctor` says of a file: reasons why it does not load, in the order in which their commands are to be run; and
-what an error message of torch or another library means.
+"""What `doctor` says: why a file does not load, in the order in which to run the commands; what an error message means.
 
 Their sentences and commands are rows of `findings.yaml` and `error_texts.yaml`.
 """

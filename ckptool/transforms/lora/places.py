@@ -63,9 +63,13 @@ class Places:
 
     def moved(self) -> list[str]:
         """What the rules change, in words."""
-        ends = [[name.ends[0] for name in (*rule.old, *rule.new)] for rule in self.rules.values()]
-        sides = [[repr(prefix) if prefix else "no prefix" for prefix in pair] for pair in ends if any(pair)]
-        return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in sides))
+        lines = []
+        for rule in self.rules.values():
+            ours, theirs = (name.ends[0] for name in (*rule.old, *rule.new))
+            if ours or theirs:
+                shown = [repr(prefix) if prefix else "no prefix" for prefix in (ours, theirs)]
+                lines.append(f"the adapter's names begin with {shown[0]}, the base's with {shown[1]}")
+        return list(dict.fromkeys(lines))
 
     def in_base(self, component: str, name: str) -> str:
         """An adapter's name as the base has it; empty for one that its rule does not take."""
