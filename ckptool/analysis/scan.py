@@ -21,7 +21,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Progress, in_turn
-from ckptool.commands import option
+from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
@@ -135,7 +135,7 @@ class ScannedFile:
             runs = ", which runs when the model is called; loading it only makes the model"
             yield *head, yellow("it holds a program"), runs
         elif not self.calls:
-            refused = "torch.load refuses it by default (weights_only=True): see  ckptool inspect FILE"
+            refused = f"torch.load refuses it by default (weights_only=True): see  {command('inspect', self.path)}"
             only = refused if WEIGHTS_ONLY in self.notes else "functions of torch and plain data only"
             yield *head, green("nothing in it would run"), f": {only}"
         elif all(call.is_custom for call in self.calls):

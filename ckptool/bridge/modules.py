@@ -186,7 +186,7 @@ def load_into(
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"load_into was given {type(model).__name__}, not a torch.nn.Module",
-            "It loads into an existing model.",
+            "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)",
             "To get a checkpoint's values without a model: ckptool.load(FILE)",
         )
     bare = unwrapped(model)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptool.cli import main
 from ckptool.verbs._explain import all_codes, explain_text
@@ -79,3 +80,14 @@ def test_what_nobody_knows_is_not_guessed(
 def test_a_traceback_is_read_for_its_message_alone() -> None:
     text = "folder: data\nTraceback (most recent call last):\nRuntimeError: size mismatch for fc.weight"
     assert "shape-mismatch" in str(explain_text(text))
+
+
+@pytest.mark.parametrize("size", [100, 3_000, 20_000, 200_000])
+def test_what_torch_says_of_a_cut_file_is_known_whatever_it_says(size: int, tmp_path: Path, run: Run) -> None:
+    torch.save({"a": torch.ones(size // 4), "b": torch.ones(size // 8)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for share in (3, 5, 8):
+        (tmp_path / "a.pt").write_bytes(whole[: len(whole) * share // 10])
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            torch.load(tmp_path / "a.pt")
+        assert "truncated" in run("doctor", "--error", f"{type(caught.value).__name__}: {caught.value}").out
