@@ -38,7 +38,7 @@ def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
         "def _one(file):\n    return file\n\n\nclass Slimmed(Report):\n    def told(self):\n        return ()\n",
         render__slim="class Same: ...\n",
         render__lines="class Same: ...\n",
-        names__rank_trees="class TreeJoiner: ...\n",
+        names__pieces="class Joiner: ...\n",
         render__page="",
         cli__page="",
     )
@@ -48,7 +48,7 @@ def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
         "Same": ["ckptool.render.lines", "ckptool.render.slim"],
     }
     assert house.loops_over_blocks == ["ckptool.transforms.bake"]
-    assert house.designs("ways of joining ranks") == ["ckptool.names.rank_trees.TreeJoiner"]
+    assert house.designs("ways of joining ranks") == ["ckptool.names.pieces.Joiner"]
     assert {module.name: module.saying for module in house.path if module.saying} == {
         "ckptool.render.slim": 1,
         "ckptool.verbs.slim": 8,

@@ -30,6 +30,14 @@ from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain import summary
 
 Chosen = dict[Any, tuple[Path, Any]]
+ARRAY = "numpy array"
+Aspects = dict[str, tuple[Any, Any]]
+_Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
+_Pair = tuple[Path, Any, Any]
+# The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
+_NODE, _ATTRIBUTE = object(), object()
+_NODES = (Object, Set, TensorEntry, Composite, StorageRef)
+_HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
 def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) -> list[Chosen]:
@@ -56,16 +64,6 @@ def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) 
                 chosen[(address(path), *map(type, path))] = path, node
         found.append(chosen)
     return found
-
-
-ARRAY = "numpy array"
-Aspects = dict[str, tuple[Any, Any]]
-_Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
-_Pair = tuple[Path, Any, Any]
-# The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
-_NODE, _ATTRIBUTE = object(), object()
-_NODES = (Object, Set, TensorEntry, Composite, StorageRef)
-_HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
 def _aspects_json(aspects: Aspects) -> dict[str, Any]:

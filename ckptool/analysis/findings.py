@@ -1,6 +1,6 @@
-"""What `doctor` says of a file: reasons why it does not load, in the order in which their commands are to be run.
+"""What `doctor` says: why a file does not load, in the order in which to run the commands; what an error message means.
 
-Their sentences and commands are rows of `findings.yaml`.
+Their sentences and commands are rows of `findings.yaml` and `error_texts.yaml`.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
         yield each.filled(chain)
 
 
+# Messages of errors --------------------------------------------------------------------------------------------------
+
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
 LOOK = "Look at the file instead: "
@@ -218,13 +220,15 @@ def first_line(text: str, known: KnownError | None = None) -> str:
     """The line of a traceback that says what happened: a known one, else one that begins as errors do."""
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
     named = [line for line in lines if known is not None and known.pattern.search(line)]
-    told = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((named or told or lines or [""])[0])[:200]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
+    return printable((named or errors or lines or [""])[0])[:200]
 
 
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
-    """The meaning of an error message, from that alone, but for the devices that the file's tensors are tagged with.
-    Without a file its commands speak of FILE and OUT."""
+    """The meaning of an error message. Looks at no file; without the name of one, its commands speak of FILE and OUT.
+
+    devices: those that the file's tensors are tagged with, where they are known.
+    """
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from ckptool.analysis.findings import Finding, finding
@@ -30,7 +31,7 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
-from ckptool.names.ready import with_prefixes, without_prefixes
+from ckptool.names.ready import Tried, with_prefixes, without_prefixes
 from ckptool.pickles.plain import expand
 
 _LIGHTNING = "pytorch-lightning_version"
@@ -246,18 +247,27 @@ def find_way(root: StateDict, target: Target) -> Way:
     if COUNTER in way.fit.extra:
         rest = {name: key for name, key in way.fit.names.items() if name != COUNTER}
         way = Way(fit(root, target, rest), (finding("averaged-counter", model=target.name),), way.unwraps)
-    names, theirs, better = way.fit.names, target.tensors, dict[Any, Way]()
-    for off, tries in ((True, without_prefixes(names, theirs)), (False, with_prefixes(names, theirs))):
-        for number, tried in enumerate(() if way.fit.is_exact or better else tries):
-            fits = fit(root, target, tried.names)
-            if fits.matched > way.fit.matched and 2 * fits.matched >= len(theirs if off else names):
-                on = "prefix, the model is wrapped" if tried.prefix == PEELED else "prefix, the model has it"
-                which = on if not off else "prefix, some have it" if tried.rest else "prefix, all have it"
-                step = finding(which, prefix=tried.prefix, model=target.name, rest=f"{tried.rest:,}")
-                average = any(word in tried.prefix.lower() for word in _AVERAGES)
-                rank = (average, tried.rest, tried.prefix) if off else number
-                better[bool(fits.missing), rank] = Way(fits, (*way.steps, step), way.unwraps)
-    return better[min(better)] if better else way
+    if way.fit.is_exact:
+        return way
+    names, better = way.fit.names, list[tuple[Any, Way]]()
+    for tried in without_prefixes(names, target.tensors):
+        which = "prefix, some have it" if tried.rest else "prefix, all have it"
+        average = any(word in tried.prefix.lower() for word in _AVERAGES)
+        for each in _after(way, tried, which, root, target, len(target.tensors)):
+            better.append(((bool(each.fit.missing), average, tried.rest, tried.prefix), each))
+    for tried in () if better else with_prefixes(names, target.tensors):
+        which = "prefix, the model is wrapped" if tried.prefix == PEELED else "prefix, the model has it"
+        for each in _after(way, tried, which, root, target, len(names)):
+            better.append((bool(each.fit.missing), each))
+    return min(better, key=itemgetter(0))[1] if better else way
+
+
+def _after(way: Way, tried: Tried, which: str, root: StateDict, target: Target, count: int) -> Iterator[Way]:
+    """The way with a prefix off or on after it, if more names match by that, and at least half of so many."""
+    fits = fit(root, target, tried.names)
+    if fits.matched > way.fit.matched and 2 * fits.matched >= count:
+        step = finding(which, prefix=tried.prefix, model=target.name, rest=f"{tried.rest:,}")
+        yield Way(fits, (*way.steps, step), way.unwraps)
 
 
 # The rest -------------------------------------------------------------------------------------------------------------

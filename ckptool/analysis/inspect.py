@@ -251,13 +251,15 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
     sized = any(nbytes is not None for _, nbytes, _ in lines)
 
     def aligned(width: int | None) -> Told:
-        length, hang = BAR if width is None or width >= 100 else BAR // 2, min(NAMES, max((width or 1_000) - 40, 12))
-
-        def cells(nbytes: int | None) -> tuple[str, ...]:
-            return ("" if nbytes is None else size(nbytes), blue(bar(nbytes or 0, biggest, length))) if sized else ()
-
-        rows = [(label, *cells(nbytes), detail) for label, nbytes, detail in lines]
-        yield Table(rows, right=(1,) if sized else (), indent=0, hang=hang)
+        hang = min(NAMES, max((width or 1_000) - 40, 12))
+        if not sized:
+            yield Table([(label, detail) for label, _, detail in lines], indent=0, hang=hang)
+            return
+        length = BAR if width is None or width >= 100 else BAR // 2
+        rows = []
+        for label, total, detail in lines:
+            rows.append((label, "" if total is None else size(total), blue(bar(total or 0, biggest, length)), detail))
+        yield Table(rows, right=(1,), indent=0, hang=hang)
 
     yield aligned
 
@@ -374,7 +376,7 @@ def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
-    """What gives the root that a path leads into: of an optimizer within weights, it."""
+    """A function that gives the path of the root that a path leads into, the innermost one; None outside of all."""
     paths = {root.path for root in roots}
     depths = sorted({len(path) for path in paths}, reverse=True)
     return lambda path: next((path[:depth] for depth in depths if path[:depth] in paths), None)

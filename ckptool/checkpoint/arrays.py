@@ -169,7 +169,7 @@ def computed_tensor(
     them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
     """
     length = prod(shape) * dtype.itemsize
-    return _over(dtype, shape, inputs, location, _Elements(dtype, values, step, length).read)
+    return _computed(dtype, shape, inputs, location, _Elements(dtype, values, step, length).read)
 
 
 def computed_rows(
@@ -188,10 +188,10 @@ def computed_rows(
             return memoryview(in_type(rows(start // width, stop // width), dtype))
 
     made = MadeBlocks(prod(shape) * dtype.itemsize, max(1, ROWS * dtype.itemsize // width) * width, block)
-    return _over(dtype, shape, inputs, location, made.read, made.view)
+    return _computed(dtype, shape, inputs, location, made.read, made.view)
 
 
-def _over(
+def _computed(
     dtype: DType,
     shape: Sequence[int],
     inputs: Sequence[TensorEntry],

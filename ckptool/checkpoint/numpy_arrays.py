@@ -208,7 +208,7 @@ _ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
 def _where_odd(give: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The same function, which gives something else for a description that is not built as numpy builds them."""
+    """A function that gives what `give` does (`bool`: False) for a description that numpy would not write."""
 
     def guarded(read: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(read)

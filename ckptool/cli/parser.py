@@ -92,23 +92,30 @@ def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
         return given
 
     command: Any = typed
-    taken = []
-    for each in parameters:
-        option = each.option
-        choices = [(word, word) for word in option.choices]
-        kind: Any = Enum("Choices", choices, type=str) if choices else each.kind
-        declare: Any = typer.Option if option.flags else typer.Argument
-        meta = declare(*option.flags, metavar=option.metavar or None, **({"min": option.least} if option.flags else {}))
-        default: Any = inspect.Parameter.empty if each.is_needed else False if kind is bool else None
-        kind = Annotated[kind | None if default is None else kind, meta]
-        taken.append(inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    command.__signature__ = inspect.Signature(taken)
+    command.__signature__ = inspect.Signature([*map(_as_typer_has_it, parameters)])
     command.__annotations__ = {}
     app.command(verb, add_help_option=False)(command)
     made: Any = typer.main.get_command(app)
-    for option in made.params:
-        option.process_value = _as_typed(option)
+    for each in made.params:
+        each.process_value = _as_typed(each)
     return made
+
+
+def _as_typer_has_it(parameter: Parameter) -> inspect.Parameter:
+    """A parameter of the function that typer makes a command of: None, or False, where nothing was typed."""
+    import typer
+
+    asked = parameter.option
+    choices = [(word, word) for word in asked.choices]
+    kind: Any = Enum("Choices", choices, type=str) if choices else parameter.kind
+    meta: Any = typer.Argument(metavar=asked.metavar or None)
+    if asked.flags:
+        meta = typer.Option(*asked.flags, metavar=asked.metavar or None, min=asked.least)
+    default: Any = inspect.Parameter.empty
+    if not parameter.is_needed:
+        default = False if kind is bool else None
+    annotation: Any = Annotated[kind | None if default is None else kind, meta]
+    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:

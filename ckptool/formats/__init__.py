@@ -36,8 +36,8 @@ class Format:
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
     leftovers: names in its folders of files that another run may have left, and that go with them.
-    pickled: its files are pickles, or have some inside.  disguise: the first bytes of a file of its own that may be
-    opcodes, which take in a text, the name of a first member or the length of a header.
+    pickled: its files are pickles, or have some inside.  disguise: first bytes with which a file of this kind may be a
+    pickle as well, whose first opcodes pass over the rest of the header; the empty pattern: it always may.
     """
 
     name: str

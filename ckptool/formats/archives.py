@@ -72,11 +72,7 @@ def read(source: Source) -> Checkpoint:
             discarded += found.discarded
             values[name] = found.tree
             continue
-        try:
-            text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:
+        if (text := _text(part)) is None:
             others.append(name)
             continue
         values[name] = text
@@ -100,6 +96,15 @@ def read(source: Source) -> Checkpoint:
             node = node.setdefault(folder, {})
         node[last] = value
     return Checkpoint(tree, NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+
+
+def _text(part: Readable) -> str | None:
+    """The text that a file is; None for anything else, and for what is larger than the texts of a checkpoint are."""
+    try:
+        text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else None
+    except UnicodeDecodeError:
+        return None
+    return None if text is None or "\0" in text else text
 
 
 def _check(source: Source, name: str, before: set[str]) -> None:

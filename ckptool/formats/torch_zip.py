@@ -207,13 +207,13 @@ class RecordStorages:
             ref = StorageRef(storage, dtype)
             self.refs[key] = cls, ref
             return ref
-        of, ref = first
+        first_class, ref = first
         # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        mixed = of is not cls and not all(each is None or each.name == "u8" for each in (ref.dtype, dtype))
+        mixed = first_class is not cls and not all(each is None or each.name == "u8" for each in (ref.dtype, dtype))
         if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
             what = f"the storage {key} is described in two ways"
             raise Corrupt(what, "Readers would disagree about which is right.")
-        return ref if of is cls else self.others.setdefault((key, cls), StorageRef(ref.storage, dtype))
+        return ref if first_class is cls else self.others.setdefault((key, cls), StorageRef(ref.storage, dtype))
 
 
 _PID = (str, Global, str, str, int)

@@ -1,4 +1,4 @@
-"""Moving bytes from file to file without looking at them.
+"""Moving bytes from file to file without looking at them; and what a new file takes over from the one it replaces.
 
 Kernel-side where the platform can (`copy_file_range`, at most 8 MB a call), with writeback started after each piece:
 that halves the time of the sync at the end. Elsewhere, and between file systems that refuse, through a small buffer.
@@ -119,6 +119,8 @@ def system_call(name: str) -> Callable[..., int] | None:
     return call  # type: ignore[no-any-return]
 
 
+# Owner, permissions, attributes --------------------------------------------------------------------------------------
+
 ACCESS_LIST = "system.posix_acl_access"
 _OF_THE_CONTENTS = {"security.ima", "security.evm"}  # signatures, which the new contents do not have
 
@@ -142,11 +144,11 @@ def keep_attributes(old: str, fd: int) -> list[str]:
 
     if status.st_gid != mine.st_gid:
         attempt(f"its group ({status.st_gid})", os.fchown, fd, -1, status.st_gid)
-    names = _names(old)
+    names = _attribute_names(old)
     for name in names:
         if name not in _OF_THE_CONTENTS:
             attempt(name if name == ACCESS_LIST else f"the attribute {name}", _copy_attribute, old, fd, name)
-    if ACCESS_LIST not in names and ACCESS_LIST in _names(fd):  # it came from the folder
+    if ACCESS_LIST not in names and ACCESS_LIST in _attribute_names(fd):  # it came from the folder
         attempt(ACCESS_LIST, os.removexattr, fd, ACCESS_LIST)
     mode = stat.S_IMODE(status.st_mode)
     if lost or status.st_uid != mine.st_uid:
@@ -157,7 +159,7 @@ def keep_attributes(old: str, fd: int) -> list[str]:
     return lost
 
 
-def _names(place: str | int) -> list[str]:
+def _attribute_names(place: str | int) -> list[str]:
     try:
         return os.listxattr(place)
     except (OSError, AttributeError):  # a file system, or a system, that has none
@@ -166,7 +168,7 @@ def _names(place: str | int) -> list[str]:
 
 def _copy_attribute(old: str, fd: int, name: str) -> None:
     value = os.getxattr(old, name)
-    if name not in _names(fd) or os.getxattr(fd, name) != value:
+    if name not in _attribute_names(fd) or os.getxattr(fd, name) != value:
         os.setxattr(fd, name, value)
 
 

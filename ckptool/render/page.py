@@ -336,19 +336,23 @@ Named = Callable[[int, TensorRow], str | None]
 
 
 def _names_in(diff: Diff) -> Named:
-    """What the differences call a tensor of a file, the first or the second; None where it was not compared. A whole
-    module is listed by the names of its state dict, and may be compared as the object that it is."""
+    """What the differences call a tensor of a file, the first or the second; None where it was not compared.
+
+    A whole module is listed by the names of its state dict, and may be compared as the object that it is: then its
+    tensors are found by what they view.
+    """
     assert diff.parts is not None
+    bases = [part.base for part in diff.parts]
     places: list[dict[Any, list[Place]]] = [{}, {}]
-    for found, part in zip(places, diff.parts, strict=True):
+    for paths_of, part in zip(places, diff.parts, strict=True):
         for path, tensor in tensors(part.tree):
-            found.setdefault(tensor.view, []).append(path)
+            paths_of.setdefault(tensor.view, []).append(path)
 
     def named(side: int, row: TensorRow) -> str | None:
-        base = diff.parts[side].base if diff.parts is not None else ()
-        own = row.path[len(base) :] if row.path[: len(base)] == base else None
-        there = places[side].get(row.tensor.view, ())
-        path = there[0] if there and own not in there else own
+        base, paths = bases[side], places[side].get(row.tensor.view, [])
+        path = row.path[len(base) :] if row.path[: len(base)] == base else None
+        if paths and path not in paths:
+            path = paths[0]
         return None if path is None else address(bare(path) if "prefix" in diff.ignored else path)
 
     return named

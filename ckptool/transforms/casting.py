@@ -270,6 +270,9 @@ def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
     return part
 
 
+# State dicts ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Cast:
     """A cast: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.

@@ -76,11 +76,10 @@ def remap(checkpoint: Checkpoint, to: object = None, moves: Mapping[Any, Any] | 
         new = moved[storage.location]
         return storage if new == storage.location else replace(storage, location=new)
 
-    elsewhere = {
-        number: call.with_arguments((*args[:2], moved[args[2]], *args[3:]))
-        for number, call in calls.items()
-        for args in [call.made.args]
-    }
+    elsewhere = {}
+    for number, call in calls.items():
+        first, second, location, *rest = call.made.args
+        elsewhere[number] = call.with_arguments((first, second, moved[location], *rest))
     tree = map_storages(rebuild(checkpoint.tree, replaced=elsewhere) if calls else checkpoint.tree, move)
     facts = tuple(sorted((old, new, present[old]) for old, new in moved.items() if new != old))
     return Remapped(replace(checkpoint, tree=tree), sum(count for *_, count in facts), present.total(), facts)

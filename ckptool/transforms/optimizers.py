@@ -142,7 +142,7 @@ class Slots:
         if len(set(self.slots)) != len(self.slots):
             raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
-    def said(self) -> dict[Any, str] | None:
+    def own_names(self) -> dict[Any, str] | None:
         """The name of each slot, as the groups give them; None where they do not."""
         if self.is_named:
             return {slot: slot for slot in self.slots}
@@ -161,8 +161,8 @@ class Slots:
         advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too
         many.
         """
-        if (said := self.said()) is not None:
-            return said, BY_NAMES
+        if (named := self.own_names()) is not None:
+            return named, BY_NAMES
         if target is not None:
             parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
             return self.among(parameters, advice, ordered=in_model_order(target.tensors))
@@ -200,8 +200,8 @@ class Slots:
         advice: what to do then.  ordered: the parameters are in the order of the model.
         """
         self._refuse_shared()
-        if (said := self.said()) is not None:
-            slot_of = {name: slot for slot, name in said.items()}
+        if (named := self.own_names()) is not None:
+            slot_of = {name: slot for slot, name in named.items()}
             return {slot_of[name]: goal for goal, name in paired(slot_of, parameters).items()}, BY_NAMES
         in_order = self._in_order(parameters) if ordered else None
         if in_order is not None:

@@ -165,13 +165,20 @@ def _renamed_metadata(
     for path, value in metadata.items():
         if path in emptied:
             continue
-        new = modules.get(path, path) if path else path
-        if type(path) is str and path and path not in modules:
-            marked = rename(f"{path}.\0")  # a module without parameters of its own: as a key below it would be renamed
-            new = marked[:-2] if marked.endswith(".\0") else "" if marked == "\0" else path
+        new = path
+        if type(path) is str and path:
+            new = modules[path] if path in modules else _renamed_module(path, rename)
         if new not in items or len(path) > depth[new]:
             items[new], depth[new] = value, len(path)
     return items
+
+
+def _renamed_module(path: str, rename: Rename) -> str:
+    """The path of a module without parameters of its own: as that of a key below it would be renamed."""
+    marked = rename(f"{path}.\0")
+    if marked == "\0":
+        return ""
+    return marked[:-2] if marked.endswith(".\0") else path
 
 
 def module_names(names: dict[str, str]) -> dict[str, str]:

@@ -93,11 +93,15 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
-    """The tree with every storage cut down to what its tensors show, and how many were. Views that overlap go on
-    sharing."""
-    moved = [found for group in _plain_views(tree, kept).values() if (found := _moved(group))]
-    entries = {number: entry for found in moved for number, entry in found.items()}
-    return (rebuild(tree, lambda node: entries.get(id(node), node)) if entries else tree), len(moved)
+    """The tree with every storage cut down to what its tensors show, and how many were.
+
+    Views that overlap go on sharing.
+    """
+    moved = [*filter(None, map(_moved, _plain_views(tree, kept).values()))]
+    if not moved:
+        return tree, 0
+    entries = {old: entry for group in moved for old, entry in group.items()}
+    return rebuild(tree, lambda node: entries.get(id(node), node)), len(moved)
 
 
 def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ckptool.analysis.fixes import Chain
 from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
-from ckptool.checkpoint import Checkpoint, PartKind
+from ckptool.checkpoint import Checkpoint, PartKind, PartOf
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, command
@@ -114,15 +114,8 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
 
         findings += of_target(chosen, target, way, translation_to)
-    if (part := found.part) is not None:  # no verb that writes takes one, so only the look at the whole helps
-        others = [each for each in findings if each.code != FOLDER]
-        findings = [each if each.code == PART else replace(each, commands=()) for each in others]
-        if part.kind is PartKind.MEMBERS and not part.is_complete:
-            advice = "Copy again what is missing or does not belong to it; or take what is there: "
-            take = (command("convert", FILE, part=True, out=OUT_PT),)
-            findings = [
-                replace(each, advice=advice, advised=take, says="") if each.code == PART else each for each in findings
-            ]
+    if found.part is not None:
+        findings = [*_of_part(found.part, findings)]
     elif any(not each.commands for each in damage) or (
         any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings)
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
@@ -134,6 +127,18 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
     return Diagnosis(file, is_a, ordered, unread, target.name if target is not None else "")
+
+
+def _of_part(part: PartOf, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """The findings on a part: no verb that writes takes one, so only the look at the whole helps."""
+    for each in findings:
+        if each.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
+            advice = "Copy again what is missing or does not belong to it; or take what is there: "
+            yield replace(each, advice=advice, advised=(command("convert", FILE, part=True, out=OUT_PT),), says="")
+        elif each.code == PART:
+            yield each
+        elif each.code != FOLDER:
+            yield replace(each, commands=())
 
 
 def _of_damage(opened: Opened) -> list[Finding]:

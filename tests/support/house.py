@@ -52,7 +52,7 @@ BLOCKS = {"CHUNK", "chunks", "blocks", "BlockReader"}
 # Module and what it defines.
 DESIGNS = {
     "engines that match names": "steps.steps_of ready.paired suggest.suggest",
-    "ways of joining ranks": "pieces.Joiner folder.RankFolder rank_trees.TreeJoiner",
+    "ways of joining ranks": "pieces.Joiner",
     "JSON languages for trees": "bundle_json",  # and `old_records`, which reads those of 0.1.0 for one release
 }
 

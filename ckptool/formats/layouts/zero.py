@@ -329,12 +329,14 @@ def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | Non
 def _rows(team: list[Share], groups: Iterable[int], *, divided: bool) -> dict[str, list[Vector]]:
     """By key the vectors that these ranks have: one of all of them, or where each tensor is divided, one of each."""
     groups = [*groups]
-    keys = [
-        "",
-        *(k for k, v in team[0].state(min(groups, default=0)).items() if isinstance(v, TensorEntry) and v.shape),
-    ]
+    state = team[0].state(min(groups, default=0))
+    keys = ["", *(key for key, value in state.items() if isinstance(value, TensorEntry) and value.shape)]
     teams = [[share] for share in team] if divided else [team]
-    return {key: [Vector(share.vector(n, key) for share in each for n in groups) for each in teams] for key in keys}
+
+    def vector(team: list[Share], key: str) -> Vector:
+        return Vector(share.vector(group, key) for share in team for group in groups)
+
+    return {key: [vector(each, key) for each in teams] for key in keys}
 
 
 def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: Iterable[int] = ()) -> list[_Placed]:

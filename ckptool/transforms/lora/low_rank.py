@@ -1,4 +1,5 @@
-"""Matrices as products of low rank: those of a difference that is read in blocks, and of another product.
+"""Matrices as products of low rank: those of a difference that is read in blocks, and of another product; and the
+adapter of such products in a lower rank.
 
 A difference D [out, in] is never held whole. Its right singular vectors V come from D'D, exactly for up to EXACT
 inputs; else from a random start, seeded by the tensor's name, by two steps of subspace iteration with half as many
@@ -187,6 +188,9 @@ class Truncation:
         sides = numpy.zeros((len(u), self.rank), kind), numpy.zeros((self.rank, len(v)), kind)
         sides[0][:, :count], sides[1][:count] = u[:, :count] * values[:count], v[:count]
         return {"B": left @ sides[0], "A": sides[1] @ right.T}
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
 
 
 def resize(adapter: Adapter, rank: int) -> AdapterFile:

@@ -123,14 +123,14 @@ class AdapterMerge:
                 self.parameters[delta] = [found[key]]
 
     def _find(self, delta: Delta) -> str | None:
-        tied = self.places.of(delta.component, f"{delta.module}.weight") if delta.method == TOKENS else ""
+        tied = self.places.in_base(delta.component, f"{delta.module}.weight") if delta.method == TOKENS else ""
         return self.places.key(delta.component, self._spellings(delta)) or self.ties.get(tied)
 
     def _place(self, delta: Delta) -> bool:
         """Puts the change where it goes; False where the base has no such place."""
         key = self._find(delta)
         if key is None:
-            name = self.places.of(delta.component, delta.module) or delta.module
+            name = self.places.in_base(delta.component, delta.module) or delta.module
             saved = any(f".{each}." in f".{delta.module}" for each in self.adapter.names("modules_to_save"))
             if delta.method != WHOLE or not saved or name in self.tree:
                 return False

@@ -20,14 +20,14 @@ Spellings = Sequence[str]
 """The names that a tensor may have, the first that there is."""
 
 
-def moving(removed: str = "", added: str = "") -> Rule:
+def prefix_rule(removed: str = "", added: str = "") -> Rule:
     """The rule that puts one prefix in the place of another."""
     star = Variable("*", "", "star1")
     old, new = (Name(f"{prefix}*", (prefix, star)) for prefix in (removed, added))
     return Rule(f"{removed}* => {added}*", "", (old,), (new,))
 
 
-SAME = moving()
+SAME = prefix_rule()
 
 
 class Places:
@@ -50,7 +50,7 @@ class Places:
         samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits["", ""] < len(wanted) else ()
         for prefixes in (each for spellings in samples for each in self._candidates(spellings)):
             if prefixes not in hits:
-                hits[prefixes] = self._hits(wanted, moving(*prefixes))
+                hits[prefixes] = self._hits(wanted, prefix_rule(*prefixes))
         best = [prefixes for prefixes, count in hits.items() if count == max(hits.values())]
         if best[0] != ("", ""):
             shortest = min(len(removed) for removed, _ in best)  # `a.b` for `b` says no more than `a` for nothing
@@ -59,22 +59,26 @@ class Places:
                 places = listed([added for _, added in best])
                 what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
                 raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
-        self.rules[component] = moving(*best[0])
+        self.rules[component] = prefix_rule(*best[0])
 
     def moved(self) -> list[str]:
         """What the rules change, in words."""
-        ends = [[name.ends[0] for name in (*rule.old, *rule.new)] for rule in self.rules.values()]
-        sides = [[repr(prefix) if prefix else "no prefix" for prefix in pair] for pair in ends if any(pair)]
-        return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in sides))
+        lines = []
+        for rule in self.rules.values():
+            ours, theirs = (name.ends[0] for name in (*rule.old, *rule.new))
+            if ours or theirs:
+                shown = [repr(prefix) if prefix else "no prefix" for prefix in (ours, theirs)]
+                lines.append(f"the adapter's names begin with {shown[0]}, the base's with {shown[1]}")
+        return list(dict.fromkeys(lines))
 
-    def of(self, component: str, name: str) -> str:
+    def in_base(self, component: str, name: str) -> str:
         """An adapter's name as the base has it; empty for one that its rule does not take."""
         return renamed([self.rules.get(component, SAME)], [name]).get(name, ("", ""))[1]
 
     def key(self, component: str, names: Spellings) -> str | None:
         """The base's name for the first of an adapter's that it has, or None. Raises `Conflict` where there are two."""
         for name in names:
-            found = self.names.get(self.of(component, name), [])
+            found = self.names.get(self.in_base(component, name), [])
             if len(found) > 1:
                 what = f"{name} is {listed(found)}"
                 raise Conflict(what, "Without their dots these names are the same. Nothing was written.")

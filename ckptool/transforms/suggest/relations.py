@@ -42,7 +42,8 @@ class Fingerprint(NamedTuple):
     """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
 
     A transposed tensor has that of the first one, and three together that of the one they were cut from.
-    digest: of type and bytes, in order.  total: of all values.  head: the first bytes of the first row."""
+    digest: of type and bytes, in order.  total: of all values.  head: the first bytes of the first row.
+    """
 
     digest: int
     total: int
