@@ -286,7 +286,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
                 record.confirm()
             if not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces):
                 prefix = state.end
-    found.unlisted = state is None and not mentions and not found.raw and found.checkpoint.container == "npz"
+    is_npz = not found.raw and found.checkpoint.container == "npz"
+    found.unlisted = is_npz and state is None and (not mentions or walk.is_broken)
     return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
@@ -360,8 +361,8 @@ class _HeaderWalk:
     """Goes through a file from header to header, as far as they or the directory lead. pieces: the records.
 
     states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
-    root, sizes: the folder of the pickle, and the storages that it names.  budget: bytes that may be searched.
-    most: records.
+    root, sizes: the folder of the pickle, and the storages that it names.  is_broken: neither headers one after the
+    other nor a whole directory lead to all records.  budget: bytes that may be searched.  most: records.
     """
 
     def __init__(self, source: Source, budget: int, most: int = directory.MAX_ENTRIES) -> None:
@@ -372,6 +373,7 @@ class _HeaderWalk:
         self.root = ""
         self.sizes: dict[str, int] = {}
         self.begin = 0  # the first of the pieces that stand behind the pickle
+        self.is_broken = False
         self.tries = 0  # to read an archive inside the file
         self.listed: list[int] = []  # where the directory at the end of the file has records
         self.window_at, self.window = 0, b""  # what was read last
@@ -383,16 +385,22 @@ class _HeaderWalk:
         _, begin, found = directory.last_end_record(self.source, 1 << 16)
         size, place = directory.directory_by(self.source, begin + found) if found >= 0 else (0, 0)
         if size and place + size in (begin + found, begin + found - LOCATOR.size - END64.size):  # else of another file
-            self._lines(place)
+            is_whole = self._lines(place) == place + size
             self.listed = sorted(self.mentions)
+        else:
+            is_whole = False
         at: int | None = 0
         begun = False
         while at is not None and at + LOCAL.size <= self.source.size and len(self.pieces) < self.most:
             piece = self._header(at)
             if piece is None:
-                at = self._past_directory(at) or self._next_listed(at)
+                past = self._past_directory(at)
+                at, is_whole = past or self._next_listed(at), is_whole or past is not None
+                self.is_broken = self.is_broken or not is_whole
                 continue
-            at = self._measure(piece) or self._next_listed(at)
+            after = self._measure(piece)
+            self.is_broken = self.is_broken or (after is None and not is_whole)
+            at = after or self._next_listed(at)
             self.pieces.append(piece)
             # An in-place edit puts a new one behind the directory; any other is of a zip in one of the records.
             if piece.is_pickle and not piece.why and (self.tries if self.root else not begun):
@@ -675,9 +683,10 @@ def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
 
     checkpoint, gone = of_archive(archive), dict[int, LostRecord]()
     for each in lost:
-        if each.name.endswith(ENDING):
+        name = each.name.removesuffix(ENDING)
+        name = each.name if name in checkpoint.tree else name
+        if each.name != marks.RECOVERED_RECORD and name not in checkpoint.tree:  # its ending may be what is damaged
             data = Computed(each.nbytes, _gone)
             gone[id(data)] = each
-            entry = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
-            checkpoint.tree[each.name.removesuffix(ENDING)] = entry
+            checkpoint.tree[name] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
     return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)

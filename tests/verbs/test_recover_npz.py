@@ -99,6 +99,22 @@ def test_an_array_that_another_was_copied_over_is_lost_by_its_name(damage: str, 
     assert all(np.array_equal(back[f"l{i}"], np.arange(12.0) + i) for i in range(6) if f"l{i}" not in lost)
 
 
+@pytest.mark.parametrize("damage", ["an ending in the directory", "a header, and the lines from there on"])
+def test_what_is_lost_is_never_called_recovered(damage: str, tmp_path: Path, run: Run) -> None:
+    """A name without `.npy` may be a damaged one; half a directory does not say how many there were."""
+    np.savez(tmp_path / "a.npz", **{f"l{i}": np.arange(12.0) + i for i in range(6)})
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    if damage == "an ending in the directory":
+        data[data.rindex(b"l4.npy") + 3] ^= 1
+    else:
+        with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+            data[archive.infolist()[4].header_offset] ^= 1
+        data[data.rindex(b"PK\x01\x02", 0, data.rindex(b"l4.npy"))] ^= 1
+    (tmp_path / "a.npz").write_bytes(data)
+    ran = run("recover", tmp_path / "a.npz", "-o", tmp_path / "b.npz")
+    assert ran.code == 1 and "incomplete" in ran.out, ran.out
+
+
 def test_what_was_recovered_once_is_recovered_again(tmp_path: Path, run: Run) -> None:
     """An archive with ckptool's own record beside the arrays."""
     np.savez(tmp_path / "a.npz", **{name.decode(): np.arange(9.0) for name in NAMES})
