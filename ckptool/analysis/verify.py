@@ -412,6 +412,8 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return
+    if checkpoint.source is not None:
+        checkpoint.source.check_unchanged()  # else somebody wrote to it meanwhile
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
     about = f", the data of {listed(names, 3)}" if names else ""
     raise Corrupt(
