@@ -19,7 +19,7 @@ from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
-from ckptool.checkpoint.files import Folder, Input, Source
+from ckptool.checkpoint.files import Folder, Input, Source, unchanged
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
@@ -409,11 +409,10 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
 def refuse_damaged(checkpoint: Checkpoint) -> None:
     """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
     archive = archive_of(checkpoint)
-    problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
+    with unchanged(checkpoint.source):
+        problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return
-    if checkpoint.source is not None:
-        checkpoint.source.check_unchanged()  # else somebody wrote to it meanwhile
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
     about = f", the data of {listed(names, 3)}" if names else ""
     raise Corrupt(
