@@ -19,7 +19,7 @@ from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
-from ckptool.facts import LIVE, WHOLE, Report, Table, Told, dim, green, number, red
+from ckptool.facts import WHOLE, Report, Table, Told, dim, green, number, red
 from ckptool.formats import members, named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file
 
@@ -70,7 +70,6 @@ class Diff(Report):
     only: tuple[str, ...]
     elements: int
     changed_elements: int | None
-    parts: Annotated[tuple[Checkpoint, Checkpoint] | None, LIVE] = None  # what was compared, of two files
 
     def told(
         self,
@@ -350,7 +349,12 @@ def diff(
     )
 
 
-def diff_files(
+def diff_files(left: CheckpointLike, right: CheckpointLike, **options: Any) -> Diff:
+    """Compares two checkpoints of any containers; see the verb.  options: those of `diff`."""
+    return diff_of_parts(left, right, **options)[0]
+
+
+def diff_of_parts(
     left: CheckpointLike,
     right: CheckpointLike,
     *,
@@ -358,8 +362,8 @@ def diff_files(
     only: str | Sequence[str] = (),
     strict: bool = False,
     **options: Any,
-) -> Diff:
-    """Compares two checkpoints of any containers; see the verb.  options: those of `diff`."""
+) -> tuple[Diff, tuple[Checkpoint, Checkpoint]]:
+    """The differences, and the parts of the two that were compared, which keep their files open."""
     a, b = open_file(left), open_file(right)
     one, other = a.checkpoint.source, b.checkpoint.source
     same_folder = isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
@@ -373,7 +377,7 @@ def diff_files(
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
-    return replace(report, remarks=tuple(remarks), parts=parts)
+    return replace(report, remarks=tuple(remarks)), parts
 
 
 def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:

@@ -68,8 +68,6 @@ class Style:
 
 
 PLAIN, PYTHON = Style(), Style(python=True)
-
-
 WIDEST = 72  # column: few very long cells stand out
 
 

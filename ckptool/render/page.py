@@ -8,7 +8,7 @@ import os
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from math import isfinite, prod
@@ -21,8 +21,7 @@ from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, gro
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import outline, overview
 from ckptool.analysis.statistics import Statistics
-from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.tree import Path as Place
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
@@ -61,7 +60,7 @@ def page(report: CheckpointReport) -> str:
     environment.globals.update(treemap=treemap, overview=overview, outline=outline, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
-    named = _names_in(report.diff) if report.diff is not None else None
+    compared = _Compared(report.diff, report.compared) if report.diff is not None else None
     rules = [rule for file in report.files for rule in file.health.rules]
     found = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
     return environment.get_template("report.html").render(
@@ -70,10 +69,10 @@ def page(report: CheckpointReport) -> str:
         style=style,
         script=script,
         files=[_about(file, "AB"[side] * (len(report.files) > 1)) for side, file in enumerate(report.files)],
-        change=_changes(report, report.diff, named) if report.diff is not None and named is not None else None,
+        change=_changes(report, compared) if compared is not None else None,
         clear=[rule for rule in dict.fromkeys(rules) if rule not in found],
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
-        data=packed(report, named) if any(map(_parts_of, report.files)) else "",
+        data=packed(report, compared) if any(map(_parts_of, report.files)) else "",
     )
 
 
@@ -275,11 +274,11 @@ STATISTICS = [field.name for field in fields(Statistics)]
 COLUMNS = [*"name part dtype shape bytes tied more".split(), *STATISTICS, *"hist quantiles thumb change".split()]
 
 
-def packed(report: CheckpointReport, named: Named | None = None) -> str:
+def packed(report: CheckpointReport, compared: _Compared | None) -> str:
     """All tensors as base64 of deflated columns of JSON: ten thousand of them, with pictures, have to fit in 3 MB."""
     rows: list[tuple[Any, ...]] = []
     names: list[dict[str, Any]] = []
-    change = _change_of(report.diff, named) if report.diff is not None and named is not None else lambda side, row: 0
+    change = _change_of(compared) if compared is not None else lambda side, row: 0
     for side, file in enumerate(report.files):
         for part in _parts_of(file):
             names.append({"file": side, "at": part.root.address, "model": part.root.is_model, "is": part.root.kind})
@@ -288,7 +287,7 @@ def packed(report: CheckpointReport, named: Named | None = None) -> str:
                 rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change(side, row)))
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     files = [file.diagnosis.file for file in report.files]
-    table = {"files": files, "parts": names, "diff": report.diff is not None, "columns": columns}
+    table = {"files": files, "parts": names, "diff": compared is not None, "columns": columns}
     text = json.dumps(table, separators=(",", ":"), allow_nan=False)
     return b64encode(compress(text.encode(), 5)).decode()
 
@@ -332,40 +331,38 @@ def _plain(value: float | int | None) -> Any:
 # Two files ------------------------------------------------------------------------------------------------------------
 
 
-Named = Callable[[int, TensorRow], str | None]
-
-
-def _names_in(diff: Diff) -> Named:
-    """What the differences call a tensor of a file, the first or the second; None where it was not compared.
+class _Compared:
+    """The differences of two files, and what they call the tensors that are listed.
 
     A whole module is listed by the names of its state dict, and may be compared as the object that it is: then its
     tensors are found by what they view.
     """
-    assert diff.parts is not None
-    bases = [part.base for part in diff.parts]
-    places: list[dict[Any, list[Place]]] = [{}, {}]
-    for paths_of, part in zip(places, diff.parts, strict=True):
-        for path, tensor in tensors(part.tree):
-            paths_of.setdefault(tensor.view, []).append(path)
 
-    def named(side: int, row: TensorRow) -> str | None:
-        base, paths = bases[side], places[side].get(row.tensor.view, [])
+    def __init__(self, diff: Diff, parts: Sequence[Checkpoint]) -> None:
+        self.diff, self.bases = diff, [part.base for part in parts]
+        self.places: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
+        for paths_of, part in zip(self.places, parts, strict=True):
+            for path, tensor in tensors(part.tree):
+                paths_of.setdefault(tensor.view, []).append(path)
+
+    def name(self, side: int, row: TensorRow) -> str | None:
+        """That of a tensor of a file, the first or the second; None where it was not compared."""
+        base, paths = self.bases[side], self.places[side].get(row.tensor.view, [])
         path = row.path[len(base) :] if row.path[: len(base)] == base else None
         if paths and path not in paths:
             path = paths[0]
-        return None if path is None else address(bare(path) if "prefix" in diff.ignored else path)
-
-    return named
+        return None if path is None else address(bare(path) if "prefix" in self.diff.ignored else path)
 
 
-def _change_of(diff: Diff, named: Named) -> Any:
+def _change_of(compared: _Compared) -> Any:
     """What tells of a tensor of a file how it changed: a word; elements that moved and all of them; then the largest
     difference and the cosine, where they are known."""
+    diff = compared.diff
     only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
     changed = {change.address: change for change in diff.changed}
 
     def change(side: int, row: TensorRow) -> list[Any]:
-        if (name := named(side, row)) is None:
+        if (name := compared.name(side, row)) is None:
             return ["not compared"]
         if (found := changed.get(name)) is None:
             above = [name[:at] for at, sign in enumerate(f"{name}/") if sign == "/"]
@@ -380,12 +377,12 @@ def _change_of(diff: Diff, named: Named) -> Any:
     return change
 
 
-def _changes(report: CheckpointReport, diff: Diff, named: Named) -> dict[str, Any]:
-    values = tensors_changed(diff)
+def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
+    diff, values = compared.diff, tensors_changed(compared.diff)
     remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
-    verdict = "; ".join(_clauses(report, diff, values, named))
+    verdict = "; ".join(_clauses(report, compared, values))
     equal = f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:
         share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
@@ -396,20 +393,19 @@ def _changes(report: CheckpointReport, diff: Diff, named: Named) -> dict[str, An
         "equal": equal,
         "remarks": remarks,
         "tables": [each for each in diff.differences(("A", "B")) if isinstance(each, Table) and each.rows],
-        "heatmap": _heatmap(report, named, moved) if moved else {},
+        "heatmap": _heatmap(report, compared, moved) if moved else {},
     }
 
 
-def _clauses(
-    report: CheckpointReport, diff: Diff, values: Sequence[tuple[str, Difference]], named: Named
-) -> Iterator[str]:
+def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:
     """What changed, in a few words for each kind of change."""
+    diff = compared.diff
     odd: list[set[str | None]] = []
     for side, file in enumerate(report.files):
         known = file.inspection.statistics if file.inspection is not None else {}
         rows = file.inspection.tensors if file.inspection is not None else ()
         of_row = ((row, known.get(row.address)) for row in rows)
-        odd.append({named(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
+        odd.append({compared.name(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
     for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
         if new:
             yield f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}"
@@ -447,14 +443,14 @@ def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
     return text if len(names) == 1 else f"{counted(len(names), one, many)} ({text})"
 
 
-def _heatmap(report: CheckpointReport, named: Named, moved: Mapping[str, int]) -> dict[str, Any]:
+def _heatmap(report: CheckpointReport, compared: _Compared, moved: Mapping[str, int]) -> dict[str, Any]:
     """Share of the elements of the first file's weights that moved, by layer (the name up to its first number) and
     kind, whose numbers do not count. Layers in which nothing did are there, too; those beyond the room are counted."""
     sums: dict[tuple[str, str], list[int]] = {}
     kinds: Counter[str] = Counter()
     for part in _parts_of(report.files[0]):
         for row in part.rows if part.root.is_model else ():
-            if (name := named(0, row)) is not None:
+            if (name := compared.name(0, row)) is not None:
                 match = re.match(r"((?:.*?[./])?\d+)[./](.+)", name)
                 layer, kind = match.groups() if match else name.rpartition(".")[::2]
                 kind = re.sub(r"(?<![^./])\d+(?![^./])", "*", kind)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Annotated
 
-from ckptool.analysis.diff import Diff, diff_files
+from ckptool.analysis.diff import Diff, diff_of_parts
 from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
-from ckptool.checkpoint import Composite, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
-from ckptool.facts import Bytes, Report, Told, green, size, yellow
+from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
@@ -50,7 +50,7 @@ class CheckpointReport(Report):
 
     run: the run's checkpoints; history: its curves and events; norms: its layers over time.
     out: where the page was written, with its size in bytes; empty where it was not.
-    notes: on the page as a file.
+    notes: on the page as a file.  compared: the parts of the two that `diff` is about.
     """
 
     schema = "report/2"
@@ -64,6 +64,7 @@ class CheckpointReport(Report):
     out: str = ""
     bytes: Bytes = 0
     notes: tuple[Note, ...] = ()
+    compared: Annotated[tuple[Checkpoint, ...], LIVE] = ()
 
     def told(self) -> Told:
         read, total = (sum(getattr(file.health, name) for file in self.files) for name in ("read", "tensors"))
@@ -134,13 +135,15 @@ def report(
     files = [_opened(each) for each in ([file] if other is None else [file, other])]
     opened = [each for each in files if isinstance(each, Opened)]
     with unchanged(*(each.checkpoint.source for each in opened)):
+        diff, compared = _changes(opened, (file, other)) if len(opened) == 2 else (None, ())
         found = CheckpointReport(
             tuple(each if isinstance(each, FileReport) else _file_report(each, len(files)) for each in files),
-            _changes(opened, (file, other)) if len(opened) == 2 else None,
+            diff,
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             about,
             history_of(about.path) if about is not None else None,
             _norms(about) if about is not None else None,
+            compared=compared,
         )
     if out is None:
         return found
@@ -224,14 +227,14 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, values, skipped))
 
 
-def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> Diff:
-    """The differences of two files; a part by the name that it was given, as what is compared depends on it. Without
-    a wrapper's prefix, where names differ by nothing else."""
+def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> tuple[Diff, tuple[Checkpoint, ...]]:
+    """The differences of two files, and what was compared; a part by the name that it was given, as that depends on it.
+    Without a wrapper's prefix, where names differ by nothing else."""
     left, right = (one.checkpoint if one.at is None else file for one, file in zip(opened, files, strict=True))
     assert left is not None and right is not None
-    found = diff_files(left, right)
+    found = diff_of_parts(left, right)
     try:
-        return diff_files(left, right, ignore="prefix") if found.differs_by_prefix() else found
+        return diff_of_parts(left, right, ignore="prefix") if found[0].differs_by_prefix() else found
     except Conflict:  # a name is there with the prefix and without it
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import ckptool
+from ckptool.analysis.diff import diff_of_parts
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
 from fixtures.make import make
@@ -216,6 +218,16 @@ def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> 
     assert not same.metadata_differs and not same.order_differs
 
 
+def test_differences_that_are_kept_keep_no_file_open(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2, 2)}
+    one, two = saved(state, tmp_path / "one.pt"), saved(state, tmp_path / "two.pt")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [ckptool.diff(one, two) for _ in range(3)]
+    gc.collect()
+    assert all(each.same for each in kept) and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_part_says_where_it_lies_in_its_file(tmp_path: Path) -> None:
     """Also the state dict of a whole model, which is made when it is asked for: the page of report names it by that."""
     model = nn.Linear(2, 2)
@@ -224,8 +236,7 @@ def test_a_part_says_where_it_lies_in_its_file(tmp_path: Path) -> None:
     nested = saved({"a": {"net": dict(model.state_dict())}, "epoch": 1}, tmp_path / "nested.pt")
 
     def bases(left: str | Path, right: str | Path) -> tuple[Any, ...]:
-        parts = ckptool.diff(left, right).parts
-        return tuple(part.base for part in parts or ())
+        return tuple(part.base for part in diff_of_parts(left, right)[1])
 
     assert bases(whole, bare) == (("model",), ())
     assert bases(bare, nested) == ((), ("a", "net"))
