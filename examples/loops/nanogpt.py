@@ -1,8 +1,9 @@
-"""A small GPT on random walks of tokens, in the style of nanoGPT: a loop of one's own, data drawn by hand.
+"""A small GPT in the shape of karpathy's nanoGPT: batches are drawn by hand, and the next one before the backward pass.
 
-python examples/loops/nanogpt.py runs/gpt
+    python examples/loops/nanogpt.py runs/gpt [STEPS]
 
-Killed at any moment and started again, it goes on, and ends with the same bytes.
+A batch that was fetched ahead belongs to the state: it is drawn before the step that it is for, and no random state
+gives it back. So it is kept in `run["batch"]`, and a resumed run begins with that.
 """
 
 import math
@@ -14,7 +15,8 @@ from torch.nn import functional
 
 import ckptool
 
-STEPS, WARMUP, RATE, BATCH, LENGTH, VOCABULARY = int(sys.argv[2]) if len(sys.argv) > 2 else 60, 10, 3e-3, 4, 16, 17
+STEPS, WARMUP, RATE, MICRO_STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 60, 10, 3e-3, 2
+BATCH, LENGTH, VOCABULARY = 4, 16, 17
 
 
 class Block(nn.Module):
@@ -39,14 +41,19 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight  # tied
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places.weight[: tokens.shape[1]])))
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def batch(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    at = torch.randint(len(data) - LENGTH - 1, (BATCH,))
-    rows = torch.stack([data[i : i + LENGTH + 1] for i in at])
+def get_batch(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    data = text[:3600] if split == "train" else text[3600:]
+    rows = torch.stack([data[at : at + LENGTH + 1] for at in torch.randint(len(data) - LENGTH - 1, (BATCH,))])
     return rows[:, :-1], rows[:, 1:]
+
+
+def estimate_loss() -> float:
+    return sum(model(*get_batch("val")).item() for _ in range(4)) / 4
 
 
 def learning_rate(step: int) -> float:
@@ -57,27 +64,23 @@ def learning_rate(step: int) -> float:
 
 torch.manual_seed(1337)
 torch.set_num_threads(1)
-data = (torch.randint(-1, 2, (4000,)).cumsum(0)) % VOCABULARY
+text = torch.randint(-1, 2, (4000,)).cumsum(0) % VOCABULARY
 model = GPT()
-decayed = [p for p in model.parameters() if p.dim() > 1]
-others = [p for p in model.parameters() if p.dim() <= 1]
-optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is is_matrix] for is_matrix in (True, False))
+optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
 run = ckptool.Run(sys.argv[1], model=model, optimizer=optimizer, keep_last=2, keep_best=("val_loss", "min"))
 
+X, Y = run["batch"] if run.resumed else get_batch("train")  # the very first one
 for step in run.steps(STEPS):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step)
-    optimizer.zero_grad(set_to_none=True)
-    for _ in range(2):  # gradient accumulation
-        inputs, targets = batch(data[:3600])
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / 2
+    for _ in range(MICRO_STEPS):
+        loss = model(X, Y) / MICRO_STEPS
+        X, Y = get_batch("train")  # while the first one computes
         loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    run.log(step, loss=loss * 2, lr=learning_rate(step))
-    if run.due(every=7):
-        with run.evaluating(model):
-            inputs, targets = batch(data[3600:])
-            val_loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        run["best"] = min(run.get("best", math.inf), float(val_loss))
-        run.save(val_loss=val_loss)
+    optimizer.zero_grad(set_to_none=True)
+    run["batch"] = X, Y
+    run.log(loss=loss * MICRO_STEPS, lr=learning_rate(step))
+    run.save(every=7, val_loss=estimate_loss)

@@ -15,7 +15,8 @@ from ckptool.training.prove.fork_server import serve
 def script(request: dict[str, Any]) -> int:
     """Runs the script of a request; crash: where the process kills itself."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 2)
+    for fd in (1, 2):
+        os.dup2(log, fd)
     if "crash" in request:
         Crash(**request["crash"])
     sys.argv = request["words"]
@@ -23,6 +24,8 @@ def script(request: dict[str, Any]) -> int:
         runpy.run_path(request["words"][0], run_name="__main__")
     except SystemExit as error:
         return int(error.code or 0)
+    except KeyboardInterrupt:
+        return 130
     except BaseException as error:  # noqa: BLE001  the last words of the script
         import traceback
 
