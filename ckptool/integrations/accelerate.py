@@ -116,7 +116,7 @@ class AcceleratorCheckpoints:
         ranks = gather_object([own])
         if main:
             tree = {"step": self.step, "data_state": self.position.shared_state(), "ranks": ranks}
-            tree |= {**self.objects.state(), "generators": sorted(self.objects.generators)}
+            tree |= {**self.objects.state({}), "generators": sorted(self.objects.generators)}
             self._commit(to_cpu(tree), temporary, target)
         accelerator.wait_for_everyone()
 

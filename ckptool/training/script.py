@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -26,7 +26,7 @@ def unsaved_objects(given: Iterable[Any]) -> list[str]:
     for each in list(given):
         known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
         known |= {id(getattr(each, name, None)) for name in ("dataset", "sampler", "batch_sampler")}
-    frame = _of_the_script()
+    frame = _frame_of_the_script()
     if frame is None:
         return []
     variables = {**frame.f_globals, **frame.f_locals}
@@ -47,17 +47,12 @@ def _has_state(name: str, value: Any) -> bool:
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
-def _of_the_script() -> FrameType | None:
-    return next((frame for frame in _frames() if not _is_of_a_library(frame)), None)
-
-
-def _frames() -> Iterator[FrameType]:
+def _frame_of_the_script() -> FrameType | None:
+    """The innermost frame whose code is neither ours nor a library's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
+        if not (ours or frame.f_code.co_filename.startswith(_LIBRARIES)):
+            return frame
         frame = frame.f_back
-
-
-def _is_of_a_library(frame: FrameType) -> bool:
-    ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
-    return ours or frame.f_code.co_filename.startswith(_LIBRARIES)
+    return None

@@ -1,4 +1,4 @@
-"""`ckptool.Run` in the shapes in which people write loops, killed at any line of the script: it ends with the same files.
+"""`ckptool.Run` in the shapes in which people write loops, killed at any line: the run ends with the same files.
 
 A script is put together from a shape, a kind of data, a window of accumulation, a place of `run.save` and what stands
 after the inner loop. A forked process runs it, and is killed, or asked to stop, before a line of it; another one goes
@@ -27,7 +27,8 @@ from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.3), torch.nn.Linear(6, 1))
+nn = torch.nn
+model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 given = torch.Generator().manual_seed(5)
@@ -82,7 +83,8 @@ SHAPES = {
     "own batches": "for step in run.steps(10):\n    batch = torch.rand(3, 4) + random.random()\n{body1}\n{after1}",
     "prefetched": "batch = run['batch'] if run.resumed else torch.rand(3, 4)\nfor step in run.steps(10):\n{body1}\n"
     "    run['batch'] = batch = torch.rand(3, 4)\n{after1}",
-    "whole epochs": "for epoch in run.epochs(5):\n    step, batch = epoch, torch.rand(3, 4)\n{body1}\n{after1}\n{save1}",
+    "whole epochs": "for epoch in run.epochs(5):\n    step, batch = epoch, torch.rand(3, 4)\n{body1}\n"
+    "{after1}\n{save1}",
 }
 
 
@@ -118,7 +120,7 @@ def runs(source: str, folder: Path, kill: int | None = None, number: int = signa
             warnings.simplefilter("ignore")  # of schedules that step before their optimizer
             names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool, "folder": folder}
             sys.settrace(trace if kill else None)
-            exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})  # noqa: S102
+            exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
             code = 0
         except SystemExit as stopped:
             code = int(stopped.code or 0)
