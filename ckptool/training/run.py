@@ -96,6 +96,7 @@ class Run:
         self._seeding = by_place(seed, self.world.rank, self.world.device) if seed is not None else None
         self._seed, self._closed = seed, False
         self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
+        self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
         self._metrics: dict[str, float] = {}  # of the step that was saved last
         self._loop = ""  # what runs: `run.epochs`, or another
         self._has_batches = False  # in this epoch of `run.epochs`
@@ -452,7 +453,10 @@ class Run:
     def _has_ended(self, asked: dict[str, int]) -> bool:
         """True where `break` ended a loop of so many steps or epochs, or more."""
         ((kind, count),) = asked.items()
-        return self._ended is not None and self._ended.get(kind, -1) >= count
+        ended = self._ended is not None and self._ended.get(kind, -1) >= count
+        if ended:
+            self._say_once(f"`break` ended this run at step {self.step:,}: it goes on where you ask for more {kind}")
+        return ended
 
     def _begin_resumed(self, nested: bool) -> None:
         """At the beginning of the loop of a resumed process: what the script did since `Run(…)` and cannot count."""
@@ -514,6 +518,8 @@ class Run:
         """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
         if left is not None:
             self._ended = left
+        if self._marked is None and self._offered[0] == self.step:  # the last step is always due
+            self._marked = self._offered[1]
         if self._marked is not None or left is not None or (self.step and self._saver.step != self.step):
             self._commit(self._point())
         self._saver.wait()
@@ -525,7 +531,8 @@ class Run:
     def save(self, *, every: int | None = None, seconds: float | None = None, **metrics: Any) -> None:
         """Marks a save, which the loop commits once the body has ended; outside of a loop it is saved at once.
 
-        every: only where a multiple of so many steps was passed since the last save.  seconds: or so many went by.
+        every: only where a multiple of so many steps was passed since the last save.  seconds: or so many went by. The
+        last step of the loop is always saved.
         metrics: numbers, or functions that return one: they are called where the save is due, inside `evaluating`.
         While gradients are accumulated over steps, it waits for the `optimizer.step()` that uses them; in the last step
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
@@ -536,6 +543,8 @@ class Run:
             self._marked = {**(self._marked or {}), **metrics}
             if not self._loop:
                 self._commit(self._point())
+        else:
+            self._offered = self.step, metrics
 
     def _commit(self, point: Point, facts: dict[str, Any] | None = None) -> None:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):

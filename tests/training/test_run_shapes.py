@@ -177,3 +177,27 @@ def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
 def test_a_loop_killed_at_each_line(tmp_path: Path, number: int) -> None:
     for line in range(1, 160):
         trial(tmp_path / str(line), ALL[number], [(line, signal.SIGKILL)])
+
+
+def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    called = []
+
+    def measure() -> float:
+        assert not torch.is_grad_enabled() and not model.training
+        torch.rand(3)
+        called.append(run.step)
+        return 1.0 / run.step
+
+    run = ckptool.Run(tmp_path, model=model, say=str, keep_last=1, keep_best=("val", "max"))
+    for _ in run.steps(8):
+        run.save(every=3, val=measure)
+    assert called == [3, 6, 8]
+    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.store.all())} == {
+        3: {"val": 1 / 3},
+        8: {"val": 1 / 8},
+    }
+    with pytest.raises(AttributeError, match=r"run\.save\(every=500"):
+        run.due(every=3)
