@@ -21,9 +21,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo
 
 import ckptool
-from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -156,20 +156,22 @@ def seeded(which: tuple[str, ...], count: int, number: int) -> list[tuple[int, i
     return [(rng.randrange(25, 130), number) for _ in range(count)]
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL, 24))
-def test_a_loop_killed_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(0).sample(ALL, 12), ids=", ".join)
+def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGKILL))
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL[7::5], 12))
-def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(1).sample(ALL, 6), ids=", ".join)
+def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(48))
+def test_all_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
+    for number, which in enumerate(ALL[first::48]):
+        kills = seeded(which, 1, signal.SIGTERM) + seeded(which, 2, signal.SIGKILL)
+        trial(tmp_path / str(number), which, kills)
 
 
 @pytest.mark.soak
