@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, NoneValid, UsageError
+from ckptool.errors import Conflict, Corrupt, NoneValid, UsageError
 from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
