@@ -21,9 +21,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo
 
 import ckptool
-from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -156,20 +156,22 @@ def seeded(which: tuple[str, ...], count: int, number: int) -> list[tuple[int, i
     return [(rng.randrange(25, 130), number) for _ in range(count)]
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL, 24))
-def test_a_loop_killed_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(0).sample(ALL, 12), ids=", ".join)
+def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGKILL))
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL[7::5], 12))
-def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(1).sample(ALL, 6), ids=", ".join)
+def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(48))
+def test_all_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
+    for number, which in enumerate(ALL[first::48]):
+        kills = seeded(which, 1, signal.SIGTERM) + seeded(which, 2, signal.SIGKILL)
+        trial(tmp_path / str(number), which, kills)
 
 
 @pytest.mark.soak
@@ -177,3 +179,27 @@ def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
 def test_a_loop_killed_at_each_line(tmp_path: Path, number: int) -> None:
     for line in range(1, 160):
         trial(tmp_path / str(line), ALL[number], [(line, signal.SIGKILL)])
+
+
+def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    called = []
+
+    def measure() -> float:
+        assert not torch.is_grad_enabled() and not model.training
+        torch.rand(3)
+        called.append(run.step)
+        return 1.0 / run.step
+
+    run = ckptool.Run(tmp_path, model=model, say=str, keep_last=1, keep_best=("val", "max"))
+    for _ in run.steps(8):
+        run.save(every=3, val=measure)
+    assert called == [3, 6, 8]
+    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.store.all())} == {
+        3: {"val": 1 / 3},
+        8: {"val": 1 / 8},
+    }
+    with pytest.raises(AttributeError, match=r"run\.save\(every=500"):
+        run.due(every=3)
