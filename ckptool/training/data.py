@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
-from ckptool.training.extensions import Kind
+from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
@@ -389,9 +389,9 @@ def _padded(column: list[Any]) -> Any:
     return default(column)
 
 
-COLLATES = Kind("collate", "called with a list of samples, it gives a batch", {"default": default, "pad": pad})
-SAMPLERS = Kind("data.sampler", "called with (data set, generator) in each epoch, it gives an iterable of indices")
-DATA = Kind(
+COLLATES = Choice("collate", "called with a list of samples, it gives a batch", {"default": default, "pad": pad})
+SAMPLERS = Choice("data.sampler", "called with (data set, generator) in each epoch, it gives an iterable of indices")
+DATA = Choice(
     "data",
     "called with args, it gives a Dataset or an IterableDataset",
     {"digits": digits, "blobs": blobs},

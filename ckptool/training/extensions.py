@@ -32,7 +32,7 @@ def classes_of(module: Any, base: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
     key: as messages call it.  yours: what has to be at `file.py:NAME`, in words.  built_in: by name.  classes: torch's,

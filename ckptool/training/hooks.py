@@ -21,7 +21,7 @@ from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, UsageError
 from ckptool.training import METRICS, TABLE
 from ckptool.training.config import Profile
-from ckptool.training.extensions import Kind, numbers
+from ckptool.training.extensions import Choice, numbers
 from ckptool.training.shards import whole
 from ckptool.training.store import Lines, write_text
 
@@ -295,7 +295,7 @@ class Board:
         self.writer.close()
 
 
-HOOKS = Kind(
+HOOKS = Choice(
     "hooks",
     f"called without arguments, it gives an object with any of the methods {', '.join(METHODS)}",
     {"grad_norm": GradNorm, "activation_stats": ActivationStats},

@@ -18,7 +18,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import Kind
+from ckptool.training.extensions import Choice
 from ckptool.training.matching import modules_matching, outermost
 from ckptool.training.toys import MLP, MOVED_MODELS
 
@@ -27,7 +27,7 @@ Say = Callable[[str], Any]
 if TYPE_CHECKING:
     from ckptool.training.data import Samples
 
-MODELS = Kind(
+MODELS = Choice(
     "models",
     "called with args, it gives a torch.nn.Module",
     {"mlp": MLP},
@@ -57,7 +57,7 @@ def build_model(
     return model
 
 
-INIT = Kind(
+INIT = Choice(
     "init",
     "called with the model, it sets its first values",
     {

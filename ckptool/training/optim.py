@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptool.analysis.targets import names_code
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.training.extensions import Kind, classes_of
+from ckptool.training.extensions import Choice, classes_of
 from ckptool.training.matching import parameters_matching
 from ckptool.training.shards import divided_like, is_divided, local
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Group, Optim
 
 Parameters = Mapping[str, nn.Parameter]
-OPTIMIZERS = Kind(
+OPTIMIZERS = Choice(
     "optim",
     "called with (parameters, lr=…, **args), it gives a torch.optim.Optimizer",
     classes=classes_of(torch.optim, torch.optim.Optimizer),

@@ -15,7 +15,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, printable
 from ckptool.training.config import Schedule
-from ckptool.training.extensions import Kind, classes_of, numbers
+from ckptool.training.extensions import Choice, classes_of, numbers
 
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
@@ -38,7 +38,7 @@ def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> flo
     return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
 
 
-SCHEDULES = Kind(
+SCHEDULES = Choice(
     "schedule",
     "a function of the step that gives a factor; or a class, or a function whose first argument is called optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
-from ckptool.training.extensions import Kind
+from ckptool.training.extensions import Choice
 
 Models = Mapping[str, nn.Module]
 Loss = Callable[[Models, Batch], torch.Tensor]
@@ -143,7 +143,7 @@ def gan() -> Task:
     return Task([Phase("discriminator", discriminator), Phase("generator", generator)], evaluate)
 
 
-TASKS = Kind(
+TASKS = Choice(
     "task",
     "called without arguments, it gives a ckptool.training.tasks.Task",
     {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
