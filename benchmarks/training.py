@@ -80,12 +80,10 @@ def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from ckptool.bridge.user_code import import_user_code
-    from ckptool.training.toys import MODELS
+    from ckptool.training.models import MODELS
 
     torch.manual_seed(0)
-    make = MODELS[kind] if kind in MODELS else import_user_code(kind, "models")
-    model = make([channels, edge, edge], classes=4, dropout=0.1)
+    model = MODELS.find(kind)([channels, edge, edge], classes=4, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     loss_of = nn.CrossEntropyLoss()
     loader = DataLoader(dataset, batch_size=32, shuffle=True)

@@ -1,29 +1,39 @@
-"""Building, initialising and starting one from a checkpoint; activation checkpointing."""
+"""Models: building, initialising and starting one from a checkpoint; activation checkpointing."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from ckptool.analysis.targets import names_code
 from ckptool.analysis.warm_start import LoadReport, percent
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import find_named, load_named
+from ckptool.training.extensions import Choice
 from ckptool.training.matching import modules_matching, outermost
-from ckptool.training.toys import MODELS
+from ckptool.training.toys import MLP, MOVED_MODELS
 
 Say = Callable[[str], Any]
 
 if TYPE_CHECKING:
     from ckptool.training.data import Samples
+
+MODELS = Choice(
+    "models",
+    "called with args, it gives a torch.nn.Module",
+    {"mlp": MLP},
+    moved=MOVED_MODELS,
+    gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
+)
 
 
 def build_model(
@@ -35,12 +45,10 @@ def build_model(
     fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.  say:
     called with what was skipped of a checkpoint that need not fit.
     """
-    found = find_named(settings.name, MODELS, "models")
+    found = MODELS.find(settings.name)
     takes = inspect.signature(found).parameters if callable(found) else ()
     known = {name: value for name, value in data.about.items() if name in takes and name not in settings.args}
-    model = load_named(settings.name, MODELS, "models", {**known, **settings.args})
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"models: {settings.name} returned {type(model).__name__}, not a torch.nn.Module")
+    model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
     initialise(model, settings.init)
     if fresh and settings.from_ is not None:
         skipped = start_from(model, settings.from_, settings.strict, name, settings.min_loaded)
@@ -49,13 +57,18 @@ def build_model(
     return model
 
 
-_SCHEMES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "xavier_uniform": nn.init.xavier_uniform_,
-    "xavier_normal": nn.init.xavier_normal_,
-    "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
-    "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="relu"),
-    "orthogonal": nn.init.orthogonal_,
-}
+INIT = Choice(
+    "init",
+    "called with the model, it sets its first values",
+    {
+        "default": None,
+        "xavier_uniform": nn.init.xavier_uniform_,
+        "xavier_normal": nn.init.xavier_normal_,
+        "kaiming_normal": partial(nn.init.kaiming_normal_, nonlinearity="relu"),
+        "kaiming_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),
+        "orthogonal": nn.init.orthogonal_,
+    },
+)
 
 
 def initialise(model: nn.Module, scheme: str) -> None:
@@ -63,17 +76,15 @@ def initialise(model: nn.Module, scheme: str) -> None:
 
     scheme: `default`, which keeps all, one of the table, or the user's own function of a model.
     """
-    if scheme == "default":
-        return
-    if scheme not in _SCHEMES:
-        call_user_code(find_named(scheme, _SCHEMES, "init"), "init", scheme, model)
-        return
-    for module in model.modules():
+    first = INIT.find(scheme)
+    if names_code(scheme):
+        call_user_code(first, "init", scheme, model)
+    for module in model.modules() if scheme in INIT.built_in and scheme != "default" else ():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2:
-                _SCHEMES[scheme](parameter)
+                first(parameter)
             elif "bias" in name:
                 nn.init.zeros_(parameter)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:

@@ -112,9 +112,9 @@ class Hook:
 """
 DATA = """
 import os
-from ckptool.training.toys import DATA
+from ckptool.training.toys import blobs
 def data():
-    made = DATA["blobs"](samples=60, inputs=4)
+    made = blobs(samples=60, inputs=4)
     class Own:
         about = made.about
         def __len__(self):
