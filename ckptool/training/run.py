@@ -378,6 +378,8 @@ class Run:
         if resumed:
             self._undo_repeated()
         random, self._random = self._random, None
+        if random is not None and not resumed:  # the loop has begun before the loader was known
+            rng.restore({"generators": random["generators"]}, generators_of(found.loader))
         yield from found.epoch(random if resumed else None)
 
     def _one_epoch(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
