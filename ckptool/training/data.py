@@ -344,17 +344,12 @@ def default(samples: list[Any]) -> Any:
 
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
-    if isinstance(samples[0], dict):
-        columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-        lengths = _lengths(next(iter(columns.values())))
-        return {**{key: _padded(column) for key, column in columns.items()}, "lengths": lengths}
-    several = isinstance(samples[0], tuple)
-    parts = [list(column) for column in zip(*samples, strict=True)] if several else [samples]
-    return (*(_padded(column) for column in parts), _lengths(parts[0]))
-
-
-def _lengths(sequences: list[Any]) -> torch.Tensor:
-    return torch.tensor([len(sequence) for sequence in sequences])
+    first = samples[0]
+    keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
+    columns = {key: [sample[key] for sample in samples] for key in keys} or {0: samples}
+    padded = {key: _padded(column) for key, column in columns.items()}
+    lengths = torch.tensor([len(sequence) for sequence in next(iter(columns.values()))])
+    return {**padded, "lengths": lengths} if isinstance(first, dict) else (*padded.values(), lengths)
 
 
 def _padded(column: list[Any]) -> Any:
@@ -364,11 +359,11 @@ def _padded(column: list[Any]) -> Any:
     return default(column)
 
 
-COLLATES = Choice("collate", "called with a list of samples, it gives a batch", {"default": default, "pad": pad})
-SAMPLERS = Choice("data.sampler", "called with (data set, generator) in each epoch, it gives an iterable of indices")
+COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": default, "pad": pad})
+SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
 DATA = Choice(
     "data",
-    "called with args, it gives a Dataset or an IterableDataset",
+    "is called with args and gives a Dataset or an IterableDataset",
     {"digits": digits, "blobs": blobs},
     moved=MOVED_DATA,
     gives=(

@@ -290,6 +290,6 @@ class Board:
 
 HOOKS = Choice(
     "hooks",
-    f"called without arguments, it gives an object with any of the methods {', '.join(METHODS)}",
+    f"is called without arguments and gives an object with any of the methods {', '.join(METHODS)}",
     {"grad_norm": GradNorm, "activation_stats": ActivationStats},
 )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODELS = Choice(
     "models",
-    "called with args, it gives a torch.nn.Module",
+    "is called with args and gives a torch.nn.Module",
     {"mlp": MLP},
     moved=MOVED_MODELS,
     gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
@@ -59,7 +59,7 @@ def build_model(
 
 INIT = Choice(
     "init",
-    "called with the model, it sets its first values",
+    "is called with the model and sets its first values",
     {
         "default": None,
         "xavier_uniform": nn.init.xavier_uniform_,
