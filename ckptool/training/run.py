@@ -506,6 +506,7 @@ class Run:
             self._commit(self._point())
         self._saver.wait()
         if self.world.is_first:
+            self.folder.prune()  # again, for a process that was killed between its last commit and this
             self.folder.note("done", step=self.step, signal=None)
 
     # Saving ------------------------------------------------------------------------------------------------------

@@ -466,10 +466,19 @@ class RunFolder:
         return newest
 
     def prune(self) -> list[SavedState]:
-        """Deletes the checkpoints that retention does not keep; returns them."""
-        _, gone = self.retention.divide(self.all())
+        """Deletes the checkpoints that retention does not keep; returns them.
+
+        Sidecars without their checkpoints, which a process leaves that is killed in a save or here, are deleted too.
+        """
+        there = self.all()
+        _, gone = self.retention.divide(there)
         for saved in gone:
             self.remove(saved)
+        known = {sidecar_of(saved.path) for saved in there}
+        paths = [os.path.join(self.checkpoints, name) for name in names_in(self.checkpoints) if _FILE.fullmatch(name)]
+        for path in [path for path in paths if path.endswith(".json") and path not in known]:
+            if (read_json(path) or {}).get("run") == self.id:
+                remove_file(path)
         return gone
 
     def remove(self, saved: SavedState) -> None:

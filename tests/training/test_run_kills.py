@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import pytest
 
 from ckptool.training.prove.fork_server import ForkServer
 
-LOOPS = Path(__file__).parents[2] / "examples" / "loops"
+HOME = Path(__file__).parents[2]
+LOOPS = HOME / "examples" / "loops"
+BLOCKS = re.findall(r"```python\n(.*?)```", (HOME / "docs" / "own-loop.md").read_text(), re.DOTALL)
 # Of each script in examples/loops how many epochs or steps it makes, where it is killed a few times and where often.
 SIZES = {
     "dcgan": (1, 3),
@@ -37,7 +40,7 @@ ENDS = (0, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.S
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     log = tmp_path_factory.mktemp("loops") / "stderr"
-    with ForkServer(str(log), module="tests.support.loop_server", cwd=str(Path(__file__).parents[2])) as server:
+    with ForkServer(str(log), module="tests.support.loop_server", cwd=str(HOME)) as server:
         yield server
 
 
@@ -67,17 +70,19 @@ def is_killed(server: ForkServer, words: list[str], after: float, number: int) -
     if came:
         with suppress(ProcessLookupError):
             os.killpg(group, number)
-    assert server.wait() in ENDS, server.stderr_tail()
+    code = server.wait()
+    assert code in ENDS, f"exit code {code}: {server.stderr_tail()}"
     return came
 
 
-def trial(server: ForkServer, tmp_path: Path, name: str, size: int, kills: int, seed: int = 0) -> None:
-    """Kills runs of a script at random times, each time more of the way, until so many kills came; all end the same."""
-    rng, script, whole = random.Random(f"{name} {seed}"), str(LOOPS / f"{name}.py"), tmp_path / "whole"
+def trial(server: ForkServer, tmp_path: Path, script: Path, size: int, kills: int) -> None:
+    """Kills runs of a script at random times, each where the last one was resumed, until so many kills came; all that
+    reach their end leave what a run leaves that was never killed."""
+    rng, whole = random.Random(script.stem), tmp_path / "whole"
     begun = time.monotonic()
-    assert server.run([script, str(whole), str(size)]) == 0, server.stderr_tail()
+    assert server.run([str(script), str(whole), str(size)]) == 0, server.stderr_tail()
     seconds, run = time.monotonic() - begun, 0
-    words = [script, str(tmp_path / f"killed-{run}"), str(size)]
+    words = [str(script), str(tmp_path / f"killed-{run}"), str(size)]
     while kills:
         if is_killed(server, words, seconds * rng.random() ** 2, rng.choice(SIGNALS)):
             kills -= 1
@@ -91,13 +96,25 @@ def trial(server: ForkServer, tmp_path: Path, name: str, size: int, kills: int, 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_loop_that_is_killed_ends_with_the_same_files(server: ForkServer, tmp_path: Path, name: str) -> None:
-    trial(server, tmp_path, name, SIZES[name][0], kills=2)
+    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][0], kills=2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SIZES)
 def test_a_loop_that_is_killed_twenty_times(server: ForkServer, tmp_path: Path, name: str) -> None:
-    trial(server, tmp_path, name, SIZES[name][1], kills=20)
+    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][1], kills=20)
+
+
+def test_every_script_is_killed() -> None:
+    assert {path.stem for path in LOOPS.glob("*.py")} == SIZES.keys()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_loop_of_the_documentation_that_is_killed(server: ForkServer, tmp_path: Path, number: int) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(re.sub(r'"runs/\w+"', "sys.argv[1]", f"import sys\n{BLOCKS[number]}"))
+    trial(server, tmp_path, script, size=0, kills=6)
 
 
 @pytest.mark.parametrize("every", [151, pytest.param(3, marks=pytest.mark.soak)])
