@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -49,8 +48,6 @@ def prove(
         raise UsageError("a command has no configuration and no length", options)
     if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
-    from ckptool.analysis.diff import diff_files
-    from ckptool.analysis.scan import scan
     from ckptool.training.prove.command import prove_command
 
     with TemporaryDirectory(prefix="ckptool-config-") as folder:
@@ -60,19 +57,6 @@ def prove(
             saves = [f"train.steps={steps}", "train.epochs=null", f"save.every={max(1, steps // 20)}"] if steps else []
             path = Path(folder, "run.yaml")
             path.write_text(configfile.written(configuration(config, [*saves, *several(set)])), encoding="utf-8")
-            command = [
-                sys.executable,
-                "-m",
-                "ckptool",
-                "train",
-                str(path),
-                "--set",
-                "run={run}",
-                "--resume",
-                "auto",
-                "-q",
-            ]
-        compare = partial(diff_files, ignore=("order",), statistics=False)
-        return prove_command(
-            command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=say or (lambda _: None)
-        )
+            words = ("ckptool", "train", str(path), "--set", "run={run}", "--resume", "auto", "-q")
+            command = [sys.executable, "-m", *words]
+        return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)

@@ -52,7 +52,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "schemas": lambda: schema(),
     "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
     "git check": lambda: git_check("cut.pt"),
-    "proof": lambda: Proof(("python", NASTY), "polling", differs="w", causes=[NASTY]),
+    "proof": lambda: Proof(("python", NASTY), "time", differs="w", causes=[NASTY]),
 }
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptool.analysis.diff import Diff
-from ckptool.analysis.scan import GOOD, MEMBER, PART, Scan, ScannedFile
+from ckptool.analysis.diff import diff_files
+from ckptool.analysis.scan import GOOD, MEMBER, PART, ScannedFile, scan
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
 from ckptool.commands import arg
@@ -42,25 +42,13 @@ TAIL = 1500  # characters of the program's own words
 TRIES = 3  # of putting something back
 
 Say = Callable[[str], Any]
-Look = Callable[[str], Scan]
-Compare = Callable[[str, str], Diff]
 
 
-def prove_command(
-    command: Sequence[str],
-    look: Look,
-    compare: Compare,
-    *,
-    kills: int = 5,
-    seed: int = 0,
-    timeout: float = 600.0,
-    say: Say = lambda text: None,
-) -> Proof:
+def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: float, say: Say) -> Proof:
     """Proves a command, of which `{run}` becomes a fresh folder; what it wrote is deleted unless the proof fails.
 
-    look: the checkpoints of a folder.  compare: the differences of two files.  kills: how often it is killed.  seed:
-    where.  timeout: seconds for one process.  Raises `UsageError` for a command without `{run}`, and `RunFailed` where
-    it fails unbroken or leaves no checkpoint.
+    kills: how often it is killed.  seed: where.  timeout: seconds for one process.  Raises `UsageError` for a command
+    without `{run}`, and `RunFailed` where it fails unbroken or leaves no checkpoint.
     """
     if not any(RUN in word for word in command):
         raise UsageError("the command does not name {run}", "It stands for the folder that the command writes to.")
@@ -73,7 +61,7 @@ def prove_command(
     shutil.copy(here / "tracer.py", os.path.join(tools, "sitecustomize.py"))
     for name in ("moving.py", "rng.py"):
         shutil.copy(here.parent / name, tools)
-    runs = CommandRuns(command, folder, random.Random(seed), timeout, look, compare, say)
+    runs = CommandRuns(command, folder, random.Random(seed), timeout, say)
     runs.watch = Watch(runs.run, tools)
     proof = Proof(tuple(command), runs.watch.name)
     try:
@@ -133,8 +121,6 @@ class CommandRuns:
     folder: str
     rng: random.Random
     limit: float
-    look: Look
-    compare: Compare
     say: Say
     watch: Watch = field(init=False)
     reference: Reference = field(default_factory=lambda: Reference([], []))
@@ -197,14 +183,14 @@ class CommandRuns:
             for place, step in enumerate(self.reference.steps)
             if place and any(path.startswith(tuple(names)) for path in map(_pattern, step.files))
         ]
-        if others := self.look(os.path.join(self.folder, "reference")).other_files:
+        if others := scan(os.path.join(self.folder, "reference")).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.length:
             by = "events" if self.watch.name == PRELOAD else "time"
             proof.remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
         for path in sorted(set(self.watch.outside())):
             with suppress(CkptoolError):
-                if not path.startswith(self.folder) and os.path.isfile(path) and self.look(path).files[0].is_good:
+                if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
                     proof.remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
 
     def unstable(self, proof: Proof, again: Life) -> bool:
@@ -438,7 +424,7 @@ class CommandRuns:
     def checkpoints(self, name: str = "run") -> dict[str, ScannedFile]:
         """The checkpoints of a run, by their paths in it."""
         folder = os.path.join(self.folder, name)
-        return {os.path.relpath(row.path, folder): row for row in self.look(folder).files}
+        return {os.path.relpath(row.path, folder): row for row in scan(folder).files}
 
     def differences(self, one: str, other: str) -> list[EndDifference]:
         """What of the checkpoints of one run is missing or another in the second."""
@@ -449,7 +435,8 @@ class CommandRuns:
                 found.append(EndDifference(f"{name}, which is missing", True))
                 continue
             try:
-                report = self.compare(*(os.path.join(self.folder, run, name) for run in (one, other)))
+                pair = (os.path.join(self.folder, run, name) for run in (one, other))
+                report = diff_files(*pair, ignore=("order",), statistics=False)
             except CkptoolError as error:
                 found.append(EndDifference(f"{name}, which cannot be compared: {error.what}", True))
                 continue
