@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.training.prove.fork_server import ForkServer
+from tests.support.fork_server import ForkServer
 
 HOME = Path(__file__).parents[2]
 LOOPS = HOME / "examples" / "loops"
