@@ -31,8 +31,7 @@ class Walks:
         return self.states
 
     def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        places, goals = self.states.unbind(1)
-        places = places + 2 * actions - 1
+        places, goals = self.states[:, 0] + 2 * actions - 1, self.states[:, 1]
         ended = (places == goals) | (places.abs() > 6)
         self.states = torch.stack([places, goals], 1)
         return self.reset(ended), (places == goals).float() - 0.1, ended.float()

@@ -25,11 +25,12 @@ def start(script: str, folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def finish(script: str, folder: Path, *words: str) -> bytes:
+def finish(script: str, folder: Path, *words: str) -> tuple[str, bytes]:
     process = start(script, folder, *words)
     _, words_of_it = process.communicate(timeout=300)
     assert process.returncode == 0, words_of_it
-    return (folder / "checkpoints" / f"step-{STEPS:08d}.pt").read_bytes()
+    newest = max((folder / "checkpoints").glob("*.pt"))
+    return newest.name, newest.read_bytes()
 
 
 def logged(folder: Path) -> int:
