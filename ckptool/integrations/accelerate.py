@@ -14,7 +14,7 @@ from ckptool.errors import Conflict, UsageError, counted
 from ckptool.integrations import checkpoint_folders as folders
 from ckptool.output import make_folder
 from ckptool.training import rng
-from ckptool.training.batches import Batches, Position, generators_of
+from ckptool.training.batches import EPOCH_END, Batches, Position, generators_of
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded, to_cpu
@@ -84,8 +84,10 @@ class AcceleratorCheckpoints:
         if rng.is_generator(shared):
             self._generators["shared"] = shared
         self._epochs = _Epochs(loader, self.position, self._before)
-        found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step, epochs)
-        for batch in found.resumed(self._random) if steps is None or self.step < steps else ():
+        found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step)
+        for batch in found.epochs(epochs, self._random) if steps is None or self.step < steps else ():
+            if batch is EPOCH_END:
+                continue
             self.step += 1
             yield self.step, batch
             if steps is not None and self.step >= steps:
@@ -114,7 +116,7 @@ class AcceleratorCheckpoints:
         ranks = gather_object([own])
         if main:
             tree = {"step": self.step, "data_state": self.position.shared_state(), "ranks": ranks}
-            tree |= {**self.objects.state(), "generators": sorted(self.objects.generators)}
+            tree |= {**self.objects.state({}), "generators": sorted(self.objects.generators)}
             self._commit(to_cpu(tree), temporary, target)
         accelerator.wait_for_everyone()
 

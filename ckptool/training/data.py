@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
-from ckptool.training.datasets import BUILT_IN, Rows
 from ckptool.training.extensions import find_named, load_named
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
+from ckptool.training.toys import DATA
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -333,7 +333,7 @@ def load_data(settings: Data, seed: int) -> Samples:
 
 
 def _loaded_set(name: str, args: dict[str, Any]) -> Any:
-    made = load_named(name, BUILT_IN, "data", args)
+    made = load_named(name, DATA, "data", args)
     if not is_stream(made) and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         raise UsageError(
             f"data: {name} returned {type(made).__name__}, which is not a Dataset", "It has no length, or no items."
@@ -365,8 +365,6 @@ def default(samples: list[Any]) -> Any:
     """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
     from torch.utils.data import default_collate
 
-    if isinstance(samples, Rows):
-        return samples.stacked
     try:
         return default_collate(samples)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ckptool.training.config import Config, about, is_named, keys_of, section_in
+from ckptool.training.config import Config, is_named, keys_of, section_in
 
 
 def schema_text() -> str:
@@ -44,7 +44,7 @@ def example() -> str:
 def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) -> Iterator[str]:
     """A line for each key that has a value, or for each of its own keys."""
     for key, field in keys_of(section).items():
-        words, below = about(field).about, section_in(field.annotation)
+        words, below = field.description or "", section_in(field.annotation)
         if key not in values:
             continue
         if words or below is None:

@@ -20,11 +20,23 @@ from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 
+MOVED = {
+    **{name: f"data.py:{name}" for name in ("images", "linear", "modadd", "ring", "spirals", "text")},
+    **{name.lower(): f"models.py:{name}" for name in ("CharGPT", "Conv", "Discriminator", "Generator", "Tagger")},
+    "sequences": "data.py:Sequences",
+}
+
 
 def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:
     """The object with a name. Raises `UsageError` for an unknown one, `UserCodeFailed` where its module raises."""
     if name in built_in:
         return built_in[name]
+    if name in MOVED:
+        raise UsageError(
+            f"{what}: {name} is no longer built in; it is {MOVED[name]} in the folder examples of ckptool's source",
+            "",
+            f"Copy that file beside your configuration, and name it so: {MOVED[name]}",
+        )
     if not names_code(name):
         close = difflib.get_close_matches(name, built_in, 1)
         raise UsageError(

@@ -18,14 +18,14 @@ from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks
 from ckptool.training.start import start
 from tests.support.programs import python
-from tests.support.small_runs import config
+from tests.support.small_runs import config, toy
 
 # Everything of a user's that a run calls, each with the place of its fault.
 OWN = """
 import torch
 from torch import nn
 from ckptool.training.tasks import Task, Phase, classify
-from ckptool.training.datasets import BUILT_IN
+from ckptool.training.toys import DATA
 
 def fault(place, value=None):
     if place == PLACE:
@@ -50,7 +50,7 @@ class Model(nn.Sequential):
         return super()._apply(function, *more)
 
 class Data:
-    made = BUILT_IN["blobs"](samples=60, inputs=4)
+    made = DATA["blobs"](samples=60, inputs=4)
     @property
     def about(self):
         return fault("about", self.made.about)
@@ -168,7 +168,7 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
     """torch's own words, and no claim that ckptool is broken."""
-    text = {"name": "text", "args": {"length": 4, "samples": 20}, "batch": 4}
+    text = {"name": toy("data.py:text"), "args": {"length": 4, "samples": 20}, "batch": 4}
     (tmp_path / "own.py").write_text(
         "from torch import nn\ndef model(vocabulary):\n"
         "    return nn.Sequential(nn.Embedding(vocabulary, 4, sparse=True), nn.Linear(4, vocabulary))\n"

@@ -31,6 +31,7 @@ from tests.support.small_runs import (
     run_to_end,
     scheduled,
     take,
+    toy,
     trainer,
 )
 
@@ -68,7 +69,7 @@ def test_optimizers_for_special_parameters_resume_too(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     resumes(tmp_path, "optim.main.name=muon", models={"main": {"name": f"{mine}:matrix"}})
     words: dict[str, Any] = {"models": {"main": {"name": f"{mine}:Words"}}}
-    words["data"] = {"name": "modadd", "args": {"modulus": 5}, "batch": 4}
+    words["data"] = {"name": toy("data.py:modadd"), "args": {"modulus": 5}, "batch": 4}
     resumes(tmp_path, "optim.main.name=sparse_adam", **words)
 
 
@@ -111,8 +112,8 @@ def test_a_group_that_matches_nothing_or_says_nothing_is_an_error() -> None:
 
 
 def test_a_tied_parameter_is_in_one_group() -> None:
-    text = {"name": "text", "args": {"samples": 20, "length": 4}, "batch": 4}
-    made = trainer(data=text, models={"main": {"name": "chargpt", "args": {"width": 8}}}, task="lm")
+    text = {"name": toy("data.py:text"), "args": {"samples": 20, "length": 4}, "batch": 4}
+    made = trainer(data=text, models={"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8}}}, task="lm")
     held = [id(p) for g in made.optimizers["main"].param_groups for p in g["params"]]
     assert len(held) == len(set(held)) == len(list(made.models["main"].parameters()))
 
@@ -300,8 +301,10 @@ def test_a_pattern_that_freezes_nothing_is_an_error_before_the_first_step() -> N
 
 
 def test_the_average_is_that_of_the_weights_and_a_copy_of_the_buffers() -> None:
-    data = {"name": "images", "args": {"samples": 40, "size": 6}, "batch": 8}
-    made = trainer("train.ema=0.75", data=data, models={"main": {"name": "conv", "args": {"channels": [3]}}})
+    data = {"name": toy("data.py:images"), "args": {"samples": 40, "size": 6}, "batch": 8}
+    made = trainer(
+        "train.ema=0.75", data=data, models={"main": {"name": toy("models.py:Conv"), "args": {"channels": [3]}}}
+    )
     mean = {name: value.clone() for name, value in made.models["main"].state_dict().items()}
     for _ in range(4):
         take(made, 1)

@@ -86,7 +86,7 @@ def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
     code, out, _ = typed("train", "--init")
     assert code == 0
     (tmp_path / "run.yaml").write_text(out)
-    assert train_typed(typed, "data.name=images", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
+    assert train_typed(typed, "data.name=blobs", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
     assert json.loads(typed("train", "--schema")[1])["title"] == "Config"
 
 
