@@ -16,6 +16,7 @@ import torch
 
 from ckptool.analysis.diff import diff_files
 from ckptool.checkpoint.paths import absolute
+from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
 from ckptool.training import CONFIG, TABLE, configfile
 from ckptool.training.code_paths import code_names
@@ -115,6 +116,7 @@ class TrainerRun(Run):
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
         )
         self._stop = stop
+        self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.step = trainer.step
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
 
