@@ -80,12 +80,10 @@ def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from ckptool.bridge.user_code import import_user_code
-    from ckptool.training.toys import MODELS
+    from ckptool.training.models import MODELS
 
     torch.manual_seed(0)
-    make = MODELS[kind] if kind in MODELS else import_user_code(kind, "models")
-    model = make([channels, edge, edge], classes=4, dropout=0.1)
+    model = MODELS.find(kind)([channels, edge, edge], classes=4, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     loss_of = nn.CrossEntropyLoss()
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
@@ -101,9 +99,9 @@ def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
 def save(megabytes: int, how: str, pairs: int, folder: Path) -> Row:
     """One save of a run against the usual careful one; `full` reads the file once more, as resuming does."""
     from benchmarks.saving import by_torch, state_of
-    from ckptool.training.store import Store, check
+    from ckptool.training.store import RunFolder, check
 
-    state, store = state_of(megabytes), Store(str(folder), "benchmark")
+    state, store = state_of(megabytes), RunFolder(str(folder), "benchmark")
     store.make()
     name = SAVE.format(megabytes=megabytes, how=how)
     goal = "≤ 1.1 ×" if how == "size" else ""

@@ -14,7 +14,7 @@ from ckptool.errors import Conflict, UsageError, counted
 from ckptool.integrations import checkpoint_folders as folders
 from ckptool.output import make_folder
 from ckptool.training import rng
-from ckptool.training.batches import EPOCH_END, Batches, Position, generators_of
+from ckptool.training.batches import Batches, Position, generators_of
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded, to_cpu
@@ -86,8 +86,6 @@ class AcceleratorCheckpoints:
         self._epochs = _Epochs(loader, self.position, self._before)
         found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step)
         for batch in found.epochs(epochs, self._random) if steps is None or self.step < steps else ():
-            if batch is EPOCH_END:
-                continue
             self.step += 1
             yield self.step, batch
             if steps is not None and self.step >= steps:

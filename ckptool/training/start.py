@@ -130,7 +130,7 @@ class TrainerRun(Run):
         with suppress(_Left):
             if (self.trainer.pending or self.step < self.length["steps"]) and self.world.any_rank(self.stopping):
                 self._leave(stopped=True)
-            yield from self._flat(self.trainer.data.stream(self.trainer), self.length)
+            yield from self._flat(lambda: self.trainer.data.stream(self.trainer), self.length)
 
     def save_now(self) -> None:
         """Saves the state after the last step in the middle of the loop, unless that was done."""

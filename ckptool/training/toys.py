@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ckptool.commands import arg
 from ckptool.errors import UsageError
@@ -77,5 +76,11 @@ class MLP(nn.Sequential):
         super().__init__(*layers)
 
 
-DATA: dict[str, Callable[..., Dataset[Any]]] = {"digits": digits, "blobs": blobs}
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP}
+# What was built in once, by the file of `examples/` that it is in now.
+MOVED_DATA = {
+    **{name: f"data.py:{name}" for name in ("images", "linear", "modadd", "ring", "spirals", "text")},
+    "sequences": "data.py:Sequences",
+}
+MOVED_MODELS = {
+    name.lower(): f"models.py:{name}" for name in ("CharGPT", "Conv", "Discriminator", "Generator", "Tagger")
+}

@@ -16,7 +16,6 @@ from ckptool.bridge.user_code import import_user_code
 from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training import toys
 from ckptool.training.data import default, pad, to_device
-from ckptool.training.extensions import MOVED
 from ckptool.training.parallel import World
 from tests.support.small_runs import last, run_to_end, take, toy, trainer
 
@@ -185,7 +184,7 @@ def test_a_data_set_that_raises_shows_its_traceback(tmp_path: Path, workers: int
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("def none():\n    return iter([1])\ndef fails(n):\n    return 1 / n\n")
-    with pytest.raises(UsageError, match="which is not a Dataset"):
+    with pytest.raises(UsageError, match="not a Dataset"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:none"})
     with pytest.raises(UserCodeFailed, match="ZeroDivisionError"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"n": 0}})
@@ -252,9 +251,9 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
 # The toys -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["blobs", *(place for place in MOVED.values() if place.startswith("data.py"))])
+@pytest.mark.parametrize("name", ["blobs", *toys.MOVED_DATA.values()])
 def test_toy_data_are_the_same_every_time(name: str) -> None:
-    make = toys.DATA[name] if name in toys.DATA else import_user_code(toy(name), "data")
+    make = import_user_code(toy(name), "data") if ":" in name else toys.blobs
     one, other = make(), make()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
@@ -262,8 +261,8 @@ def test_toy_data_are_the_same_every_time(name: str) -> None:
 
 def test_a_toy_that_moved_says_where_it_is_and_is_there() -> None:
     """What runs of 0.1.0 name, each by the one line that is to be typed."""
-    for name, place in MOVED.items():
-        key = "data" if place.startswith("data.py") else "models"
+    moved = [("data", *pair) for pair in toys.MOVED_DATA.items()]
+    for key, name, place in [*moved, *(("models", *pair) for pair in toys.MOVED_MODELS.items())]:
         with pytest.raises(UsageError, match=f"{key}: {name} is no longer built in; it is {place} in") as raised:
             trainer(f"{'data' if key == 'data' else 'models.main'}.name={name}")
         assert str(raised.value.fix).endswith(place)

@@ -222,7 +222,7 @@ def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
     text = (
         "from ckptool.training.toys import MLP\ndef model(inputs, classes):\n    return MLP(inputs, classes=classes)\n"
     )
-    data = "from ckptool.training.toys import DATA\ndef data():\n    return DATA['blobs'](samples=60)\n"
+    data = "from ckptool.training.toys import blobs\ndef data():\n    return blobs(samples=60)\n"
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "set.py").write_text(data)
     sections = {

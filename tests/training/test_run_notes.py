@@ -164,3 +164,26 @@ def test_loops_that_cannot_be_told_apart_are_refused(tmp_path: Path, words: str)
     run = ckptool.Run(tmp_path / "run", say=str, model=torch.nn.Linear(1, 1))
     with pytest.raises(ckptool.errors.UsageError, match=words):
         NESTED[words](run)
+
+
+LOOPS: dict[str, Callable[[ckptool.Run, Any], Any]] = {
+    "steps": lambda run, loader: run.steps(5),
+    "batches by steps": lambda run, loader: run.batches(loader, steps=5),
+    "batches by epochs": lambda run, loader: run.batches(loader, epochs=2),
+    "epochs": lambda run, loader: (step for _ in run.epochs(2) for step in run.batches(loader)),
+    "epochs alone": lambda run, loader: run.epochs(3),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_finished_run_that_is_started_again_leaves_the_random_states_of_its_end(tmp_path: Path, name: str) -> None:
+    drawn = []
+    for _ in range(2):
+        seeded()
+        own = parts()
+        loader = torch.utils.data.DataLoader(torch.rand(12, 4), batch_size=4, shuffle=True)
+        with ckptool.Run(tmp_path / "run", say=str, **own) as run:
+            for _ in LOOPS[name](run, loader):
+                train(torch.rand(4, 4), **own)
+        drawn.append([float(torch.rand(1)), float(numpy.random.rand()), random.random()])
+    assert drawn[0] == drawn[1]

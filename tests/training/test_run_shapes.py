@@ -41,11 +41,12 @@ def validate():
     return float(model(torch.rand(3, 4)).sum().detach())
 loader = {loader}
 run = ckptool.Run(folder, model=model, optimizer=optimizer, scheduler=scheduler, say=str, keep_last=2,
-                  keep_best=("val", "min"))
+                  keep_best=("val", "min"), **options)
 """
 LOADERS = {
     "shuffled": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True)",
     "with a generator": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True, generator=given)",
+    "a worker": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=1)",
     "a function": "lambda: (torch.rand(3, 4) + number for number in range(4))",
     "a list": "[torch.full((3, 4), float(number)) for number in range(4)]",
 }
@@ -97,10 +98,14 @@ def script(shape: str, loader: str, body: str, save: str, after: str) -> str:
     return BEGIN.replace("{loader}", LOADERS[loader]) + SHAPES[shape].format(**nested) + "\nrun.close()\n"
 
 
-ALL = list(itertools.product(SHAPES, LOADERS, BODIES, SAVES, AFTER))
+Which = tuple[str, str, str, str, str]
+ALL: list[Which] = list(itertools.product(SHAPES, LOADERS, BODIES, SAVES, AFTER))
+OPTIONS: list[dict[str, Any]] = [{}, {"seed": 7}, {"save_async": True}]  # of `ckptool.Run`, one after the other
 
 
-def runs(source: str, folder: Path, kill: int | None = None, number: int = signal.SIGKILL) -> int:
+def runs(
+    source: str, folder: Path, options: dict[str, Any], kill: int | None = None, number: int = signal.SIGKILL
+) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
     if not (child := os.fork()):
         code = 9
@@ -118,7 +123,14 @@ def runs(source: str, folder: Path, kill: int | None = None, number: int = signa
                 return trace
 
             warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-            names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool, "folder": folder}
+            names = {
+                "torch": torch,
+                "random": random,
+                "numpy": numpy,
+                "ckptool": ckptool,
+                "folder": folder,
+                "options": options,
+            }
             sys.settrace(trace if kill else None)
             exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
             code = 0
@@ -139,30 +151,31 @@ def files(folder: Path) -> dict[str, bytes]:
     return {**kept, "metrics.jsonl": metrics.read_bytes() if metrics.exists() else b""}
 
 
-def trial(folder: Path, which: tuple[str, ...], kills: list[tuple[int, int]]) -> None:
+def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
     """kills: before which line, and by which signal; all of them come in one run, one after the other."""
-    source = script(*which)
-    assert runs(source, folder / "whole") == 0
+    source, options = script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)]
+    assert runs(source, folder / "whole", options) == 0
     for line, number in kills:
-        assert runs(source, folder / "killed", line, number) in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
-    assert runs(source, folder / "killed") == 0
+        code = runs(source, folder / "killed", options, line, number)
+        assert code in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
+    assert runs(source, folder / "killed", options) == 0
     whole, killed = files(folder / "whole"), files(folder / "killed")
     assert list(killed) and sorted(whole) == sorted(killed)
     assert [name for name in whole if whole[name] != killed[name]] == []
 
 
-def seeded(which: tuple[str, ...], count: int, number: int) -> list[tuple[int, int]]:
+def seeded(which: Which, count: int, number: int) -> list[tuple[int, int]]:
     rng = random.Random("/".join(which))
     return [(rng.randrange(25, 130), number) for _ in range(count)]
 
 
 @pytest.mark.parametrize("which", random.Random(0).sample(ALL, 12), ids=", ".join)
-def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
+def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGKILL))
 
 
 @pytest.mark.parametrize("which", random.Random(1).sample(ALL, 6), ids=", ".join)
-def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: tuple[str, ...]) -> None:
+def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
 
 
