@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
     """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then."""
-    begun_at, began = trainer.step, time.monotonic()
+    begun_at = trainer.step
     with hooks.watching(trainer, run.folder.folder), closing(run.loop()) as steps:
         try:
             if trainer.config.save.at_start and not trainer.step:
@@ -40,10 +40,9 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
             if trainer.pending:  # a run that was stopped in its evaluation does it again
                 _between(trainer, run, hooks, 0.0)
             for _, batches in steps:
-                if trainer.step == begun_at:
-                    began = time.monotonic()
                 one_step(trainer, batches, hooks)
-                _between(trainer, run, hooks, (trainer.step - begun_at) / (time.monotonic() - began))
+                seconds = time.monotonic() - run.begun
+                _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
         except Exception as error:
             _rescue(trainer, run, error)
             raise

@@ -125,6 +125,11 @@ class TrainerRun(Run):
         """The epoch of the next step."""
         return self.trainer.epoch
 
+    @property
+    def begun(self) -> float:
+        """When the first step of this process began."""
+        return self._stop.begin()
+
     def loop(self) -> Generator[tuple[int, Any]]:
         """The number of each step that is to be taken, and its batches."""
         with suppress(_Left):
