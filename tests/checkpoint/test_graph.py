@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import ckptool
+from ckptool.checkpoint.nodes import Set
 from tests.support.files import load, saved
 
 
@@ -17,6 +18,14 @@ def test_a_tensor_in_a_tuple_within_a_tuple_stays_one(tmp_path: Path) -> None:
         ckptool.remap(tmp_path / f"{number}.away.pt", tmp_path / f"{number}.back.pt", to="cpu", verify=True)
         found = load(tmp_path / f"{number}.back.pt", weights_only=False)["t"]
         assert found[1] is found[2][0] is found[2][1][0]
+
+
+def test_sets_in_sets_and_as_keys(tmp_path: Path) -> None:
+    tree = {"s": {frozenset({1}), 2}, frozenset({"a", (3, frozenset())}): [{4}]}
+    found = ckptool.open(saved({"w": torch.ones(1), "t": tree}, tmp_path / "a.pt")).tree["t"]
+    assert [type(key).__name__ for key in found] == ["str", "Set"] and type(found["s"]) is Set
+    ckptool.edit(tmp_path / "a.pt", tmp_path / "b.pt", set={"x": 1}, verify=True)
+    assert load(tmp_path / "b.pt", weights_only=False)["t"] == tree
 
 
 class Bag(dict):  # type: ignore[type-arg]
