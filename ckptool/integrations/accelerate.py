@@ -84,8 +84,8 @@ class AcceleratorCheckpoints:
         if rng.is_generator(shared):
             self._generators["shared"] = shared
         self._epochs = _Epochs(loader, self.position, self._before)
-        found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step, epochs)
-        for batch in found.resumed(self._random) if steps is None or self.step < steps else ():
+        found = Batches(self._epochs, self.position, self._generators, None, rng.capture, lambda: self.step)
+        for batch in found.epochs(epochs, self._random) if steps is None or self.step < steps else ():
             self.step += 1
             yield self.step, batch
             if steps is not None and self.step >= steps:
@@ -114,7 +114,7 @@ class AcceleratorCheckpoints:
         ranks = gather_object([own])
         if main:
             tree = {"step": self.step, "data_state": self.position.shared_state(), "ranks": ranks}
-            tree |= {**self.objects.state(), "generators": sorted(self.objects.generators)}
+            tree |= {**self.objects.state({}), "generators": sorted(self.objects.generators)}
             self._commit(to_cpu(tree), temporary, target)
         accelerator.wait_for_everyone()
 

@@ -11,8 +11,7 @@ import math
 import operator
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
-from ckptool.training.datasets import BUILT_IN, Rows
-from ckptool.training.extensions import find_named, load_named
+from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
-from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
+from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
+from ckptool.training.toys import MOVED_DATA, blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -57,7 +56,7 @@ class Samples:
 
     def __init__(self, dataset: Any, settings: Data, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
-        self.collate = collate_of(settings.collate)
+        self.collate: Collate = COLLATES.find(settings.collate)
         self._divide()
         if settings.val is not None:
             self.val, self.held = _held_out(settings.val)
@@ -100,7 +99,14 @@ class Samples:
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        device, begin = trainer.world.device, trainer.step
+        device = trainer.world.device
+        with closing(self._loaded(*self._source(trainer), device)) as loader:
+            for step, (parts, position) in enumerate(loader, trainer.step):
+                self._at(step, position)
+                yield [Batch(to_device(data, device), size, total) for data, size, total in parts]
+
+    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
+        """The data set that gives steps, and what it is asked for; None for a stream, which is asked for nothing."""
         shared = self.settings.workers or self.settings.val_fraction or trainer.world.size > 1
         if hasattr(self.dataset, "state_dict") and shared:
             raise UsageError(
@@ -108,32 +114,21 @@ class Samples:
                 "Each worker and each process has its own, and evaluation on a part of it changes it.",
                 "Take one process, data.workers=0 and data.val_fraction=0; or make it an IterableDataset.",
             )
-        asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
-        places = _Order(self._shares(trainer, begin), asked)
-        with closing(self._loaded(_Seeded(self.dataset, self.seed), places, device)) as loader:
-            for _ in range(begin, trainer.total_steps):
-                first = to_device(next(loader), device)
-                rest = [to_device(next(loader), device) for _ in asked[0][1:]]
-                yield [
-                    Batch(data, len(share.places) if share.counts else 0, share.total)
-                    for data, share in zip((first, *rest), asked.popleft(), strict=True)
-                ]
+        return _Seeded(self.dataset, self.collate, self.seed), self._shares(trainer)
 
-    def _shares(self, trainer: Trainer, begin: int) -> Iterator[list[_Share]]:
-        """This process's shares of each step from `begin` on: one of each micro-batch that has samples at all."""
-        world, parts = trainer.world, trainer.config.train.accumulate
+    def _at(self, step: int, position: Position | None) -> None:
+        """Takes note of the place of a step; here it follows from the step."""
+
+    def _shares(self, trainer: Trainer) -> Iterator[list[Share]]:
+        """This process's shares of each step that is left: one of each micro-batch that has samples at all."""
         batch, per_epoch = self.settings.batch, self.batches(self.settings.batch, self.settings.drop_last)
-        for step in range(begin, trainer.total_steps):
+        ordered: Sequence[int] | None = None
+        for step in range(trainer.step, trainer.total_steps):
             epoch, place = divmod(step, per_epoch)
-            if place == 0 or step == begin:
+            if place == 0 or ordered is None:
                 ordered = self._order(epoch)
-            samples = [self.train[i] for i in ordered[place * batch : (place + 1) * batch]]
-            windows = [window for micro in range(parts) if (window := samples[micro::parts])]
-            # A process without a sample takes one with the weight of none: all must take part in every step.
-            yield [
-                _Share([(epoch, i) for i in world.shard(window) or window[:1]], len(window), len(window) > world.rank)
-                for window in windows
-            ]
+            samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
+            yield shares(samples, trainer.config.train.accumulate, trainer.world.shard)
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as places in `train`: a permutation, or what the sampler gives."""
@@ -156,16 +151,15 @@ class Samples:
             )
         return found
 
-    def _loaded(self, dataset: Any, places: Any, device: torch.device) -> Generator[Any]:
-        """What `dataset` gives for each of the places, collated; by workers where there are. Closing it ends them."""
+    def _loaded(self, dataset: Any, asked: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
+        """What `dataset` gives for all that it is asked for, by workers where there are. Closing it ends them."""
         if not self.settings.workers:
-            ready = dataset if places is None else map(self.collate, map(dataset.__getitems__, places))
-            yield from self._guarded(iter(ready))
+            yield from self._guarded(iter(dataset if asked is None else map(dataset.__getitems__, asked)))
             return
         loader = DataLoader(
             dataset,
-            **({"batch_size": None} if places is None else {"batch_sampler": places}),
-            collate_fn=self.collate if places is not None else unchanged,
+            **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
+            collate_fn=unchanged,
             num_workers=self.settings.workers,
             worker_init_fn=ignore_in_worker,
             multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -196,11 +190,13 @@ class Samples:
             finally:
                 reader.rewind()  # the next evaluation begins as this one did
             return
-        starts = range(0, len(held), self.settings.batch)
-        places = [[(epoch, i) for i in held[begin : begin + self.settings.batch]] for begin in starts]
-        with closing(self._loaded(_Seeded(dataset, self.seed, evaluated=True), places, device)) as loader:
-            for part, data in zip(places, loader, strict=True):
-                yield Batch(to_device(data, device), len(part), len(part))
+        batch = self.settings.batch
+        places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
+        asked = [[(part, len(part), len(part))] for part in places]
+        seeded = _Seeded(dataset, self.collate, self.seed, evaluated=True)
+        with closing(self._loaded(seeded, asked, device)) as loader:
+            for ((data, size, total),), _ in loader:
+                yield Batch(to_device(data, device), size, total)
 
 
 class Streamed(Samples):
@@ -234,72 +230,51 @@ class Streamed(Samples):
         """Goes on from a place in the stream."""
         self.positions = {step: state.get("stream")}
 
-    def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        world, settings, begin = trainer.world, self.settings, trainer.step
+    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
         steps = Steps(
-            partial(Reader, self.dataset, self.seed, self.positions.get(begin)),
-            world.shard,
+            partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step)),
+            trainer.world.shard,
             self.collate,
-            range(begin, trainer.total_steps),
-            settings.batch,
-            settings.drop_last,
+            range(trainer.step, trainer.total_steps),
+            self.settings.batch,
+            self.settings.drop_last,
             trainer.config.train.accumulate,
             trainer.config.save.every,
         )
-        with closing(self._loaded(steps, None, world.device)) as loader:
-            for step, (parts, position) in enumerate(loader, begin):
-                # Until the step is done, the state is that of the step before.
-                self.positions = {step: self.positions.get(step), step + 1: position}
-                yield [Batch(to_device(data, world.device), size, total) for data, size, total in parts]
+        return steps, None
 
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A process's samples of a micro-batch: (epoch, index). total: of all processes; counts: False for a stand-in."""
-
-    places: list[tuple[int, int]]
-    total: int
-    counts: bool
-
-
-class _Order:
-    """The samples of each micro-batch, for a loader. Each step is added to `asked` when its first one is."""
-
-    def __init__(self, steps: Iterator[list[_Share]], asked: deque[list[_Share]]) -> None:
-        self.steps, self.asked = steps, asked
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in self.steps:
-            self.asked.append(step)
-            for share in step:
-                yield share.places
+    def _at(self, step: int, position: Position | None) -> None:
+        # Until the step is done, the state is that of the step before.
+        self.positions = {step: self.positions.get(step), step + 1: position}
 
 
 class _Seeded(Dataset[Any]):
-    """The data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
+    """Steps of a data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
 
     It is told each new epoch with the first sample of it: from outside, that would not reach a worker.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, evaluated: bool = False) -> None:
-        self.dataset, self.seed, self.evaluated = dataset, derived(seed, "sample"), evaluated
-        self.random = bool(getattr(dataset, "random", True))
+    def __init__(self, dataset: Any, collate: Collate, seed: int, *, evaluated: bool = False) -> None:
+        self.dataset, self.collate, self.evaluated = dataset, collate, evaluated
+        self.seed, self.random = derived(seed, "sample"), bool(getattr(dataset, "random", True))
         self.epoch: int | None = None
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        epoch, index = place
-        self._begin(epoch)
-        if self.random:
-            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
-        return self.dataset[index]
+    def __getitems__(self, asked: list[Share]) -> tuple[list[tuple[Any, int, int]], None]:
+        """The micro-batches of a step, collated; it has no position of its own."""
+        return [(self.collate(self._samples(places)), size, total) for places, size, total in asked], None
 
-    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+    def _samples(self, places: list[tuple[int, int]]) -> list[Any]:
         if not self.random and hasattr(self.dataset, "__getitems__"):
             self._begin(places[0][0])
             found: list[Any] = self.dataset.__getitems__([index for _, index in places])
             return found
-        return [self[place] for place in places]
+        return [self._sample(epoch, index) for epoch, index in places]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        self._begin(epoch)
+        if self.random:
+            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
+        return self.dataset[index]
 
     def _begin(self, epoch: int) -> None:
         if self.epoch is None and torch.utils.data.get_worker_info() is not None:
@@ -320,7 +295,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 def load_data(settings: Data, seed: int) -> Samples:
     """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
-    made = _loaded_set(settings.name, settings.args)
+    made = DATA.make(settings.name, settings.args)
     kind = Streamed if is_stream(made) else Samples
     samples: Samples = call_user_code(kind, "data", settings.name, made, settings, seed)
     if not samples.batches(settings.batch, settings.drop_last):
@@ -332,27 +307,18 @@ def load_data(settings: Data, seed: int) -> Samples:
     return samples
 
 
-def _loaded_set(name: str, args: dict[str, Any]) -> Any:
-    made = load_named(name, BUILT_IN, "data", args)
-    if not is_stream(made) and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
-        raise UsageError(
-            f"data: {name} returned {type(made).__name__}, which is not a Dataset", "It has no length, or no items."
-        )
-    return made
-
-
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
     """A data set to evaluate on, and the places in it."""
     if settings is None:
         raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
-    made = _loaded_set(settings.name, settings.args)
+    made = DATA.make(settings.name, settings.args)
     return made, [] if is_stream(made) else list(range(len(made)))
 
 
 def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
     """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
     seed_all(CPU, seed, "sampler", epoch)
-    sampler = find_named(name, {}, "data.sampler")(dataset, generator(seed, "order", epoch))
+    sampler = SAMPLERS.find(name)(dataset, generator(seed, "order", epoch))
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     return [operator.index(index) for index in sampler]
@@ -365,8 +331,6 @@ def default(samples: list[Any]) -> Any:
     """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
     from torch.utils.data import default_collate
 
-    if isinstance(samples, Rows):
-        return samples.stacked
     try:
         return default_collate(samples)
     except RuntimeError as error:
@@ -380,17 +344,12 @@ def default(samples: list[Any]) -> Any:
 
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
-    if isinstance(samples[0], dict):
-        columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-        lengths = _lengths(next(iter(columns.values())))
-        return {**{key: _padded(column) for key, column in columns.items()}, "lengths": lengths}
-    several = isinstance(samples[0], tuple)
-    parts = [list(column) for column in zip(*samples, strict=True)] if several else [samples]
-    return (*(_padded(column) for column in parts), _lengths(parts[0]))
-
-
-def _lengths(sequences: list[Any]) -> torch.Tensor:
-    return torch.tensor([len(sequence) for sequence in sequences])
+    first = samples[0]
+    keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
+    columns = {key: [sample[key] for sample in samples] for key in keys} or {0: samples}
+    padded = {key: _padded(column) for key, column in columns.items()}
+    lengths = torch.tensor([len(sequence) for sequence in next(iter(columns.values()))])
+    return {**padded, "lengths": lengths} if isinstance(first, dict) else (*padded.values(), lengths)
 
 
 def _padded(column: list[Any]) -> Any:
@@ -400,16 +359,18 @@ def _padded(column: list[Any]) -> Any:
     return default(column)
 
 
-_COLLATES: dict[str, Collate] = {"default": default, "pad": pad}
-
-
-def collate_of(name: str) -> Collate:
-    """The function that makes a batch of samples: `default`, `pad`, or the user's own."""
-    if name in _COLLATES:
-        return _COLLATES[name]
-
-    found: Collate = find_named(name, _COLLATES, "collate")
-    return found
+COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": default, "pad": pad})
+SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
+DATA = Choice(
+    "data",
+    "is called with args and gives a Dataset or an IterableDataset",
+    {"digits": digits, "blobs": blobs},
+    moved=MOVED_DATA,
+    gives=(
+        "a Dataset (with a length and items) or an IterableDataset",
+        lambda made: is_stream(made) or (hasattr(made, "__len__") and hasattr(made, "__getitem__")),
+    ),
+)
 
 
 _ALL = ("TERM", "INT", "USR1", "USR2", "HUP")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -16,11 +17,12 @@ import torch
 from ckptool.commands import command
 from ckptool.errors import DiskFull, RunFailed, Text, UsageError
 from ckptool.training.parallel import World
-from ckptool.training.run_folder import RunFolder
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
-from ckptool.training.store import Retention, SavedState, Store
+from ckptool.training.store import Retention, RunFolder, SavedState
 
 Tree = dict[str, Any]
+Storage = torch.UntypedStorage
+_new_storage: Any = Storage  # to whose functions torch gives no types
 _VALUES = (int, float, complex, str, bool, bytes, bytearray, type(None), torch.Size, torch.device, torch.dtype)
 
 
@@ -34,9 +36,10 @@ class Saver:
     def __init__(
         self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
     ) -> None:
-        self.run, self.world, self.background, self.step = run, world, background, step
-        self._writers = world  # of sharded tensors; a thread has a process group of its own
+        self.run, self.world, self.step = run, world, step
         self.resume = resume if resume else f"resume: {command('resume', run.folder)}"
+        self._writers = world  # of sharded tensors; a thread has a process group of its own
+        self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -47,36 +50,28 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.wait()
-        elif self._thread is not None:
-            self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
+        else:
+            self._join()  # what stopped the run is the news; the checkpoint before it is still wanted
 
-    def save(self, step: int, gather: Callable[[bool], Tree], facts: Tree) -> None:
+    def save(self, step: int, gather: Callable[[Any], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
         all do.
 
-        gather: returns the tree to write, in every process; a copy if called with True.  facts: for the sidecar.
+        gather: returns the tree to write, in every process, by `to_cpu` with what it is called with as `copied`.
+        facts: for the sidecar.
         """
         self.wait()
         facts = {**facts, "parent": self.step}
-        failed: Exception | None = None
-        tree: Tree = {}
-        try:
-            tree = gather(self.background)
-        except Exception as error:  # noqa: BLE001  raised in every process
-            failed = error
-        self._agree(failed)
+        tree: Tree = self._in_all(lambda: gather(self._staging))
         divided = has_divided(tree)
-        if divided and self.background and self._writers is self.world:
+        if divided and self._staging and self._writers is self.world:
             self._writers = self.world.with_own_group()
-        if self.world.is_first or divided:
-            if self.background:
-                self._thread = threading.Thread(
-                    target=self._commit_in_background, args=(step, tree, facts), name="ckptool-save"
-                )
-                self._thread.start()
-            else:
-                failed = self._try(step, tree, facts)
-        self._agree(failed)
+        writes = self.world.is_first or divided
+        if self._staging is None:
+            self._in_all(lambda: self._commit(step, tree, facts) if writes else None)
+        elif writes:
+            self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
+            self._thread.start()
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
@@ -85,41 +80,50 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed, self._error = self._error, None
-        if failed is not None or self.background:
-            self._agree(failed)
+        failed = self._join()
+        if self._staging is not None:
+            self._raise_in_all(failed)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
-        if self._thread is not None:
-            self._thread.join()
-        failed, self._error = self._error, None
+        failed = self._join()
         self.run.close()
+        if self._staging is not None:
+            self._staging = Staging()  # its memory is given back
         if failed is not None:
             say(f"the last save failed: {failed}")
 
-    def _agree(self, failed: Exception | None) -> None:
-        """Raises an error in all processes, so that none waits for one that is gone."""
+    def _join(self) -> Exception | None:
+        """Waits for the thread; returns what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+        failed, self._thread, self._error = self._error, None, None
+        return failed
+
+    def _in_thread(self, *save: Any) -> None:
+        try:
+            self._commit(*save)
+        except Exception as error:  # noqa: BLE001  raised by who waits
+            self._error = error
+
+    def _in_all(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives; what it raises in one process is raised in all, so that none waits for the one."""
+        failed: Exception | None = None
+        found = None
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001
+            failed = error
+        self._raise_in_all(failed)
+        return found
+
+    def _raise_in_all(self, failed: Exception | None) -> None:
         if self.world.any_rank(failed is not None):
             raise failed or RunFailed("another process could not save", "Its own message says why.")
 
-    def _commit_in_background(self, step: int, tree: Tree, facts: Tree) -> None:
-        self._error = self._try(step, tree, facts)
-
-    def _try(self, step: int, tree: Tree, facts: Tree) -> Exception | None:
-        """Commits; returns the error, if any."""
-        try:
-            self._commit(step, tree, facts)
-        except Exception as error:  # noqa: BLE001  raised in every process, or by the thread that waits
-            return error
-        return None
-
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
-            saved = committed(self.run.store, step, tree, facts, self._writers)
+            saved = committed(self.run, step, tree, facts, self._writers)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
             error.fix = Text(f"Make room, then {self.resume}")
@@ -137,41 +141,68 @@ def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def committed(store: Store, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
+def committed(run: RunFolder, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
     """Commits a tree as one file; if its tensors are sharded, as a folder that all processes write."""
     if has_divided(tree):
-        return store.commit_together(step, tree, facts, world)
-    return store.commit(step, tree, facts)
+        return run.commit_together(step, tree, facts, world)
+    return run.commit(step, tree, facts)
 
 
-def to_cpu(value: Any, *, copied: bool = False) -> Any:
-    """A tree with its tensors on the CPU, shared ones still shared. copied: copies those too that were there."""
-    return _moved(value, copied, {})
+class Staging:
+    """A copy of a state, for the thread that writes it. Each overwrites the one before: they share their memory."""
+
+    def __init__(self) -> None:
+        self._memory: list[Storage] = []
+
+    def copied(self, tree: Any) -> Any:
+        """A copy of a tree, its tensors on the CPU. Memory is allocated only for sizes that the one before had not."""
+        free: dict[int, list[Storage]] = {}
+        for memory in self._memory:
+            free.setdefault(memory.nbytes(), []).append(memory)
+        moved: dict[int, Storage] = {}
+
+        def copy(storage: Storage) -> Storage:
+            memory, size = free.get(storage.nbytes()), storage.nbytes()
+            made: Storage = memory.pop() if memory else _new_storage(size)
+            if storage.device.type != "cpu":
+                return made.copy_(storage)
+            ctypes.memmove(made.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
+            return made
+
+        found = _moved(tree, copy, moved)
+        self._memory = list(moved.values())
+        return found
 
 
-def _moved(node: Any, copied: bool, moved: dict[Any, torch.Tensor]) -> Any:
+def to_cpu(tree: Any, *, copied: bool | Staging | None = None) -> Any:
+    """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
+    if copied:
+        return (copied if isinstance(copied, Staging) else Staging()).copied(tree)
+    return _moved(tree, _new_storage.cpu, {})
+
+
+def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
     """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
     if isinstance(node, torch.Tensor):
-        place = _place(node)
-        if place not in moved:
-            part = local(node.detach()).to("cpu", copy=copied)
-            moved[place] = with_local(node, part) if is_divided(node) else part
-        return moved[place]
+        part = local(node.detach())
+        if part.layout is not torch.strided or part.is_quantized or part.is_conj() or part.is_neg():
+            part = part.to("cpu", copy=True)
+        else:
+            storage = part.untyped_storage()
+            if (home := moved.get(storage._cdata)) is None:
+                home = moved[storage._cdata] = move(storage)
+            if home is not storage:
+                place = part.storage_offset(), part.shape, part.stride()
+                part = torch.empty(0, dtype=part.dtype).set_(home, *place)
+        return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         made: Any = type(node)() if type(node) is not dict else {}
         for key, item in node.items():
-            made[key] = _moved(item, copied, moved)
+            made[key] = _moved(item, move, moved)
         if hasattr(node, "_metadata"):
             made._metadata = node._metadata
         return made
-    return type(node)(_moved(item, copied, moved) for item in node) if type(node) in (list, tuple) else node
-
-
-def _place(node: torch.Tensor) -> Any:
-    """A key of the memory of a tensor: a state dict has a new tensor for each name of a tied weight."""
-    if is_divided(node) or node.layout is not torch.strided or node.is_quantized or not node.numel():
-        return id(node)
-    return node.device, node.data_ptr(), node.dtype, node.shape, node.stride(), node.is_conj(), node.is_neg()
+    return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
 
 
 def plain_state(state: Tree) -> Tree:

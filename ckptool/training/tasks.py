@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
-from ckptool.training.extensions import find_named
+from ckptool.training.extensions import Choice
 
 Models = Mapping[str, nn.Module]
 Loss = Callable[[Models, Batch], torch.Tensor]
@@ -133,23 +132,25 @@ def gan() -> Task:
         return judged(models, made(models, len(real), real.device), True)
 
     def evaluate(models: Models, batches: Iterable[Batch]) -> dict[str, float]:
-        total = {"val_loss": 0.0, "val_loss_generator": 0.0}
-        count = 0
+        total, count = {"val_loss": 0.0, "val_loss_generator": 0.0}, 0
         for batch in batches:
-            total["val_loss"] += discriminator(models, batch).item() * batch.size
-            total["val_loss_generator"] += generator(models, batch).item() * batch.size
+            for name, loss in zip(total, (discriminator, generator), strict=True):
+                total[name] += loss(models, batch).item() * batch.size
             count += batch.size
         return {name: value / count for name, value in total.items()} if count else {}
 
     return Task([Phase("discriminator", discriminator), Phase("generator", generator)], evaluate)
 
 
-BUILT_IN: dict[str, Callable[[], Task]] = {"classify": classify, "regress": regress, "lm": lm, "gan": gan}
+TASKS = Choice(
+    "task",
+    "is called without arguments and gives a ckptool.training.tasks.Task",
+    {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
+    gives=("a ckptool.training.tasks.Task", lambda made: isinstance(made, Task)),
+)
 
 
 def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    made = call_user_code(find_named(name, BUILT_IN, "task"), "task", name)
-    if not isinstance(made, Task):
-        raise UsageError(f"task: {name} returned {type(made).__name__}, not a ckptool.training.tasks.Task")
+    made: Task = TASKS.make(name, {})
     return made

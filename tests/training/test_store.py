@@ -21,25 +21,25 @@ from ckptool.output import hashing as running_module
 from ckptool.output.hashing import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.lock import Lock
-from ckptool.training.store import Lines, SavedState, Store, check, name_of, read_json, sidecar_of
+from ckptool.training.store import Lines, RunFolder, SavedState, check, name_of, read_json, sidecar_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
 
 
-def made(path: Path, *steps: int, run: str = "a" * 32) -> Store:
-    store = Store(str(path), run)
+def made(path: Path, *steps: int, run: str = "a" * 32) -> RunFolder:
+    store = RunFolder(str(path), run)
     store.make()
     for step in steps:
         store.commit(step, STATE | {"step": step}, {"metrics": {"val_acc": step / 10}})
     return store
 
 
-def newest(store: Store, verify: str = "full") -> tuple[int | None, list[int]]:
+def newest(store: RunFolder, verify: str = "full") -> tuple[int | None, list[int]]:
     """The newest whole checkpoint, and the steps of those that were passed over."""
-    passed: list[int] = []
-    found = store.newest_valid(verify, lambda saved, error: passed.append(saved.step))
-    return found and found.step, passed
+    said: list[str] = []
+    found = store.newest_valid(verify, said.append)
+    return found and found.step, [int(text.partition("step-")[2][:8]) for text in said]
 
 
 # What is written ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> No
     store = made(tmp_path, 1, 2, 100_000_000)
     os.utime(tmp_path / "checkpoints" / name_of(1), (2e9, 2e9))
     assert newest(store) == (100_000_000, [])
-    other = Store(str(tmp_path), "b" * 32)
+    other = RunFolder(str(tmp_path), "b" * 32)
     other.commit(200_000_000, STATE, {})
     (tmp_path / "checkpoints" / "step-latest.pt").write_bytes(b"")
     (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"")
@@ -194,7 +194,7 @@ def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> No
 
 
 def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
-    assert newest(Store(str(tmp_path / "nowhere"), "a")) == (None, [])
+    assert newest(RunFolder(str(tmp_path / "nowhere"), "a")) == (None, [])
 
 
 def test_a_file_is_deleted_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +265,62 @@ def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> N
     lines.cut_back(2)
     lines.add({"step": 3})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 2, 3]
+
+
+TO_THE_LIMIT = """
+import json, resource, sys
+from ckptool.errors import FileProblem
+from ckptool.training.store import Lines
+lines = Lines(sys.argv[1])
+lines.add({"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.RLIM_INFINITY))
+try:
+    lines.add({"step": 2, "text": "x" * 100})
+except FileProblem as error:
+    print(error.what)
+print(open(sys.argv[1]).read().count("xx"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+lines.add({"step": 3})
+"""
+
+
+def test_a_line_for_which_there_is_no_room(tmp_path: Path) -> None:
+    """The system takes a part of it: it is an error, and the next line does not follow half of one."""
+    path = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-c", TO_THE_LIMIT, str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [f"cannot write to {path}: File too large", "3"]
+    assert [fact["step"] for fact in Lines(str(path)).read()] == [1, 3]
+    with pytest.raises(FileProblem, match="cannot write to /dev/full: No space left on device"):
+        Lines("/dev/full").add({"step": 1})
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved", "replaced", "cut back"])
+def test_a_file_of_lines_that_somebody_takes_away(tmp_path: Path, away: str) -> None:
+    """Lines go where the name is, which is where readers look; the file is open, and nobody tells it."""
+    path, lines = tmp_path / "metrics.jsonl", Lines(str(tmp_path / "metrics.jsonl"))
+    lines.add({"step": 1})
+    if away == "deleted":
+        path.unlink()
+    elif away == "cut back":
+        Lines(str(path)).cut_back(0)
+    else:
+        path.rename(tmp_path / "metrics.jsonl.1")
+    if away == "replaced":
+        path.write_text('{"step": 7}\n{"st')
+    lines.add({"step": 2})
+    assert [fact["step"] for fact in Lines(str(path)).read()] == ([7, 2] if away == "replaced" else [2])
+
+
+def test_a_line_is_there_for_readers_at_once(tmp_path: Path) -> None:
+    """And the file is opened once for all of them."""
+    lines = Lines(str(tmp_path / "metrics.jsonl"))
+    for step in range(9):
+        lines.add({"step": step})
+        assert [fact["step"] for fact in Lines(lines.path).read()] == list(range(step + 1))
+    one = lines._fd
+    lines.add({"step": 9})
+    assert lines._fd == one
 
 
 # The lock -------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, NoneValid, UsageError
-from ckptool.training.models import MLP
+from ckptool.errors import Conflict, Corrupt, NoneValid, UsageError
 from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from ckptool.training.toys import MLP
 from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -140,7 +140,7 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="is a run already"):
         start(config(run=run))
     (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
-    with pytest.raises(Conflict, match="does not say which run it is"):
+    with pytest.raises(Corrupt, match="is not the configuration of a run"):
         on(run)
 
 
