@@ -32,18 +32,13 @@ OPTIMIZERS = Choice(
 )
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name; a tied one once, under its first name."""
-    return dict(model.named_parameters())
-
-
 def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[str] = ()) -> dict[str, Parameters]:
     """The parameters of a model that each of its optimizers takes, by name.
 
     never: names of those that do not learn, which need no optimizer. Raises `UsageError` naming the others that none
     takes, or that two take.
     """
-    parameters = named_parameters(model)
+    parameters = dict(model.named_parameters())  # a tied one once, under its first name
     taken = {
         name: parameters_matching(model, each.match, f"optim.{name}.match") if each.match else []
         for name, each in settings.items()
@@ -80,7 +75,7 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
         raise UsageError("optim: LBFGS cannot be used here", why, "Name another one.")
     if not own:
         _check_options(kind, settings.groups)
-    groups = _groups(model, named_parameters(model) if parameters is None else parameters, settings.groups)
+    groups = _groups(model, dict(model.named_parameters()) if parameters is None else parameters, settings.groups)
     args = {"lr": settings.lr, **settings.args}
     made: torch.optim.Optimizer = (
         _own_optimizer(settings, args, groups) if own else OPTIMIZERS.make(settings.name, args, groups)
@@ -206,7 +201,7 @@ class Freezing:
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
-        parameters = named_parameters(model)
+        parameters = dict(model.named_parameters())  # a tied one once, under its first name
         each = list(rules)
         for_ever = [rule for rule in each if isinstance(rule, str)]
         until: dict[str, float] = dict.fromkeys(parameters_matching(model, for_ever, "freeze"), math.inf)
