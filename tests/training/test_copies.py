@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
-from ckptool.training import loop, run_folder
+from ckptool.training import run_folder
 from ckptool.training.parallel import World
+from ckptool.training.run import Run
 from ckptool.training.saving import Saver, Staging, to_cpu
 from ckptool.training.store import Retention, commit_file
-from ckptool.training.trainer import Trainer
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -41,15 +42,15 @@ def test_copies_of_the_state_are_gone_with_their_save(
 ) -> None:
     """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
     run."""
-    made, copies, left = loop.gathered, [], []
+    made, copies, left = Run._gather, [], []
 
-    def gathered(trainer: Trainer, *, copied: bool) -> dict[str, Any]:
+    def gathered(*given: Any) -> dict[str, Any]:
         left.append(sum(any(each() is not None for each in copy) for copy in copies))
-        tree = made(trainer, copied=copied)
+        tree = made(*given)
         copies.append([weakref.ref(tensor) for tensor in tensors(tree)])
         return tree
 
-    monkeypatch.setattr(loop, "gathered", gathered)
+    monkeypatch.setattr(Run, "_gather", gathered)
     gc.collect()
     gc.disable()
     try:
@@ -87,6 +88,14 @@ def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
         commit_file(to_cpu(tree), str(tmp_path / name), str(tmp_path / f"{name}.json"), {"step": 1}, {})
         state["views"][2].zero_()
     assert (tmp_path / "live").read_bytes() == (tmp_path / "copy").read_bytes()
+
+
+def test_a_copy_of_a_tensor_that_is_made_of_others() -> None:
+    """It has a storage without bytes; its parts are copied."""
+    made = TwoTensor(torch.ones(3), torch.zeros(3))
+    copy = Staging().copied({"made": made})["made"]
+    made.a.zero_()
+    assert type(copy) is TwoTensor and copy.a.tolist() == [1, 1, 1] and copy.b.tolist() == [0, 0, 0]
 
 
 def test_the_memory_of_a_copy_serves_the_next(tmp_path: Path) -> None:
