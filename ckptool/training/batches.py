@@ -24,41 +24,46 @@ from ckptool.training.seeds import seed_all
 Seeding = Callable[..., None]
 _EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`
 _END = object()
+EPOCH_END = object()
 
 
 class Position:
     """The place of the next batch. epoch: from 0.  batch: how many of this epoch were yielded.
 
-    over: the epoch has no more.  began: the steps done before it.
-    start: the random state with which the epoch began.
+    began: the steps done before this epoch.  start: the random state with which it began.
     """
 
     def __init__(self) -> None:
         self.epoch = self.batch = self.began = 0
-        self.over = False
         self.start: rng.State | None = None
         self.loader_state: Any = None
         self.loader: Any = None
 
+    def next_epoch(self, completed: int) -> None:
+        """Goes to the beginning of the next epoch, after so many steps in all."""
+        self.epoch, self.batch, self.began = self.epoch + 1, 0, completed
+        self.start = self.loader_state = None
+
     def shared_state(self) -> dict[str, Any]:
         """The place, the same in every process."""
-        return {"epoch": self.epoch, "batch": self.batch, "began": self.began, "over": self.over}
+        return {"epoch": self.epoch, "batch": self.batch, "began": self.began}
 
     def rank_state(self) -> dict[str, Any]:
-        """The part of the place that each process has for itself."""
-        state = self.loader.state_dict() if has_state(self.loader) else None
-        return {"epoch_start": self.start, "loader": state}
+        """The part of the place that each process has for itself; none between two epochs."""
+        inside = bool(self.batch)
+        state = self.loader.state_dict() if inside and has_state(self.loader) else None
+        return {"epoch_start": self.start if inside else None, "loader": state}
 
     def keep_loader_state(self) -> None:
         """Keeps the state of a stateful loader, for another loop in the middle of the epoch."""
-        if self.batch and has_state(self.loader):
-            self.loader_state = self.loader.state_dict()
+        self.loader_state = self.rank_state()["loader"]
 
     def restore(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Takes a place that was saved."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
-        self.over = saved["over"]
         self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
+        if saved.get("over") and self.batch:  # of 0.1.0: the epoch has no more batches
+            self.next_epoch(self.began + self.batch)
 
 
 def has_state(loader: Any) -> bool:
@@ -74,6 +79,11 @@ def _may_hold_draws(data: Any) -> bool:
     """False for data that torchdata reads again from its start, and for objects that take no attribute."""
     iterable = isinstance(data, torch.utils.data.IterableDataset)
     return hasattr(data, "__dict__") and (_saves(data) or not iterable)
+
+
+def workers_draw(loader: Any) -> bool:
+    """True for a loader that saves its own place, and not the random states of its workers."""
+    return has_state(loader) and bool(getattr(loader, "num_workers", 0))
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
@@ -102,8 +112,7 @@ class Batches:
     loader: anything that can be iterated again for each epoch, or a function that gives an iterator for one.
     seeding: called with a place before the draws there, where randomness follows from a seed; else None, and random
     states are captured.  generators: those that belong to the run, beside the global ones.
-    capture: gives the random state to save with generators.  completed: gives the steps done so far.
-    epochs: how many, None for ever.  restore: gives a captured state back.
+    capture, restore: get and set the state of these generators.  completed: gives the steps done so far.
     """
 
     def __init__(
@@ -114,11 +123,10 @@ class Batches:
         seeding: Seeding | None,
         capture: Callable[[dict[str, Any]], rng.State],
         completed: Callable[[], int],
-        epochs: int | None = None,
         restore: Callable[[rng.State, dict[str, Any]], None] = rng.restore,
     ) -> None:
         self.loader, self.position, self.generators, self.seeding = loader, position, generators, seeding
-        self.capture, self.restore, self.completed, self.epochs = capture, restore, completed, epochs
+        self.capture, self.restore, self.completed = capture, restore, completed
         position.loader = loader
         if is_iterator(loader):
             raise UsageError(
@@ -127,64 +135,49 @@ class Batches:
                 "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
             )
 
-    def resumed(self, saved: rng.State | None) -> Generator[Any]:
-        """The batches from the position on. saved: the random state to go on with, once its place is reached."""
+    def epochs(self, epochs: int | None, saved: rng.State | None) -> Generator[Any]:
+        """The batches of all epochs from the position on, and `EPOCH_END` after those of each.
+
+        epochs: how many there are, None for ever.  saved: the random state to go on with, once the place is reached.
+        """
         position = self.position
-        if position.batch and position.over:
-            position.loader_state = None
-            self._next_epoch()
-        if not position.batch and saved is not None:
-            self.restore(saved, self.generators)
-        while self.epochs is None or position.epoch < self.epochs:
-            yield from self._epoch(saved if position.batch else None)
-            self._next_epoch()
+        while epochs is None or position.epoch < epochs:
+            yield from self.epoch(saved)
+            position.next_epoch(self.completed())
+            yield EPOCH_END
             saved = None
 
-    def _next_epoch(self) -> None:
-        position = self.position
-        if not position.batch:
-            raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
-        position.epoch, position.batch, position.began = position.epoch + 1, 0, self.completed()
-        position.over = False
-
-    def _epoch(self, saved: rng.State | None) -> Iterator[Any]:
-        """The batches of an epoch from the position on."""
+    def epoch(self, saved: rng.State | None) -> Generator[Any]:
+        """The batches of the epoch that the position is in, from there on."""
         position, skipped = self.position, self.position.batch
         if skipped and position.start is not None:
             self.restore(position.start, self.generators)
+        elif saved is not None:
+            self.restore(saved, self.generators)
         position.start = self.capture(self.generators)
         if self.seeding is not None:
             self.seeding("epoch", position.epoch)
         batches = self._begin(position.epoch)
-        if not has_state(self.loader):
-            for number in range(skipped):
-                self._seed_step(position.began + number)
-                if next(batches, _END) is _END:
-                    raise self._shorter(number, skipped)
-        if saved is not None:
-            self.restore(saved, self.generators)
-        last = self._length()
         try:
-            batch = self._next(batches)
-            while batch is not _END:
+            if not has_state(self.loader):
+                for number in range(skipped):
+                    if self._next(batches, position.began + number) is _END:
+                        raise self._shorter(number, skipped)
+            if skipped and saved is not None:
+                self.restore(saved, self.generators)
+            while (batch := self._next(batches, self.completed())) is not _END:
                 position.batch += 1
-                # Samplers draw once more at their end. That comes before the last batch is trained on, so that a run
-                # that is resumed after it need not fetch the whole epoch again.
-                ahead = next(batches, _END) if position.batch == last else None
-                position.over = ahead is _END
                 yield batch
-                batch = ahead if position.batch == last else self._next(batches)
+            if not position.batch:
+                raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
         finally:
             if getattr(self.loader, "num_workers", 0):
                 end_workers(batches)
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        self._seed_step(self.completed())
-        return next(batches, _END)
-
-    def _seed_step(self, step: int) -> None:
+    def _next(self, batches: Iterator[Any], step: int) -> Any:
         if self.seeding is not None:
             self.seeding("step", step)
+        return next(batches, _END)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
@@ -215,12 +208,6 @@ class Batches:
             return begun
         finally:
             loader.worker_init_fn = given
-
-    def _length(self) -> int | None:
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
 
     def _shorter(self, number: int, skipped: int) -> Conflict:
         return Conflict(

@@ -18,23 +18,25 @@ State = dict[str, Any]
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
 
-def capture(generators: Mapping[str, Any], initial: State | None = None) -> State:
-    """The states of generators, and of the global ones of this process.
-
-    initial: global states at the start of the program. One that still has it was not drawn from and is left out, as
-    it may differ in every process. None: takes all.
-    """
-    state = {name: each for name, each in global_states().items() if initial is None or _moved(each, name, initial)}
+def capture(generators: Mapping[str, Any], left_out: State | None = None) -> State:
+    """The states of generators, and of the global ones of this process but those that are left out."""
+    state = {name: each for name, each in global_states().items() if name not in (left_out or ())}
     return {**state, "generators": {name: _get_state(each) for name, each in generators.items()}}
 
 
-def _moved(state: Any, name: str, initial: State) -> bool:
-    before = initial.get(name)
-    if isinstance(state, torch.Tensor) and isinstance(before, torch.Tensor):
-        return not torch.equal(state, before)
-    if isinstance(state, list) and isinstance(before, list) and len(state) == len(before):
-        return not all(map(torch.equal, state, before))
-    return bool(state != before)
+def moved(state: State, before: State) -> set[str]:
+    """The names under which a state is another one than before, or was not there."""
+    return {name for name, each in state.items() if not _same(each, before.get(name))}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def global_states() -> State:

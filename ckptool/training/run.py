@@ -1,8 +1,9 @@
 """`ckptool.Run`: crash-safe saving and resuming in anybody's loop, built from the same parts as the harness.
 
 Opening takes the lock and loads the newest whole checkpoint: modules, optimizers, other objects, counters. The place in
-the data and the random states are restored when the loop begins. In a save all processes gather, the first one commits
-and prunes.
+the data and the random states are restored when the loop begins. `save` only marks; the loop commits at its points: the
+end of a step, and in `epochs` the end of an epoch, which is also that of its last step. In a commit all processes
+gather, the first one writes and prunes.
 """
 
 from __future__ import annotations
@@ -13,24 +14,35 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, printable
-from ckptool.training import LOOP, moving, rng, run_folder
-from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
+from ckptool.training import LOOP, moving, rng, run_folder, script
+from ckptool.training.batches import EPOCH_END, Batches, Position, by_place, epochs_of, generators_of, workers_draw
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder, environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
-from ckptool.training.state import Objects, scaler_updates
-from ckptool.training.stopping import SIGNALS, Stopping, stopping
+from ckptool.training.state import Objects, Window
+from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import Retention
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
+
+
+class Point(NamedTuple):
+    """What a commit at the end of a step saves and fetching the next batch would change.
+
+    place: of the data, the same in all processes.  rank: what each has for itself.  states: of objects by name.
+    """
+
+    place: dict[str, Any]
+    rank: dict[str, Any]
+    states: dict[str, Any]
 
 
 class Run:
@@ -40,8 +52,7 @@ class Run:
         for step, batch in run.batches(loader, steps=10_000):
             loss = train_step(batch)
             run.log(loss=loss)
-            if run.due(every=500):
-                run.save(val_acc=evaluate())
+            run.save(every=500, val_acc=evaluate)
 
     folder: the run's; an existing run is resumed from its newest whole checkpoint, damaged ones are skipped.
     objects: everything to save, by name: anything with `state_dict()` and `load_state_dict()`, and generators of torch,
@@ -53,6 +64,7 @@ class Run:
     random numbers on another number of processes.  stop_after: seconds.  signals: those that save and stop the run.
     verify: what resuming checks, `full` (sha256) or `size`.  say: called with each note, which else goes to stderr.
 
+    Nested epochs, with what follows each: `for epoch in run.epochs(4): for step, batch in run.batches(loader): …`.
     Under torch.distributed every process makes it with the same arguments, and all of them call `save`.
     Raises `Conflict` where another process writes the run or a saved state does not fit the objects, `NoneValid` where
     checkpoints exist and none is whole, `UsageError` for an object that cannot be saved.
@@ -82,20 +94,22 @@ class Run:
         self.objects, self.position = Objects(), Position()
         self._signals, self._stop = signals, Stopping(stop_after)
         self._seeding = by_place(seed, self.world.rank, self.world.device) if seed is not None else None
-        self._closed = False
-        self._seed, self._progress_before = seed, 0
-        self._saved_counters: dict[str, Any] = {}  # counters at the last save
+        self._seed, self._closed = seed, False
+        self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
         self._metrics: dict[str, float] = {}  # of the step that was saved last
-        self._epochs: int | None = None
-        self._random: rng.State | None = None
+        self._loop = ""  # what runs: `run.epochs`, or another
+        self._has_batches = False  # in this epoch of `run.epochs`
+        self._ended: dict[str, int] | None = None  # by `break`: the epochs or steps that were asked for then
         self._initial_random = rng.global_states()
-        self._looping = False
+        self._drawn: set[str] = set()  # the global generators that anything was ever drawn from
+        self._random: rng.State | None = None  # with which the next loop begins
+        self._resumed: _Resumed | None = None  # until the loop begins
         self._snapshot: dict[str, str] = {}
         self._notes_given: set[str] = set()
         for name, value in objects.items():
             self.objects.add(name, value)
         self._options = self.objects.options()
-        self._count_updates()
+        self._window = Window(self.objects)
         refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
         self.folder = self._open(absolute(folder), retention(keep_last, keep_best, keep_every))
         try:
@@ -109,7 +123,7 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
-                self._restore(loaded(newest.path, self.objects.in_parts), newest.path)
+                self._restore(newest.path)
                 self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
             self.objects.refuse_unowned_parameters()
             if self.world.is_first:
@@ -166,6 +180,14 @@ class Run:
     def __setitem__(self, name: str, value: Any) -> None:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
+        if self._resumed is not None and name in self._resumed.values:
+            self._resumed.overwritten.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "due":
+            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
+            raise AttributeError(why, name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.values
@@ -176,50 +198,60 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch that `batches` is in, from 0."""
+        """The epoch that the loop is in, from 0."""
         return self.position.epoch
 
     @property
     def stopping(self) -> bool:
-        """True once a signal came or the time is over: the loop stops after this step."""
+        """True once a signal came or the time is over: the loop stops at its next point."""
         return self._stop.asked
 
     def _generators(self) -> dict[str, Any]:
         return {**self.objects.generators, **generators_of(self.position.loader)}
 
     def _capture(self, generators: dict[str, Any]) -> rng.State:
-        """The random states to save; with a seed, those of named generators alone."""
-        if self._seed is not None:
-            return rng.capture(generators, rng.global_states())
-        drawn = self._random or {}
-        return rng.capture(generators, {name: each for name, each in self._initial_random.items() if name not in drawn})
+        """The random states now; with a seed, those of named generators alone."""
+        return rng.capture(generators, rng.global_states() if self._seed is not None else None)
 
-    def _restore_random(self, state: rng.State, generators: dict[str, Any]) -> None:
-        """Gives random states back; of what was left out, as it was untouched, that with which the script began."""
-        rng.restore(state if self._seed is not None else {**self._initial_random, **state}, generators)
+    def _restore_random(self, state: rng.State | None, generators: dict[str, Any]) -> None:
+        """Gives random states back; of generators that were never drawn from, those with which the script began."""
+        if state is not None:
+            rng.restore(state if self._seed is not None else {**self._initial_random, **state}, generators)
 
-    def _gather(self, copied: bool) -> dict[str, Any]:
+    def _drawn_from(self, state: rng.State | None) -> rng.State | None:
+        """Without the states of global generators that nothing ever drew from: they may differ in every process."""
+        return state and {name: each for name, each in state.items() if name in self._drawn or name == "generators"}
+
+    def _point(self) -> Point:
+        now = self._capture(self._generators())
+        self._drawn |= rng.moved(now, {**self._initial_random, "generators": now["generators"]})
+        own = self.position.rank_state()
+        rank = {**own, "now": self._drawn_from(now), "epoch_start": self._drawn_from(own["epoch_start"])}
+        return Point(self.position.shared_state(), rank, self.objects.states_of_others())
+
+    def _gather(self, copied: bool, point: Point) -> dict[str, Any]:
         """The tree to save, in the first process, or in all of them if tensors are sharded. All take part."""
-        ranks = self.world.gather({"now": self._capture(self._generators()), **self.position.rank_state()})
+        ranks = self.world.gather(point.rank)
         if not (self.world.is_first or self.objects.is_divided):
             return {}
         for name, value in self.values.items():  # again: a list may have been added to
             refuse_not_plain(value, f"run[{name!r}]")
         tree = {
-            "epoch": self.position.epoch,
+            "epoch": point.place["epoch"],
             "step": self.step,
             "loss": self.loss,
-            **self.objects.state(),
+            **self.objects.state(point.states),
             "generators": sorted(self.objects.generators),
             "rng_state": {"seed": self._seed, "ranks": ranks},
-            "data_state": self.position.shared_state(),
+            "data_state": {**point.place, "ended": self._ended},
             "values": self.values,
             "options": self._options,
         }
         found: dict[str, Any] = to_cpu(tree, copied=copied)
         return found
 
-    def _restore(self, tree: dict[str, Any], where: str) -> None:
+    def _restore(self, where: str) -> None:
+        tree = loaded(where, self.objects.in_parts)
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
             raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
         self.objects.refuse_others(tree, where)
@@ -239,9 +271,12 @@ class Run:
                 f"saved by {counted(len(ranks), 'process')}, resumed by {self.world.size}: their random states do not "
                 "carry over, so results differ; ckptool.Run(…, seed=7) derives them from the step"
             )
-        own = ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0]
-        self._random = to_cpu(own["now"], copied=True)
-        self.position.restore(tree["data_state"], to_cpu(own, copied=True))
+        own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
+        self._random, self._ended = own["now"], tree["data_state"].get("ended")
+        self._drawn = set(own["now"]) - {"generators"}
+        self.position.restore(tree["data_state"], own)
+        values = to_cpu(tree["values"], copied=True)
+        self._resumed = _Resumed(where, values, set(), self.objects.counters(), self._capture(self.objects.generators))
 
     def _say_options(self, began: dict[str, Any]) -> None:
         """Says which options of optimizers the script has changed: loading their state overwrites them."""
@@ -256,161 +291,312 @@ class Run:
 
     # The loop ----------------------------------------------------------------------------------------------------
 
+    def epochs(self, epochs: int) -> Iterator[int]:
+        """The numbers of the epochs, from the one that the newest checkpoint is in to `epochs - 1`.
+
+        `batches` in it yields the steps of one epoch. What follows that belongs to the epoch: a save that is marked in
+        its last step or later, and a signal, wait for the end of this body. Without `batches` an epoch is one step.
+        """
+        return self._epochs(epochs)
+
     def steps(self, steps: int) -> Iterator[int]:
         """The numbers of the steps, from the one after the newest checkpoint to `steps`; stops cleanly at a signal.
 
         Each is the number of steps that are complete when the body ends: the first is 1.
         """
+        if self._loop == "run.epochs":
+            raise UsageError(
+                "run.steps counts the steps of the whole run", "", "Inside run.epochs: run.batches(loader)"
+            )
 
         def draws() -> Generator[None]:
-            if self._random is not None:
-                self._restore_random(self._random, self._generators())
+            self._restore_random(self._random, self._generators())
             while True:
                 if self._seeding is not None:
                     self._seeding("step", self.step)
                 yield
 
-        return (number for number, _ in self._loop(draws(), steps))
+        return (number for number, _ in self._flat(draws(), {"steps": steps}))
 
     def batches(self, loader: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, and its batch; resumes in the middle of an epoch.
 
         loader: a DataLoader, anything that can be iterated once for each epoch, or a function that returns an iterator.
-        Exactly one of `steps` and `epochs`. Calls `set_epoch` of samplers and data sets.
+        Exactly one of `steps` and `epochs`; inside `run.epochs` neither. Calls `set_epoch` of samplers and data sets.
         """
-        if (steps is None) == (epochs is None):
+        if (nested := self._loop == "run.epochs") and (steps is not None or epochs is not None):
+            raise UsageError("run.batches inside run.epochs takes neither steps nor epochs", "It yields one epoch.")
+        if not nested and (steps is None) == (epochs is None):
             raise UsageError(
-                "run.batches takes exactly one of steps and epochs", "", "run.batches(loader, steps=10_000)"
+                "run.batches takes exactly one of steps and epochs",
+                "",
+                "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
         generators = {**self.objects.generators, **generators_of(loader)}
         place, seeding, done = self.position, self._seeding, lambda: self.step
-        found = Batches(loader, place, generators, seeding, self._capture, done, epochs, self._restore_random)
-        self._epochs = epochs
-        return self._loop(found.resumed(self._random), steps)
+        found = Batches(loader, place, generators, seeding, self._capture, done, self._restore_random)
+        if nested:
+            return self._one_epoch(found)
+        asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
+        return self._flat(found.epochs(epochs, self._random), asked)
 
-    def _loop(self, data: Generator[Any], steps: int | None) -> Iterator[tuple[int, Any]]:
-        if self._looping:
-            raise UsageError("the run is already in a loop", "Steps of nested loops cannot be told apart.")
-        self._looping, self.total, first = True, steps, self.step
-        try:
-            with stopping(self._signals, self._stop.after) as self._stop:
-                while (steps is None or self.step < steps) and (item := next(data, _END)) is not _END:
+    def _epochs(self, epochs: int) -> Iterator[int]:
+        asked, loop = {"epochs": epochs}, loop_frame()
+        with self._looping("run.epochs"):
+            if not self.position.batch:
+                self._restore_random(self._random, self._generators())
+                self._random = None
+            try:
+                while not (self._has_ended(asked) or self._is_over(asked)):
                     self._stop.begin()
-                    self.step, self._progress_before = self.step + 1, self._progress
-                    yield self.step, item
-                    self._save_again()
-                    if self._has_updated and self.world.any_rank(self._stop.asked):
-                        break
-                self._end(stopped=self.world.any_rank(self._stop.asked) and self.step != steps)
+                    self._window.begin()
+                    self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
+                    yield self.position.epoch
+                    self._end_epoch()
+                    wanted, stop = self._wanted()
+                    if wanted or (stop and not self._is_over(asked)):
+                        self._at_point(self._point(), stop=stop and not self._is_over(asked))
+            except GeneratorExit:
+                if left_by_break(loop) and not self._closed:
+                    self._end_epoch()
+                    self._end(asked)
+                raise
+            self._end()
+
+    def _end_epoch(self) -> None:
+        self.position.next_epoch(self.step)
+
+    def _one_epoch(self, found: Batches) -> Iterator[tuple[int, Any]]:
+        if self._has_batches:
+            raise UsageError(
+                "run.batches was called twice in one epoch of run.epochs", "", "Give another data set its own epochs."
+            )
+        self._has_batches, self.step, resumed = True, self.step - 1, bool(self.position.batch)
+        if resumed:
+            self._undo_repeated()
+        data = found.epoch(self._random if resumed else None)
+        self._random = None
+        try:
+            item = next(data, EPOCH_END)
+            while item is not EPOCH_END:
+                self.step += 1
+                self._window.begin()
+                yield self.step, item
+                wanted, stop = self._wanted()
+                point = self._point() if wanted or stop else None
+                item = next(data, EPOCH_END)  # first: there may be none, and then this is the end of the epoch
+                if point is not None and item is not EPOCH_END:
+                    self._at_point(point, stop=stop)
         finally:
             data.close()  # its workers, too
-            self._looping = False
+
+    def _flat(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
+        loop = loop_frame()
+        with self._looping("run.steps" if "steps" in asked else "run.batches"):
+            over = self._has_ended(asked) or self._is_over(asked)
+            if over:
+                self._restore_random(self._random, self._generators())
+            try:
+                item = EPOCH_END if over else next(data, EPOCH_END)
+                while item is not EPOCH_END:
+                    self._stop.begin()
+                    self.step += 1
+                    self._window.begin()
+                    yield self.step, item
+                    if self._is_over(asked):
+                        break
+                    wanted, stop = self._wanted()
+                    point = self._point() if wanted or stop else None
+                    item = next(data)
+                    if item is EPOCH_END:  # the checkpoint is of the beginning of the next epoch
+                        if self._is_over(asked):
+                            break
+                        point = self._point() if point is not None else None
+                    if point is not None:
+                        self._at_point(point, stop=stop)
+                    if item is EPOCH_END:
+                        item = next(data)
+            except GeneratorExit:
+                if left_by_break(loop) and not self._closed:
+                    self._end(asked)
+                raise
+            finally:
+                data.close()  # its workers, too
+            self._end()
+
+    @contextmanager
+    def _looping(self, name: str) -> Iterator[None]:
+        """A loop from its beginning, in a resumed process where the checkpoint left off, to its end."""
+        if self._loop:
+            raise UsageError(
+                f"{name} was called inside {self._loop}",
+                "Steps of nested loops cannot be told apart.",
+                "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
+            )
+        self._begin_resumed(nested=name == "run.epochs")
+        self._loop, first = name, self.step
+        try:
+            with stopping(self._signals, self._stop.after) as self._stop:
+                yield
+        finally:
+            self._loop = ""
             if self.step > first:  # another loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.keep_loader_state()
 
-    def _save_again(self) -> None:
-        """Saves once more what changed in a step after it was saved: a schedule, or another optimizer's parameters."""
-        if self._saver.step != self.step or not self._saved_counters:
+    def _is_over(self, asked: dict[str, int]) -> bool:
+        return self.step >= asked.get("steps", self.step + 1) or self.position.epoch >= asked.get(
+            "epochs", self.position.epoch + 1
+        )
+
+    def _has_ended(self, asked: dict[str, int]) -> bool:
+        """True where `break` ended a loop of so many steps or epochs, or more."""
+        ((kind, count),) = asked.items()
+        return self._ended is not None and self._ended.get(kind, -1) >= count
+
+    def _begin_resumed(self, nested: bool) -> None:
+        """At the beginning of the loop of a resumed process: what the script did since `Run(…)` and cannot count."""
+        if (resumed := self._resumed) is None:
             return
-        changed = [printable(name) for name, now in self._counters().items() if now != self._saved_counters[name]]
-        if self.world.any_rank(bool(changed)):
+        for name in sorted(resumed.overwritten):
+            if name in self.values:
+                self.values[name] = to_cpu(resumed.values[name], copied=True)
             self._say_once(
-                f"{listed(changed)} changed after run.save in the same step, which is saved again: call run.save last"
+                f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
+                f"is used; write: if not run.resumed: run[{name!r}] = …"
             )
-            self._save({})
+        self._say_drawn(resumed)
+        if not (nested and self.position.batch):
+            self._resumed = None
 
-    def _counters(self) -> dict[str, Any]:
-        return {**self._updates, **self.objects.counters()}
+    def _say_drawn(self, resumed: _Resumed) -> None:
+        now = self._capture(self.objects.generators)
+        if self._seed is None and rng.moved(now, resumed.random):
+            self._say_once(
+                "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
+                "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
+                'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
+            )
 
-    def _end(self, stopped: bool) -> None:
-        """Saves the last step, unless that was done. Exits if the run was stopped: what follows the loop is for a
-        finished one."""
-        if self.step and self._saver.step != self.step:
-            self._save({})
-        self._saver.wait()
-        signaled = self.world.broadcast(self._stop.number)
-        if self.world.is_first:
-            self.folder.note("stop" if stopped else "done", step=self.step, signal=signaled or None)
-        if stopped:
+    def _undo_repeated(self) -> None:
+        """Takes back what the body of `epochs` did again before its batches: the checkpoint has it already."""
+        if (resumed := self._resumed) is not None:
+            self._say_drawn(resumed)
+            self.values = to_cpu(resumed.values, copied=True)
+            if self.objects.counters() != resumed.counters:
+                self.objects.restore(loaded(resumed.path, self.objects.in_parts), resumed.path)
+            self._resumed = None
+
+    def _wanted(self) -> tuple[bool, bool]:
+        """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
+        accumulation, whose gradients would be lost."""
+        wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
+        if (wanted or stop) and self.world.any_rank(self._window.is_open):
+            return False, False
+        return wanted, stop
+
+    def _at_point(self, point: Point, *, stop: bool) -> None:
+        """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
+        if self._marked is not None or self._saver.step != self.step:
+            self._commit(point, {"stop": True} if self._marked is None else {})
+        if stop:
+            self._saver.wait()
+            signaled = self.world.broadcast(self._stop.number)
+            if self.world.is_first:
+                self.folder.note("stop", step=self.step, signal=signaled or None)
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
             if signaled == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(self.world.broadcast(self._stop.exit_code))
 
-    def _count_updates(self) -> None:
-        """Counts the updates of all optimizers, which show whether a save is in the middle of a step."""
-        this = weakref.ref(self)
-
-        def counted(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (run := this()) is not None:
-                run._updates[names[id(optimizer)]] += 1
-
-        names = {id(optimizer): name for name, optimizer in self.objects.of(torch.optim.Optimizer).items()}
-        self._updates = dict.fromkeys(names.values(), 0)
-        for optimizer in self.objects.of(torch.optim.Optimizer).values():
-            optimizer.register_step_post_hook(counted)
-
-    @property
-    def _progress(self) -> int:
-        """Grows with each update of an optimizer, also one that a GradScaler skipped."""
-        return sum(self._updates.values()) + sum(map(scaler_updates, self.objects.of(torch.amp.GradScaler).values()))
-
-    @property
-    def _has_updated(self) -> bool:
-        """False before an optimizer has used the gradients of this step."""
-        return not (self._updates and self._looping) or self._progress != self._progress_before
+    def _end(self, left: dict[str, int] | None = None) -> None:
+        """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
+        if left is not None:
+            self._ended = left
+        if self._marked is not None or left is not None or (self.step and self._saver.step != self.step):
+            self._commit(self._point())
+        self._saver.wait()
+        if self.world.is_first:
+            self.folder.note("done", step=self.step, signal=None)
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def due(self, every: int | None = None, *, seconds: float | None = None) -> bool:
-        """True at each multiple of `every` steps, so many seconds after the last save, and at the last step."""
-        late = self._saver.is_late(seconds)
-        last = self.position.over and self.position.epoch + 1 == self._epochs
-        return bool(late or (every and self.step % every == 0) or self.step == self.total or last)
+    def save(self, *, every: int | None = None, seconds: float | None = None, **metrics: Any) -> None:
+        """Marks a save, which the loop commits once the body has ended; outside of a loop it is saved at once.
 
-    def save(self, *, force: bool = False, **metrics: Any) -> None:
-        """Saves the state after this step, with its metrics, then deletes the checkpoints that are not kept.
-
-        Every process calls it. force: even if no optimizer has stepped in this step, else a `UsageError`.
-        Raises `DiskFull` or `FileProblem` if it cannot be written; older checkpoints stay.
+        every: only where a multiple of so many steps was passed since the last save.  seconds: or so many went by.
+        metrics: numbers, or functions that return one: they are called where the save is due, inside `evaluating`.
+        While gradients are accumulated over steps, it waits for the `optimizer.step()` that uses them; in the last step
+        of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
+        Every process calls it. Raises, where it commits, `DiskFull` or `FileProblem`; older checkpoints stay.
         """
-        if not (force or self._has_updated):
-            raise UsageError(
-                f"run.save was called in step {self.step:,} before any optimizer had stepped",
-                "It would hold the state before this step under this step's number, and gradients would be lost.",
-                "Save after optimizer.step(); if the update was skipped on purpose: run.save(force=True)",
-            )
+        passed = bool(every) and self.step // (every or 1) > (self._saver.step or 0) // (every or 1)
+        if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
+            self._marked = {**(self._marked or {}), **metrics}
+            if not self._loop:
+                self._commit(self._point())
+
+    def _commit(self, point: Point, facts: dict[str, Any] | None = None) -> None:
+        if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
+            raise UsageError("the run is closed", "It has released its lock.", "Make a new ckptool.Run for the folder")
         if averaged := self.objects.averaging_optimizer():
             raise UsageError(
                 f"{averaged} is in evaluation mode",
                 "The weights are its averages now, from which training cannot continue.",
-                f"Call {averaged}.train() before run.save()",
+                f"Call {averaged}.train() before the step ends",
             )
-        self._save({name: number(value, name) for name, value in metrics.items()})
-
-    def _save(self, metrics: dict[str, float]) -> None:
-        if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
-            raise UsageError("the run is closed", "It has released its lock.", "Make a new ckptool.Run for the folder")
-        if self._saver.step != self.step:
-            self._metrics = {}
-        self._metrics |= {name: value for name, value in metrics.items() if value - value == 0}
-        if (wanted := self.folder.retention.metric) and metrics and wanted not in self._metrics:
-            self._say_once(
-                f"run.save was given no {printable(wanted)}, or NaN, so keep_best cannot rank this checkpoint"
-            )
+        self._measure()
         facts = {
-            "epoch": self.position.epoch,
+            "epoch": point.place["epoch"],
             "loss": self.loss if self.loss is None or self.loss - self.loss == 0 else str(self.loss),
             "metrics": dict(self._metrics),
             "environment": environment(self.world.size, self.world.device),
+            **(facts or {}),
         }
-        self._saver.save(self.step, self._gather, facts)
-        self._saved_counters = self._counters()
-        if not self._looping:
+        is_first = self._saver.step is None
+        self._saver.save(self.step, lambda copied: self._gather(copied, point), facts)
+        if not self._loop:
             self._random = self._capture(self._generators())
+        if is_first:
+            self._say_saved(point)
         self._name_unsaved()
+
+    def _measure(self) -> None:
+        """Takes the metrics of the marked save; functions are called."""
+        marked, self._marked = self._marked or {}, None
+        if self._saver.step != self.step:
+            self._metrics = {}
+        for name, value in marked.items():
+            if callable(value) and not isinstance(value, torch.Tensor):
+                with self.evaluating():
+                    value = value()
+            found = number(value, name)
+            self._metrics |= {name: found} if found - found == 0 else {}
+        if (wanted := self.folder.retention.metric) and marked and wanted not in self._metrics:
+            self._say_once(
+                f"run.save was given no {printable(wanted)}, or NaN, so keep_best cannot rank this checkpoint"
+            )
+
+    def _say_saved(self, point: Point) -> None:
+        """What is in the first checkpoint of a run, and what was seen in the script and is not."""
+        named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
+        libraries = sorted(self._drawn)
+        random = [f"the random states of {listed(libraries)}"] if libraries else []
+        place = ["the place in the data"] if self.position.loader is not None else []
+        contents = [*map(printable, named), *place, *random]
+        self._say_once(f"the checkpoint of step {self.step:,} holds {listed(contents, 20)}")
+        given = [*self.objects.named.values(), *self._generators().values(), self.position.loader]
+        if unsaved := script.unsaved_objects(given):
+            self._say_once(
+                f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes in "
+                "them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
+            )
+        if workers_draw(self.position.loader):
+            self._say_once(
+                "the loader's state does not hold the random numbers of its workers: if the data set draws some, a run "
+                "resumed inside an epoch differs. Draw from a generator seeded by the index, or use torch's DataLoader"
+            )
 
     def _name_unsaved(self) -> None:
         """Names, once each, what changed since the last save, is reachable from the objects, and is in no state."""
@@ -438,7 +624,8 @@ class Run:
             raise UsageError(f"run.log was given {type(step).__name__} as the step", "", "run.log(step, loss=loss)")
         found = {name: number(value, name) for name, value in numbers.items()}
         self.loss = found.get("loss", self.loss)
-        if self.world.is_first:
+        repeated = self._resumed is not None and self._loop == "run.epochs"  # of an epoch that is resumed inside
+        if self.world.is_first and not repeated:
             self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **found})
 
     @contextmanager
@@ -459,7 +646,14 @@ class Run:
                     part.training = mode
 
 
-_END = object()
+class _Resumed(NamedTuple):
+    """The checkpoint that was resumed from, until the loop begins. overwritten: values that the script set since."""
+
+    path: str
+    values: dict[str, Any]
+    overwritten: set[str]
+    counters: dict[str, Any]
+    random: rng.State
 
 
 def _world() -> World:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from ckptool.training import moving
 from ckptool.training.optim import load_optimizer
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain
-from ckptool.training.shards import has_divided, state_like
+from ckptool.training.shards import has_divided, local, state_like
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+_KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
 SUFFIX = "_state_dict"
 
 
@@ -62,9 +64,14 @@ class Objects:
         """True for the key of a state that may be sharded."""
         return isinstance(self.named.get(key.removesuffix(SUFFIX)), (nn.Module, Optimizer))
 
-    def state(self) -> dict[str, Any]:
-        """The states of all objects, by the keys that they are saved under."""
-        states = {name: self._state_of(value) for name, value in self.named.items()}
+    def states_of_others(self) -> dict[str, Any]:
+        """The states of what is no part of torch: fetching data may change them, so they are taken before."""
+        others = {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
+        return {name: value.state_dict() for name, value in others.items()}
+
+    def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of all objects, by the keys that they are saved under. taken: those that were taken before."""
+        states = {name: taken[name] if name in taken else self._state_of(value) for name, value in self.named.items()}
         for name, state in states.items():
             refuse_not_plain(state, f"the state of {name}")
         return {"kinds": self._kinds(), **{name + SUFFIX: state for name, state in states.items()}}
@@ -164,7 +171,7 @@ class Objects:
     @property
     def _knows_all_kinds(self) -> bool:
         """False if something else was given, which may hold a schedule or parameters."""
-        return all(isinstance(each, (nn.Module, Optimizer, *Schedule, GradScaler)) for each in self.named.values())
+        return all(isinstance(each, _KINDS) for each in self.named.values())
 
     def refuse_unowned_parameters(self) -> None:
         """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
@@ -217,6 +224,47 @@ def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: s
                 "Loading would round its values.",
                 "Give the model in the dtype that it was trained in, or start a new run from its weights",
             )
+
+
+class Window:
+    """Gradients that were accumulated and that no optimizer has used: they are in no checkpoint."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._optimizers = list(objects.of(Optimizer).values())
+        self._scalers = list(objects.of(GradScaler).values())
+        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that
+        self._scaled = 0
+        this = weakref.ref(self)
+
+        def used(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (window := this()) is not None:
+                window._used = {key: (weakref.ref(each), each._version) for key, each in window._gradients()}
+
+        for optimizer in self._optimizers:
+            optimizer.register_step_post_hook(used)
+
+    def begin(self) -> None:
+        """A body of the loop begins."""
+        self._scaled = self._updates()
+
+    @property
+    def is_open(self) -> bool:
+        """True where a backward pass came after the last step of any optimizer. A step that a scaler skipped is one."""
+        if self._updates() != self._scaled:
+            return False
+        for key, each in self._gradients():
+            reference, version = self._used.get(key, (None, 0))
+            known = reference is not None and reference() is each and version == each._version
+            if not known and bool(local(each._values() if each.is_sparse else each).any()):
+                return True
+        return False
+
+    def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
+
+    def _updates(self) -> int:
+        return sum(map(scaler_updates, self._scalers))
 
 
 def scaler_updates(scaler: GradScaler) -> int:

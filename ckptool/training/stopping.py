@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import opcode
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 SIGNALS = ("TERM", "INT", "USR1")
@@ -61,3 +64,28 @@ def stopping(names: Sequence[str] = SIGNALS, after: float | None = None) -> Iter
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def loop_frame() -> tuple[int, CodeType | None]:
+    """In a generator: which frame runs the loop over it, through other generators around it (tqdm)."""
+    frame = _loop_frame()
+    return id(frame), frame and frame.f_code
+
+
+def left_by_break(loop: tuple[int, CodeType | None]) -> bool:
+    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception.
+
+    Both close it in the same way. But after `break` the frame of the loop is at the instruction that takes the iterator
+    from the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
+    """
+    frame = _loop_frame()
+    if frame is None or loop != (id(frame), frame.f_code):
+        return False
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER", "SWAP")
+
+
+def _loop_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
+    return frame

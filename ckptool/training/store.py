@@ -54,13 +54,22 @@ class SavedState:
         numbers = found.items() if isinstance(found, dict) else ()
         return {key: value for key, value in numbers if isinstance(value, (int, float))}
 
+    @property
+    def is_stop(self) -> bool:
+        """True where it was saved only because the run was asked to stop."""
+        return (self.sidecar or {}).get("stop") is True
+
 
 Skip = Callable[[SavedState, CkptoolError], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The checkpoints to keep: the newest, the `last`, the `best` by a metric, and those at a multiple of `every`."""
+    """The checkpoints to keep: the newest, the `last`, the `best` by a metric, and those at a multiple of `every`.
+
+    One that was saved only to stop is kept while it is the newest, and takes no other's place: a run that was stopped
+    ends with the checkpoints of one that was not.
+    """
 
     last: int
     best: int
@@ -70,12 +79,13 @@ class Retention:
 
     def reasons(self, there: Iterable[SavedState]) -> dict[int, list[str]]:
         """The steps to keep, in order, each with the names of the rules that want it."""
-        ordered = sorted(there, key=lambda saved: saved.step)
+        everything = sorted(there, key=lambda saved: saved.step)
+        ordered = [saved for saved in everything if not saved.is_stop]
         # The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first.
         sign = 1 if self.mode == "min" else -1
         measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
         wanted = {
-            "newest": ordered[-1:],
+            "newest": everything[-1:],
             "last": ordered[-self.last :] if self.last else [],
             "best": sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])[: self.best],
             "every": [saved for saved in ordered if self.every and saved.step % self.every == 0],

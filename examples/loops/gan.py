@@ -46,5 +46,4 @@ for step, (real,) in run.batches(loader, steps=STEPS):
     loss_g.backward()
     opt_g.step()
     run.log(step, loss=loss_g, loss_d=loss_d)
-    if run.due(every=5):
-        run.save()
+    run.save(every=5)

@@ -64,6 +64,14 @@ others = [p for p in model.parameters() if p.dim() <= 1]
 optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
 run = ckptool.Run(sys.argv[1], model=model, optimizer=optimizer, keep_last=2, keep_best=("val_loss", "min"))
 
+
+def validation_loss() -> float:
+    inputs, targets = batch(data[3600:])
+    loss = float(functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()))
+    run["best"] = min(run.get("best", math.inf), loss)
+    return loss
+
+
 for step in run.steps(STEPS):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step)
@@ -75,9 +83,4 @@ for step in run.steps(STEPS):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     run.log(step, loss=loss * 2, lr=learning_rate(step))
-    if run.due(every=7):
-        with run.evaluating(model):
-            inputs, targets = batch(data[3600:])
-            val_loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        run["best"] = min(run.get("best", math.inf), float(val_loss))
-        run.save(val_loss=val_loss)
+    run.save(every=7, val_loss=validation_loss)

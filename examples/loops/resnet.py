@@ -72,5 +72,4 @@ for step, (images, labels) in run.batches(loader, steps=STEPS):
     optimizer.step()
     scheduler.step()
     run.log(step, loss=loss, lr=scheduler.get_last_lr()[0])
-    if run.due(every=4):
-        run.save()
+    run.save(every=4)

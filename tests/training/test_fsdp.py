@@ -267,8 +267,7 @@ def test_a_loop_of_ones_own_saves_and_resumes_models_that_are_divided(tmp_path: 
                 model(torch.full((4, 5), float(step + rank))).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if run.due(every=2):
-                    run.save()
+                run.save(every=2)
             run.close()
 
         return work

@@ -72,3 +72,23 @@ def test_the_newest_and_the_best_always_stay(seed: int) -> None:
         assert left[-1].step == 10 * (number + 1)
         ranked = [v for v in values[: number + 1] if not math.isnan(v)]
         assert not ranked or max(ranked) in [one.metrics["acc"] for one in left]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not(seed: int) -> None:
+    """Saves that only a signal asked for come between the others, also several in a row, also with the best metric."""
+    dice = random.Random(seed)
+    rule = rules(dice.randrange(4), dice.randrange(3), dice.choice((0, 30)))
+    saves = [kept_steps(10 * number, dice.choice((0.0, 0.5, math.nan, dice.random()))) for number in range(1, 12)]
+    stops = [
+        SavedState(each.step - dice.randrange(1, 10), "", {"metrics": {"acc": 9.0}, "stop": True}) for each in saves
+    ]
+    ends = []
+    for every in (saves, sorted([*saves, *dice.sample(stops, 6)], key=lambda saved: saved.step)):
+        left: list[SavedState] = []
+        for saved in every:
+            stay = rule.reasons([*left, saved])
+            assert saved.step in stay  # whatever it is, the newest is there to resume from
+            left = [one for one in (*left, saved) if one.step in stay]
+        ends.append(left)
+    assert ends[0] == ends[1]

@@ -68,8 +68,7 @@ for step in run.steps(30):
     optimizer.step()
     optimizer.zero_grad()
     run.log(loss=1.0 / (step + 1))
-    if run.due(every=10):
-        run.save(val_acc=float(step))
+    run.save(every=10, val_acc=float(step))
     if run.step == 17 and not run.resumed:
         print("here", flush=True)
         time.sleep(60)

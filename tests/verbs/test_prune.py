@@ -24,3 +24,18 @@ def test_prune(typed: Typed) -> None:
     assert sorted(path.name for path in Path("runs/x/checkpoints").glob("*.pt")) == [name_of(18), name_of(20)]
     assert typed("prune", "runs/x")[1].startswith("runs/x: deleted 0 checkpoints")
     assert json.loads(typed("prune", "runs/x", "--json")[1])["kept"][-1] == {"step": 20, "why": ["newest", "last"]}
+
+
+def test_a_save_that_only_a_signal_asked_for(typed: Typed) -> None:
+    """It stays while it is the newest, in the place of no other; then `prune` deletes it, as a run does."""
+    train_typed(typed, "save.every=5", "save.keep_last=2", "save.keep_best=0")
+    sidecars = {step: Path(f"runs/x/checkpoints/{name_of(step, '.json')}") for step in (15, 20)}
+    marked = {path: json.loads(path.read_text()) | {"stop": True} for path in sidecars.values()}
+
+    def kept(*options: str) -> list[int]:
+        return [each["step"] for each in json.loads(typed("prune", "runs/x", "--json", *options)[1])["kept"]]
+
+    sidecars[20].write_text(json.dumps(marked[sidecars[20]]))
+    assert kept("-n", "--set", "save.keep_last=1") == [15, 20]
+    sidecars[15].write_text(json.dumps(marked[sidecars[15]]))
+    assert kept() == [20]

@@ -30,5 +30,4 @@ for step, (batch,) in run.batches(loader, steps=steps):
     optimizer.step()
     scheduler.step()
     run.log(step, loss=loss)
-    if run.due(every=5):
-        run.save()
+    run.save(every=5)
