@@ -118,7 +118,7 @@ class AcceleratorCheckpoints:
         ranks = gather_object([self._fetches.state(0 if over else self._fetches.fetched)])
         if main:
             tree = {"step": self.step, "epoch": self.epoch + over, "ranks": ranks}
-            tree |= {**self.objects.state(), "generators": sorted(self.objects.generators)}
+            tree |= {**self.objects.state({}), "generators": sorted(self.objects.generators)}
             self._commit(to_cpu(tree), temporary, target)
         accelerator.wait_for_everyone()
 

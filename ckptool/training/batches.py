@@ -81,11 +81,6 @@ def _may_hold_draws(data: Any) -> bool:
     return hasattr(data, "__dict__") and (_saves(data) or not iterable)
 
 
-def workers_draw(loader: Any) -> bool:
-    """True for a loader that saves its own place, and not the random states of its workers."""
-    return has_state(loader) and bool(getattr(loader, "num_workers", 0))
-
-
 def generators_of(loader: Any) -> dict[str, Any]:
     """The generators that a loader and its samplers draw from, by name."""
     found: dict[str, Any] = {}

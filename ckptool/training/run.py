@@ -22,7 +22,7 @@ from torch import nn
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, printable
 from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import EPOCH_END, Batches, Position, by_place, epochs_of, generators_of, workers_draw
+from ckptool.training.batches import EPOCH_END, Batches, Position, by_place, epochs_of, generators_of
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder, environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
@@ -591,11 +591,6 @@ class Run:
             self._say_once(
                 f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes in "
                 "them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
-            )
-        if workers_draw(self.position.loader):
-            self._say_once(
-                "the loader's state does not hold the random numbers of its workers: if the data set draws some, a run "
-                "resumed inside an epoch differs. Draw from a generator seeded by the index, or use torch's DataLoader"
             )
 
     def _name_unsaved(self) -> None:
