@@ -1,10 +1,10 @@
-"""Saving a checkpoint of a run against `torch.save` of the same state and a sync, and what verifying costs when it is
-resumed from.
+"""Saving a checkpoint of a run against `torch.save` of the same state and a sync; how long a save in the background
+blocks, the first, which allocates its copy, and later ones; and what verifying costs when a run is resumed.
 
     python -m benchmarks.saving [--megabytes 300] [--runs 7] [--folder build/bench]
 
-The two take turns, on the same disk; the run's side writes the file, its sha256 and its sidecar, syncs them and the
-folder, and renames.
+They take turns, on the same disk; the run's side writes the file, its sha256 and its sidecar, syncs them and the
+folder, renames, and deletes the one before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from ckptool.training.store import SavedState, Store, check
+from ckptool.training import run_folder
+from ckptool.training.parallel import World
+from ckptool.training.saving import Saver, to_cpu
+from ckptool.training.store import Retention, check
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
@@ -47,31 +50,40 @@ def by_torch(state: dict[str, Any], folder: Path) -> None:
     os.close(fd)
 
 
-def seconds(work: Callable[[], Any]) -> float:
+def seconds(work: Callable[..., Any], *arguments: Any) -> float:
     """How long it takes, on a disk that is idle before it."""
     os.sync()
     began = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - began
 
 
 def measured(megabytes: int, runs: int, folder: Path) -> str:
     """A row of the table."""
     shutil.rmtree(folder, ignore_errors=True)
-    store, state = Store(str(folder), "bench"), state_of(megabytes)
-    store.make()
-    saved: list[SavedState] = []
-    theirs, ours, verified = [], [], []
-    for _ in range(runs + 1):
-        theirs.append(seconds(lambda: by_torch(state, folder)))
-        ours.append(seconds(lambda: saved.append(store.commit(1, state, {}))))
-        verified.append(seconds(lambda: check(saved[-1], "full")))
-    shutil.rmtree(folder)
-    ratio = statistics.median(a / b for a, b in zip(ours[1:], theirs[1:], strict=True))
-    times = [
-        f"{statistics.median(each[1:]):.3f} s [{min(each[1:]):.3f}–{max(each[1:]):.3f}]" for each in (ours, theirs)
+    folder.mkdir(parents=True)
+    state = state_of(megabytes)
+    savers = [
+        Saver(run_folder.create(str(folder / name), {}, Retention(1, 0, 0, "", "min")), World(), background=name == "b")
+        for name in "ab"
     ]
-    return f"| {megabytes} MB | {times[0]} | {times[1]} | {ratio:.2f} × | {statistics.median(verified[1:]):.3f} s |"
+    rows: list[list[float]] = []
+    for step in range(1, runs + 2):
+        row = [seconds(by_torch, state, folder)]
+        for saver in savers:
+            row.append(seconds(saver.save, step, lambda copied: to_cpu(state, copied=copied), {}))
+            saver.wait()
+        rows.append([*row, seconds(check, savers[0].run.store.all()[-1], "full")])
+    shutil.rmtree(folder)
+    first, later = rows[0], rows[1:]
+    theirs, ours, blocked, verified = ([row[column] for row in later] for column in range(4))
+
+    def ratio(some: list[float], others: list[float]) -> str:
+        return f"{statistics.median(a / b for a, b in zip(some, others, strict=True)):.2f} ×"
+
+    times = [f"{statistics.median(each):.3f} s [{min(each):.3f}–{max(each):.3f}]" for each in (theirs, ours, blocked)]
+    cells = [f"{megabytes} MB", *times, ratio(ours, theirs), ratio(blocked, ours), f"{first[2] / first[1]:.2f} ×"]
+    return f"| {' | '.join(cells)} | {statistics.median(verified):.3f} s |"
 
 
 def main() -> None:
@@ -80,10 +92,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path("build/bench/saving"))
     options = parser.parse_args()
-    print(
-        "| state | save in a run, hash included | torch.save + sync | ratio | verify: full |\n| --- | --- | --- | --- |"
-        " --- |"
-    )
+    heads = ["state", "torch.save + sync", "save in a run", "blocked in the background"]
+    heads += ["save / torch", "blocked / save", "the first blocked", "verify: full"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for megabytes in options.megabytes:
         print(measured(megabytes, options.runs, options.folder), flush=True)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 STEP = "training, a step of the {size}, against a loop by hand"
 PICTURES = {  # model, channels, size, goal
-    "conv model (32 of 3 × 32 × 32)": ("conv", 3, 32, "≤ 1.02 ×"),
-    "conv model (32 of 1 × 8 × 8)": ("conv", 1, 8, ""),
+    "conv model (32 of 3 × 32 × 32)": ("examples/models.py:Conv", 3, 32, "≤ 1.02 ×"),
+    "conv model (32 of 1 × 8 × 8)": ("examples/models.py:Conv", 1, 8, ""),
     "MLP (32 of 1 × 8 × 8)": ("mlp", 1, 8, "≤ 1.1 ×"),
 }
 SAVE = "training, a save of {megabytes} MB (verify: {how}), against torch.save + sync"
@@ -55,7 +55,11 @@ def step(name: str, kind: str, channels: int, edge: int, pairs: int, goal: str) 
     torch.set_num_threads(1)  # two spin on each other's time where a machine does other things too
     values: dict[str, Any] = {
         "run": "unused",
-        "data": {"name": "images", "args": {"samples": 640, "channels": channels, "size": edge}, "batch": 32},
+        "data": {
+            "name": "examples/data.py:images",
+            "args": {"samples": 640, "channels": channels, "size": edge},
+            "batch": 32,
+        },
         "models": {"main": {"name": kind, "args": {"dropout": 0.1}}},
         "train": {"steps": 10**9},
     }
@@ -76,10 +80,10 @@ def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from ckptool.training.models import BUILT_IN
+    from ckptool.training.models import MODELS
 
     torch.manual_seed(0)
-    model = BUILT_IN[kind]([channels, edge, edge], classes=4, dropout=0.1)
+    model = MODELS.find(kind)([channels, edge, edge], classes=4, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     loss_of = nn.CrossEntropyLoss()
     loader = DataLoader(dataset, batch_size=32, shuffle=True)

@@ -339,12 +339,12 @@ class _Keys:
 
     def __init__(self, origin: Origin | None) -> None:
         records = origin.archive.records if origin else {}
-        self.root = origin.root if origin else "archive/"
+        self.root = root = origin.root if origin else "archive/"
         self.records = {id(record.data): record for record in records.values() if record.is_used}
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
-        self.free = (key for n in itertools.count() if f"{self.root}data/{(key := str(n))}" not in records)
+        self.free = (key for n in itertools.count() if f"{root}data/{(key := str(n))}" not in records)
 
     def key_of(self, storage: Storage) -> str:
         """The key of a storage: its old record's, unless another storage has that (two that became different stay

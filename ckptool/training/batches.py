@@ -24,7 +24,6 @@ from ckptool.training.seeds import seed_all
 Seeding = Callable[..., None]
 _EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`
 _END = object()
-EPOCH_END = object()
 
 
 class Position:
@@ -131,15 +130,13 @@ class Batches:
             )
 
     def epochs(self, epochs: int | None, saved: rng.State | None) -> Generator[Any]:
-        """The batches of all epochs from the position on, and `EPOCH_END` after those of each.
+        """The batches of all epochs from the position on.
 
         epochs: how many there are, None for ever.  saved: the random state to go on with, once the place is reached.
         """
-        position = self.position
-        while epochs is None or position.epoch < epochs:
+        while epochs is None or self.position.epoch < epochs:
             yield from self.epoch(saved)
-            position.next_epoch(self.completed())
-            yield EPOCH_END
+            self.position.next_epoch(self.completed())
             saved = None
 
     def epoch(self, saved: rng.State | None) -> Generator[Any]:

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
-from ckptool.training.datasets import BUILT_IN, Rows
-from ckptool.training.extensions import find_named, load_named
+from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
+from ckptool.training.toys import MOVED_DATA, blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -57,7 +57,7 @@ class Samples:
 
     def __init__(self, dataset: Any, settings: Data, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
-        self.collate = collate_of(settings.collate)
+        self.collate: Collate = COLLATES.find(settings.collate)
         self._divide()
         if settings.val is not None:
             self.val, self.held = _held_out(settings.val)
@@ -320,7 +320,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 def load_data(settings: Data, seed: int) -> Samples:
     """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
-    made = _loaded_set(settings.name, settings.args)
+    made = DATA.make(settings.name, settings.args)
     kind = Streamed if is_stream(made) else Samples
     samples: Samples = call_user_code(kind, "data", settings.name, made, settings, seed)
     if not samples.batches(settings.batch, settings.drop_last):
@@ -332,27 +332,18 @@ def load_data(settings: Data, seed: int) -> Samples:
     return samples
 
 
-def _loaded_set(name: str, args: dict[str, Any]) -> Any:
-    made = load_named(name, BUILT_IN, "data", args)
-    if not is_stream(made) and not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
-        raise UsageError(
-            f"data: {name} returned {type(made).__name__}, which is not a Dataset", "It has no length, or no items."
-        )
-    return made
-
-
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
     """A data set to evaluate on, and the places in it."""
     if settings is None:
         raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
-    made = _loaded_set(settings.name, settings.args)
+    made = DATA.make(settings.name, settings.args)
     return made, [] if is_stream(made) else list(range(len(made)))
 
 
 def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
     """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
     seed_all(CPU, seed, "sampler", epoch)
-    sampler = find_named(name, {}, "data.sampler")(dataset, generator(seed, "order", epoch))
+    sampler = SAMPLERS.find(name)(dataset, generator(seed, "order", epoch))
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     return [operator.index(index) for index in sampler]
@@ -365,8 +356,6 @@ def default(samples: list[Any]) -> Any:
     """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
     from torch.utils.data import default_collate
 
-    if isinstance(samples, Rows):
-        return samples.stacked
     try:
         return default_collate(samples)
     except RuntimeError as error:
@@ -400,16 +389,18 @@ def _padded(column: list[Any]) -> Any:
     return default(column)
 
 
-_COLLATES: dict[str, Collate] = {"default": default, "pad": pad}
-
-
-def collate_of(name: str) -> Collate:
-    """The function that makes a batch of samples: `default`, `pad`, or the user's own."""
-    if name in _COLLATES:
-        return _COLLATES[name]
-
-    found: Collate = find_named(name, _COLLATES, "collate")
-    return found
+COLLATES = Choice("collate", "called with a list of samples, it gives a batch", {"default": default, "pad": pad})
+SAMPLERS = Choice("data.sampler", "called with (data set, generator) in each epoch, it gives an iterable of indices")
+DATA = Choice(
+    "data",
+    "called with args, it gives a Dataset or an IterableDataset",
+    {"digits": digits, "blobs": blobs},
+    moved=MOVED_DATA,
+    gives=(
+        "a Dataset (with a length and items) or an IterableDataset",
+        lambda made: is_stream(made) or (hasattr(made, "__len__") and hasattr(made, "__getitem__")),
+    ),
+)
 
 
 _ALL = ("TERM", "INT", "USR1", "USR2", "HUP")

@@ -10,8 +10,9 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,54 +22,88 @@ from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 
 
-def find_named(name: str, built_in: Mapping[str, Any], what: str) -> Any:
-    """The object with a name. Raises `UsageError` for an unknown one, `UserCodeFailed` where its module raises."""
-    if name in built_in:
-        return built_in[name]
-    if not names_code(name):
-        close = difflib.get_close_matches(name, built_in, 1)
-        raise UsageError(
-            f"{what}: there is no {name!r}",
-            f"Built in are {listed(sorted(built_in), 20)}; your own is file.py:NAME or module:NAME.",
-            f"Did you mean {close[0]}?" if close else "",
-        )
-    return import_user_code(name, what)
-
-
-def load_named(name: str, built_in: Mapping[str, Any], what: str, args: Mapping[str, Any], *first: Any) -> Any:
-    """The result of calling the object with a name. Raises `UsageError` for arguments it does not take, too.
-
-    first: what it gets before them.
-    """
-    found = find_named(name, built_in, what)
-    try:
-        inspect.signature(found).bind(*first, **args)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: {name} does not take these arguments: {error}", _takes(found)) from error
-    return call_user_code(found, what, name, *first, **args)
-
-
-def class_of(module: Any, name: str, base: type, what: str) -> Any:
-    """A class of a module by its name, whatever the case."""
-    classes = {
-        key.lower(): value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, base) and value is not base and not key.startswith("_")
+def classes_of(module: Any, base: type) -> dict[str, Any]:
+    """The public classes of a module that derive from `base`, by their names in lower case."""
+    return {
+        name.lower(): value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and not name.startswith("_")
     }
-    wanted = name.lower().replace("_", "")
-    found = classes.get(wanted) or classes.get(wanted + "lr") or classes.get(wanted.removesuffix("lr"))
-    if found is None:
-        close = difflib.get_close_matches(wanted, classes, 1)
-        hint = f"Did you mean {classes[close[0]].__name__}?" if close else ""
-        raise UsageError(f"there is no {what} {name!r}", f"Available: {listed(sorted(classes), 40)}.", hint)
-    return found
 
 
-def _takes(found: Any) -> str:
-    try:
-        return f"It takes: {', '.join(inspect.signature(found).parameters)}."
-    except (TypeError, ValueError):
-        return ""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
+
+    key: as messages call it.  yours: what has to be at `file.py:NAME`, in words.  built_in: by name.  classes: torch's,
+    by name in lower case; `step` and `step_lr` are StepLR.  moved: names that were built in once, and where they are.
+    gives: what a call must result in, in words, and the test for it.
+    """
+
+    key: str
+    yours: str
+    built_in: Mapping[str, Any] = field(default_factory=dict)
+    classes: Mapping[str, Any] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
+    gives: tuple[str, Callable[[Any], bool]] = ("", lambda made: True)
+
+    @property
+    def typed(self) -> str:
+        """What to type for one of the user's own."""
+        return f"Your own is file.py:NAME: {self.yours}"
+
+    def find(self, name: str) -> Any:
+        """The object with a name. Raises `UsageError` for an unknown one, `UserCodeFailed` where its module raises."""
+        if names_code(name):
+            return import_user_code(name, self.key)
+        if name in self.built_in:
+            return self.built_in[name]
+        plain = name.lower().replace("_", "")
+        for spelling in (plain, f"{plain}lr", plain.removesuffix("lr")):
+            if spelling in self.classes:
+                return self.classes[spelling]
+        if name in self.moved:
+            raise UsageError(
+                f"{self.key}: {name} is no longer built in; it is {self.moved[name]} in the folder examples of "
+                "ckptool's source",
+                "",
+                f"Copy that file beside your configuration, and name it so: {self.moved[name]}",
+            )
+        known = {each.lower(): each for each in self.built_in} | {k: v.__name__ for k, v in self.classes.items()}
+        close = difflib.get_close_matches(plain, known, 1)
+        raise UsageError(
+            f"{self.key}: there is no {name!r}",
+            f"There are {listed(sorted(known.values()), 40)}." if known else "Nothing is built in.",
+            (f"Did you mean {known[close[0]]}? " if close else "") + self.typed,
+        )
+
+    def make(self, name: str, args: Mapping[str, Any], *first: Any) -> Any:
+        """What the object with a name makes. Raises as `call` does, and `UsageError` for a result of another kind."""
+        made = self.call(name, args, *first)
+        words, is_one = self.gives
+        if not is_one(made):
+            raise UsageError(f"{self.key}: {name} returned {type(made).__name__}, not {words}", "", self.typed)
+        return made
+
+    def call(self, name: str, args: Mapping[str, Any], *first: Any) -> Any:
+        """The result of calling the object with a name; first: what it gets before `args`.
+
+        Raises `UsageError` for arguments that it does not take.
+        """
+        found, takes = self.find(name), ""
+        try:
+            signature = inspect.signature(found)
+            takes = ", ".join(signature.parameters)
+            signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
+            signature.bind(*first, **args)
+            return call_user_code(found, self.key, name, *first, **args) if names_code(name) else found(*first, **args)
+        except CkptoolError:
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UsageError(
+                f"{self.key}: {name} does not take these arguments: {error}",
+                f"It takes: {takes}." if takes else self.typed,
+            ) from error
 
 
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:

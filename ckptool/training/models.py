@@ -1,172 +1,39 @@
-"""Built-in models; building, initialising and starting one from a checkpoint; activation checkpointing."""
+"""Models: building, initialising and starting one from a checkpoint; activation checkpointing."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from ckptool.analysis.targets import names_code
 from ckptool.analysis.warm_start import LoadReport, percent
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import find_named, load_named
+from ckptool.training.extensions import Choice
 from ckptool.training.matching import modules_matching, outermost
+from ckptool.training.toys import MLP, MOVED_MODELS
 
 Say = Callable[[str], Any]
 
 if TYPE_CHECKING:
     from ckptool.training.data import Samples
 
-
-class MLP(nn.Sequential):
-    """Linear layers with ReLU and dropout between them, for inputs of any shape, and tokens with a vocabulary."""
-
-    def __init__(
-        self,
-        inputs: list[int],
-        outputs: int = 0,
-        classes: int = 0,
-        hidden: list[int] | None = None,
-        dropout: float = 0.0,
-        vocabulary: int = 0,
-        width: int = 16,
-    ) -> None:
-        first = math.prod(inputs) * (width if vocabulary else 1)
-        sizes = [first, *([64] if hidden is None else hidden), outputs or classes]
-        layers: list[nn.Module] = [nn.Embedding(vocabulary, width)] if vocabulary else []
-        layers.append(nn.Flatten())
-        for number, (before, after) in enumerate(pairwise(sizes)):
-            layers.append(nn.Linear(before, after))
-            if number < len(sizes) - 2:
-                layers += [nn.ReLU(), nn.Dropout(dropout)]
-        super().__init__(*layers)
-
-
-class Conv(nn.Module):
-    """Convolutions with BatchNorm and dropout, then a linear head."""
-
-    def __init__(
-        self, inputs: list[int], classes: int, channels: list[int] | None = None, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        sizes = [inputs[0], *(channels or [16, 32])]
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.Dropout(dropout))
-            for a, b in pairwise(sizes)
-        )
-        self.head = nn.Linear(sizes[-1], classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            images = block(images)
-        return self.head(images.mean(dim=(2, 3)))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """One layer of a transformer, normalised before its parts."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
-
-
-class CharGPT(nn.Module):
-    """A small causal transformer over characters. The embedding and the output layer are one tensor: tied weights."""
-
-    def __init__(
-        self, inputs: list[int], vocabulary: int, width: int = 32, layers: int = 2, heads: int = 2, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(inputs[0], width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(codes) + self.places(torch.arange(codes.shape[1], device=codes.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-class Tagger(nn.Module):
-    """A recurrent classifier of padded sequences: takes tokens and their lengths."""
-
-    def __init__(self, vocabulary: int, classes: int, width: int = 16) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width, padding_idx=0)
-        self.body = nn.GRU(width, width, batch_first=True)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, codes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        states, _ = self.body(self.tokens(codes))
-        last = states[torch.arange(len(codes), device=codes.device), lengths - 1]
-        return self.head(last)  # type: ignore[no-any-return]
-
-
-class Generator(nn.Sequential):
-    """The half of a GAN that makes samples of noise; `noise` is how many numbers it takes."""
-
-    def __init__(self, inputs: list[int], noise: int = 4, hidden: int = 32) -> None:
-        super().__init__(
-            nn.Linear(noise, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, math.prod(inputs)),
-        )
-        self.noise = noise
-
-
-class Discriminator(nn.Sequential):
-    """The half of a GAN that tells samples from made ones."""
-
-    def __init__(self, inputs: list[int], hidden: int = 32, dropout: float = 0.1) -> None:
-        super().__init__(
-            nn.Flatten(),
-            nn.Linear(math.prod(inputs), hidden),
-            nn.LeakyReLU(0.2),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.LeakyReLU(0.2),
-            nn.Linear(hidden, 1),
-        )
-
-
-BUILT_IN: dict[str, Callable[..., nn.Module]] = {
-    "mlp": MLP,
-    "conv": Conv,
-    "chargpt": CharGPT,
-    "tagger": Tagger,
-    "generator": Generator,
-    "discriminator": Discriminator,
-}
+MODELS = Choice(
+    "models",
+    "called with args, it gives a torch.nn.Module",
+    {"mlp": MLP},
+    moved=MOVED_MODELS,
+    gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
+)
 
 
 def build_model(
@@ -178,12 +45,10 @@ def build_model(
     fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.  say:
     called with what was skipped of a checkpoint that need not fit.
     """
-    found = find_named(settings.name, BUILT_IN, "models")
+    found = MODELS.find(settings.name)
     takes = inspect.signature(found).parameters if callable(found) else ()
     known = {name: value for name, value in data.about.items() if name in takes and name not in settings.args}
-    model = load_named(settings.name, BUILT_IN, "models", {**known, **settings.args})
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"models: {settings.name} returned {type(model).__name__}, not a torch.nn.Module")
+    model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
     initialise(model, settings.init)
     if fresh and settings.from_ is not None:
         skipped = start_from(model, settings.from_, settings.strict, name, settings.min_loaded)
@@ -192,13 +57,18 @@ def build_model(
     return model
 
 
-_SCHEMES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "xavier_uniform": nn.init.xavier_uniform_,
-    "xavier_normal": nn.init.xavier_normal_,
-    "kaiming_normal": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
-    "kaiming_uniform": lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="relu"),
-    "orthogonal": nn.init.orthogonal_,
-}
+INIT = Choice(
+    "init",
+    "called with the model, it sets its first values",
+    {
+        "default": None,
+        "xavier_uniform": nn.init.xavier_uniform_,
+        "xavier_normal": nn.init.xavier_normal_,
+        "kaiming_normal": partial(nn.init.kaiming_normal_, nonlinearity="relu"),
+        "kaiming_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),
+        "orthogonal": nn.init.orthogonal_,
+    },
+)
 
 
 def initialise(model: nn.Module, scheme: str) -> None:
@@ -206,17 +76,15 @@ def initialise(model: nn.Module, scheme: str) -> None:
 
     scheme: `default`, which keeps all, one of the table, or the user's own function of a model.
     """
-    if scheme == "default":
-        return
-    if scheme not in _SCHEMES:
-        call_user_code(find_named(scheme, _SCHEMES, "init"), "init", scheme, model)
-        return
-    for module in model.modules():
+    first = INIT.find(scheme)
+    if names_code(scheme):
+        call_user_code(first, "init", scheme, model)
+    for module in model.modules() if scheme in INIT.built_in and scheme != "default" else ():
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2:
-                _SCHEMES[scheme](parameter)
+                first(parameter)
             elif "bias" in name:
                 nn.init.zeros_(parameter)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:

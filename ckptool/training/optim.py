@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptool.analysis.targets import names_code
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.training.extensions import class_of, load_named
+from ckptool.training.extensions import Choice, classes_of
 from ckptool.training.matching import parameters_matching
 from ckptool.training.shards import divided_like, is_divided, local
 
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Group, Optim
 
 Parameters = Mapping[str, nn.Parameter]
+OPTIMIZERS = Choice(
+    "optim",
+    "called with (parameters, lr=…, **args), it gives a torch.optim.Optimizer",
+    classes=classes_of(torch.optim, torch.optim.Optimizer),
+    gives=("a torch.optim.Optimizer", lambda made: isinstance(made, torch.optim.Optimizer)),
+)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -68,27 +74,21 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
 
     Raises `UsageError` for an unknown optimizer, an unmatched pattern or an argument that it does not take.
     """
-    parameters = named_parameters(model) if parameters is None else parameters
-    if names_code(settings.name):
-        return _own_optimizer(settings, _groups(model, parameters, settings.groups))
-    kind = class_of(torch.optim, settings.name, torch.optim.Optimizer, "optimizer")
-    if kind.__name__ in _NO_OPTIMIZER:
-        raise UsageError(
-            f"optim: {kind.__name__} cannot be used here", _NO_OPTIMIZER[kind.__name__], "Name another one."
-        )
-    _check_options(kind, settings.groups)
-    groups = _groups(model, parameters, settings.groups)
-    try:
-        made: torch.optim.Optimizer = kind(groups, lr=settings.lr, **settings.args)
-        return made
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"torch.optim.{kind.__name__} does not take these arguments: {error}",
-            f"It takes: {', '.join(list(inspect.signature(kind).parameters)[1:])}.",
-        ) from error
+    kind, own = OPTIMIZERS.find(settings.name), names_code(settings.name)
+    if kind is torch.optim.LBFGS:
+        why = "It computes the loss several times in a step, by a closure; a step here computes it once."
+        raise UsageError("optim: LBFGS cannot be used here", why, "Name another one.")
+    if not own:
+        _check_options(kind, settings.groups)
+    groups = _groups(model, named_parameters(model) if parameters is None else parameters, settings.groups)
+    args = {"lr": settings.lr, **settings.args}
+    made: torch.optim.Optimizer = (
+        _own_optimizer(settings, args, groups) if own else OPTIMIZERS.make(settings.name, args, groups)
+    )
+    return made
 
 
-def _own_optimizer(settings: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _own_optimizer(settings: Optim, args: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer that the user's own class or function makes of parameters, or of groups where there are any.
 
     It gets them without names, which not every optimizer takes; they are put into its groups afterwards.
@@ -96,10 +96,7 @@ def _own_optimizer(settings: Optim, groups: list[dict[str, Any]]) -> torch.optim
     names = {id(parameter): name for group in groups for name, parameter in group["params"]}
     plain = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
     given = plain if settings.groups else plain[0]["params"] if plain else []
-    made = load_named(settings.name, {}, "optim", {"lr": settings.lr, **settings.args}, given)
-    if not isinstance(made, torch.optim.Optimizer):
-        kind = type(made).__name__
-        raise UsageError(f"optim: {settings.name} returned {kind}, not a torch.optim.Optimizer")
+    made: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, args, given)
     held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(names):
         left = [name for key, name in names.items() if key not in held]
@@ -113,10 +110,6 @@ def _own_optimizer(settings: Optim, groups: list[dict[str, Any]]) -> torch.optim
     if callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
         train()
     return made
-
-
-# What a step of the loop cannot do.
-_NO_OPTIMIZER = {"LBFGS": "It computes the loss several times in a step, by a closure; a step here computes it once."}
 
 
 def _check_options(kind: type, groups: Iterable[Group]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, printable
 from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import EPOCH_END, Batches, Position, by_place, epochs_of, generators_of
+from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import RunFolder, environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
@@ -96,6 +96,7 @@ class Run:
         self._seeding = by_place(seed, self.world.rank, self.world.device) if seed is not None else None
         self._seed, self._closed = seed, False
         self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
+        self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
         self._metrics: dict[str, float] = {}  # of the step that was saved last
         self._loop = ""  # what runs: `run.epochs`, or another
         self._has_batches = False  # in this epoch of `run.epochs`
@@ -297,7 +298,7 @@ class Run:
         `batches` in it yields the steps of one epoch. What follows that belongs to the epoch: a save that is marked in
         its last step or later, and a signal, wait for the end of this body. Without `batches` an epoch is one step.
         """
-        return self._epochs(epochs)
+        return self._epochs("run.epochs", {"epochs": epochs})
 
     def steps(self, steps: int) -> Iterator[int]:
         """The numbers of the steps, from the one after the newest checkpoint to `steps`; stops cleanly at a signal.
@@ -316,7 +317,7 @@ class Run:
                     self._seeding("step", self.step)
                 yield
 
-        return (number for number, _ in self._flat(draws(), {"steps": steps}))
+        return (number for number, _ in self._flat(draws, {"steps": steps}))
 
     def batches(self, loader: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, and its batch; resumes in the middle of an epoch.
@@ -336,93 +337,74 @@ class Run:
         place, seeding, done = self.position, self._seeding, lambda: self.step
         found = Batches(loader, place, generators, seeding, self._capture, done, self._restore_random)
         if nested:
-            return self._one_epoch(found)
+            return self._one_epoch(self._epoch_of(found), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
-        return self._flat(found.epochs(epochs, self._random), asked)
+        return self._flat(lambda: self._epoch_of(found), asked)
 
-    def _epochs(self, epochs: int) -> Iterator[int]:
-        asked, loop = {"epochs": epochs}, loop_frame()
-        with self._looping("run.epochs"):
-            if not self.position.batch:
+    def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
+        """A loop over steps is one over epochs whose bodies have nothing else. epoch: gives the data of one."""
+        for _ in self._epochs("run.steps" if "steps" in asked else "run.batches", asked):
+            yield from self._one_epoch(epoch(), asked)
+
+    def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
+        """The loop over epochs, under the name of the method that makes it. asked: how many steps or epochs."""
+        loop, is_nested = loop_frame(), name == "run.epochs"
+        with self._looping(name):
+            if not self.position.batch or self._is_over(asked):
                 self._restore_random(self._random, self._generators())
-                self._random = None
             try:
-                while not (self._has_ended(asked) or self._is_over(asked)):
+                while not self._is_over(asked):
                     self._stop.begin()
                     self._window.begin()
                     self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
                     yield self.position.epoch
-                    self._end_epoch()
+                    if self._is_over(asked):
+                        break
+                    self.position.next_epoch(self.step)
                     wanted, stop = self._wanted()
                     if wanted or (stop and not self._is_over(asked)):
                         self._at_point(self._point(), stop=stop and not self._is_over(asked))
             except GeneratorExit:
                 if left_by_break(loop) and not self._closed:
-                    self._end_epoch()
+                    if is_nested:
+                        self.position.next_epoch(self.step)
                     self._end(asked)
                 raise
             self._end()
 
-    def _end_epoch(self) -> None:
-        self.position.next_epoch(self.step)
+    def _epoch_of(self, found: Batches) -> Generator[Any]:
+        """The data of the epoch that the run is in, from its place on."""
+        resumed = bool(self.position.batch)
+        if resumed:
+            self._undo_repeated()
+        random, self._random = self._random, None
+        if random is not None and not resumed:  # the loop has begun before the loader was known
+            rng.restore({"generators": random["generators"]}, generators_of(found.loader))
+        yield from found.epoch(random if resumed else None)
 
-    def _one_epoch(self, found: Batches) -> Iterator[tuple[int, Any]]:
+    def _one_epoch(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
+        """The steps of an epoch, each with its batch, and their ends, but that of the last one."""
         if self._has_batches:
             raise UsageError(
                 "run.batches was called twice in one epoch of run.epochs", "", "Give another data set its own epochs."
             )
-        self._has_batches, self.step, resumed = True, self.step - 1, bool(self.position.batch)
-        if resumed:
-            self._undo_repeated()
-        data = found.epoch(self._random if resumed else None)
-        self._random = None
+        self._has_batches, self.step = True, self.step - 1
         try:
-            item = next(data, EPOCH_END)
-            while item is not EPOCH_END:
+            item = next(data, _END)
+            while item is not _END:
+                self._stop.begin()
                 self.step += 1
                 self._window.begin()
                 yield self.step, item
+                if self._is_over(asked):
+                    return
                 wanted, stop = self._wanted()
                 point = self._point() if wanted or stop else None
-                item = next(data, EPOCH_END)  # first: there may be none, and then this is the end of the epoch
-                if point is not None and item is not EPOCH_END:
+                item = next(data, _END)  # first: there may be none, and then this is the end of the epoch
+                if point is not None and item is not _END:
                     self._at_point(point, stop=stop)
         finally:
             data.close()  # its workers, too
-
-    def _flat(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
-        loop = loop_frame()
-        with self._looping("run.steps" if "steps" in asked else "run.batches"):
-            over = self._has_ended(asked) or self._is_over(asked)
-            if over:
-                self._restore_random(self._random, self._generators())
-            try:
-                item = EPOCH_END if over else next(data, EPOCH_END)
-                while item is not EPOCH_END:
-                    self._stop.begin()
-                    self.step += 1
-                    self._window.begin()
-                    yield self.step, item
-                    if self._is_over(asked):
-                        break
-                    wanted, stop = self._wanted()
-                    point = self._point() if wanted or stop else None
-                    item = next(data)
-                    if item is EPOCH_END:  # the checkpoint is of the beginning of the next epoch
-                        if self._is_over(asked):
-                            break
-                        point = self._point() if point is not None else None
-                    if point is not None:
-                        self._at_point(point, stop=stop)
-                    if item is EPOCH_END:
-                        item = next(data)
-            except GeneratorExit:
-                if left_by_break(loop) and not self._closed:
-                    self._end(asked)
-                raise
-            finally:
-                data.close()  # its workers, too
-            self._end()
 
     @contextmanager
     def _looping(self, name: str) -> Iterator[None]:
@@ -445,14 +427,18 @@ class Run:
                 self.position.keep_loader_state()
 
     def _is_over(self, asked: dict[str, int]) -> bool:
-        return self.step >= asked.get("steps", self.step + 1) or self.position.epoch >= asked.get(
-            "epochs", self.position.epoch + 1
-        )
-
-    def _has_ended(self, asked: dict[str, int]) -> bool:
-        """True where `break` ended a loop of so many steps or epochs, or more."""
-        ((kind, count),) = asked.items()
-        return self._ended is not None and self._ended.get(kind, -1) >= count
+        """True after so many steps or epochs, and where `break` has ended a loop of as many, or more."""
+        done = {"steps": self.step, "epochs": self.position.epoch}
+        ended = self._ended or {}
+        for kind, count in asked.items():
+            if ended.get(kind, -1) >= count:
+                self._say_once(
+                    f"`break` ended this run at step {self.step:,}: it goes on where you ask for more {kind}"
+                )
+                return True
+            if done[kind] >= count:
+                return True
+        return False
 
     def _begin_resumed(self, nested: bool) -> None:
         """At the beginning of the loop of a resumed process: what the script did since `Run(…)` and cannot count."""
@@ -514,6 +500,8 @@ class Run:
         """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
         if left is not None:
             self._ended = left
+        if self._marked is None and self._offered[0] == self.step:  # the last step is always due
+            self._marked = self._offered[1]
         if self._marked is not None or left is not None or (self.step and self._saver.step != self.step):
             self._commit(self._point())
         self._saver.wait()
@@ -525,7 +513,8 @@ class Run:
     def save(self, *, every: int | None = None, seconds: float | None = None, **metrics: Any) -> None:
         """Marks a save, which the loop commits once the body has ended; outside of a loop it is saved at once.
 
-        every: only where a multiple of so many steps was passed since the last save.  seconds: or so many went by.
+        every: only where a multiple of so many steps was passed since the last save.  seconds: or so many went by. The
+        last step of the loop is always saved.
         metrics: numbers, or functions that return one: they are called where the save is due, inside `evaluating`.
         While gradients are accumulated over steps, it waits for the `optimizer.step()` that uses them; in the last step
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
@@ -536,6 +525,8 @@ class Run:
             self._marked = {**(self._marked or {}), **metrics}
             if not self._loop:
                 self._commit(self._point())
+        else:
+            self._offered = self.step, metrics
 
     def _commit(self, point: Point, facts: dict[str, Any] | None = None) -> None:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
@@ -639,6 +630,9 @@ class Run:
             finally:
                 for part, mode in modes:
                     part.training = mode
+
+
+_END = object()
 
 
 class _Resumed(NamedTuple):

@@ -128,6 +128,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Releases the lock."""
+        self.history.close()
+        self.metrics.close()
         if self.lock is not None:
             self.lock.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ from ckptool.training.shards import has_divided, is_divided, local, read, with_l
 from ckptool.training.store import Retention, SavedState, Store
 
 Tree = dict[str, Any]
+Storage = torch.UntypedStorage
+_new_storage: Any = Storage  # to whose functions torch gives no types
 _VALUES = (int, float, complex, str, bool, bytes, bytearray, type(None), torch.Size, torch.device, torch.dtype)
 
 
@@ -35,6 +38,7 @@ class Saver:
         self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
     ) -> None:
         self.run, self.world, self.background, self.step = run, world, background, step
+        self._staging = Staging() if background else False
         self._writers = world  # of sharded tensors; a thread has a process group of its own
         self.resume = resume if resume else f"resume: {command('resume', run.folder)}"
         self._saved_at = time.monotonic()
@@ -50,18 +54,19 @@ class Saver:
         elif self._thread is not None:
             self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
 
-    def save(self, step: int, gather: Callable[[bool], Tree], facts: Tree) -> None:
+    def save(self, step: int, gather: Callable[[Any], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
         all do.
 
-        gather: returns the tree to write, in every process; a copy if called with True.  facts: for the sidecar.
+        gather: returns the tree to write, in every process, by `to_cpu` with what it is called with as `copied`.
+        facts: for the sidecar.
         """
         self.wait()
         facts = {**facts, "parent": self.step}
         failed: Exception | None = None
         tree: Tree = {}
         try:
-            tree = gather(self.background)
+            tree = gather(self._staging)
         except Exception as error:  # noqa: BLE001  raised in every process
             failed = error
         self._agree(failed)
@@ -97,6 +102,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
         failed, self._error = self._error, None
+        self._staging = False
         self.run.close()
         if failed is not None:
             say(f"the last save failed: {failed}")
@@ -144,34 +150,61 @@ def committed(store: Store, step: int, tree: Tree, facts: Tree, world: World) ->
     return store.commit(step, tree, facts)
 
 
-def to_cpu(value: Any, *, copied: bool = False) -> Any:
-    """A tree with its tensors on the CPU, shared ones still shared. copied: copies those too that were there."""
-    return _moved(value, copied, {})
+class Staging:
+    """A copy of a state, for the thread that writes it. Each overwrites the one before: they share their memory."""
+
+    def __init__(self) -> None:
+        self._memory: list[Storage] = []
+
+    def copied(self, tree: Any) -> Any:
+        """A copy of a tree, its tensors on the CPU. Memory is allocated only for sizes that the one before had not."""
+        free: dict[int, list[Storage]] = {}
+        for memory in self._memory:
+            free.setdefault(memory.nbytes(), []).append(memory)
+        moved: dict[int, Storage] = {}
+
+        def copy(storage: Storage) -> Storage:
+            memory, size = free.get(storage.nbytes()), storage.nbytes()
+            made: Storage = memory.pop() if memory else _new_storage(size)
+            if storage.device.type != "cpu":
+                return made.copy_(storage)
+            ctypes.memmove(made.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
+            return made
+
+        found = _moved(tree, copy, moved)
+        self._memory = list(moved.values())
+        return found
 
 
-def _moved(node: Any, copied: bool, moved: dict[Any, torch.Tensor]) -> Any:
+def to_cpu(tree: Any, *, copied: bool | Staging = False) -> Any:
+    """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
+    if copied:
+        return (copied if isinstance(copied, Staging) else Staging()).copied(tree)
+    return _moved(tree, _new_storage.cpu, {})
+
+
+def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
     """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
     if isinstance(node, torch.Tensor):
-        place = _place(node)
-        if place not in moved:
-            part = local(node.detach()).to("cpu", copy=copied)
-            moved[place] = with_local(node, part) if is_divided(node) else part
-        return moved[place]
+        part = local(node.detach())
+        if part.layout is not torch.strided or part.is_quantized or part.is_conj() or part.is_neg():
+            part = part.to("cpu", copy=True)
+        else:
+            storage = part.untyped_storage()
+            if (home := moved.get(storage._cdata)) is None:
+                home = moved[storage._cdata] = move(storage)
+            if home is not storage:
+                place = part.storage_offset(), part.shape, part.stride()
+                part = torch.empty(0, dtype=part.dtype).set_(home, *place)
+        return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         made: Any = type(node)() if type(node) is not dict else {}
         for key, item in node.items():
-            made[key] = _moved(item, copied, moved)
+            made[key] = _moved(item, move, moved)
         if hasattr(node, "_metadata"):
             made._metadata = node._metadata
         return made
-    return type(node)(_moved(item, copied, moved) for item in node) if type(node) in (list, tuple) else node
-
-
-def _place(node: torch.Tensor) -> Any:
-    """A key of the memory of a tensor: a state dict has a new tensor for each name of a tied weight."""
-    if is_divided(node) or node.layout is not torch.strided or node.is_quantized or not node.numel():
-        return id(node)
-    return node.device, node.data_ptr(), node.dtype, node.shape, node.stride(), node.is_conj(), node.is_neg()
+    return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
 
 
 def plain_state(state: Tree) -> Tree:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch.optim import lr_scheduler
@@ -14,103 +13,70 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, UsageError, printable
+from ckptool.errors import UsageError, printable
 from ckptool.training.config import Schedule
-from ckptool.training.extensions import class_of, find_named, load_named
+from ckptool.training.extensions import Choice, classes_of, numbers
 
 
-def warmup_cosine(warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
+def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
     """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return factor
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def inverse_sqrt(warmup: int) -> Callable[[int], float]:
+def inverse_sqrt(step: int, warmup: int) -> float:
     """Up in a line over `warmup` steps, then down with the square root of the step (Vaswani et al., 2017)."""
-    return lambda step: min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
 
 
-def warmup_linear(warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
+def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
     """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
-
-    return factor
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
 
 
-_LAMBDAS: dict[str, Callable[..., Callable[[int], float]]] = {
-    "warmup_cosine": warmup_cosine,
-    "inverse_sqrt": inverse_sqrt,
-    "warmup_linear": warmup_linear,
-}
-
-
-_OF_FUNCTIONS = (
-    "It takes functions, which a configuration cannot hold.",
-    f"Name a function of the step instead: {', '.join(_LAMBDAS)}.",
+SCHEDULES = Choice(
+    "schedule",
+    "a function of the step that gives a factor; or a class, or a function whose first argument is called optimizer, "
+    "that gives a torch schedule, as LambdaLR(optimizer, …)",
+    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
+    classes_of(lr_scheduler, LRScheduler),
+    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda made: isinstance(made, LRScheduler)),
 )
-_OF_OTHERS = ("It takes other schedules.", f"Name one schedule; with a warm-up: {', '.join(_LAMBDAS)}.")
-_NO_SCHEDULE = {
-    "LambdaLR": _OF_FUNCTIONS,
-    "MultiplicativeLR": _OF_FUNCTIONS,
-    "SequentialLR": _OF_OTHERS,
-    "ChainedScheduler": _OF_OTHERS,
+# Those of torch whose arguments no configuration can hold.
+_TAKES = {
+    lr_scheduler.LambdaLR: "functions",
+    lr_scheduler.MultiplicativeLR: "functions",
+    lr_scheduler.SequentialLR: "other schedules",
+    lr_scheduler.ChainedScheduler: "other schedules",
 }
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRScheduler:
     """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
-    if names_code(settings.name):
-        return _own_schedule(optimizer, settings)
-    try:
-        if settings.name in _LAMBDAS:
-            return lr_scheduler.LambdaLR(optimizer, _LAMBDAS[settings.name](**settings.args))
-        kind = class_of(lr_scheduler, settings.name, lr_scheduler.LRScheduler, "schedule")
-        if kind.__name__ in _NO_SCHEDULE:
-            raise UsageError(
-                f"schedule: {kind.__name__} cannot be named in a configuration", *_NO_SCHEDULE[kind.__name__]
-            )
-        made: lr_scheduler.LRScheduler = kind(optimizer, **settings.args)
-    except CkptoolError:
-        raise
-    except (TypeError, ValueError, ArithmeticError) as error:
+    name, args = settings.name, settings.args
+    found = SCHEDULES.find(name)
+    if found in _TAKES:
         raise UsageError(
-            f"the schedule {settings.name} does not take these arguments: {error}",
-            f"It takes: {', '.join(inspect.signature(_LAMBDAS[settings.name]).parameters)}."
-            if settings.name in _LAMBDAS
-            else "Its args are those of the class in torch.optim.lr_scheduler.",
-        ) from error
-    return made
-
-
-def _own_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRScheduler:
-    """The schedule of the user's own: a class, a function of (optimizer, …), or one of the step that gives a factor."""
-    found, name = find_named(settings.name, {}, "schedule"), settings.name
-    is_function = inspect.isroutine(found)
-    makes = isinstance(found, type) or (is_function and "optimizer" in inspect.signature(found).parameters)
-    if makes:
-        made = load_named(name, {}, "schedule", settings.args, optimizer)
-    elif is_function:
-        load_named(name, {}, "schedule", settings.args, 0)  # which says what it does not take
-        made = lr_scheduler.LambdaLR(
-            optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **settings.args))
+            f"schedule: {found.__name__} cannot be named in a configuration",
+            f"It takes {_TAKES[found]}, which a configuration cannot hold. "
+            f"Built in, with a warm-up: {', '.join(SCHEDULES.built_in)}.",
+            SCHEDULES.typed,
         )
-    else:
-        made = found
-    if not isinstance(made, lr_scheduler.LRScheduler) or isinstance(made, lr_scheduler.ReduceLROnPlateau):
+    if inspect.isroutine(found) and "optimizer" not in inspect.signature(found).parameters:
+        numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # which say what is wrong with it
+        return lr_scheduler.LambdaLR(
+            optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **args))
+        )
+    made: LRScheduler = SCHEDULES.make(name, args, optimizer)
+    if names_code(name) and isinstance(made, lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
-            f"schedule: {name} {'returned' if makes else 'is'} {type(made).__name__}",
-            "It should be a function of the step, or make a torch.optim.lr_scheduler.LRScheduler that follows steps.",
-            f"One that follows evaluation: {arg(set='optim.main.schedule.name=ReduceLROnPlateau')}",
+            f"schedule: {name} returned ReduceLROnPlateau, which follows evaluation",
+            "One of your own follows steps.",
+            f"Name that of torch: {arg(set='optim.main.schedule.name=ReduceLROnPlateau')}",
         )
     return made
 
@@ -127,7 +93,7 @@ _ENDS = {
 
 def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str) -> str:
     """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
-    name = settings.name if settings.name in _LAMBDAS else type(schedule).__name__
+    name = settings.name if settings.name in SCHEDULES.built_in else type(schedule).__name__
     argument, rate, floor = _ENDS.get(name, ("", "", ""))
     end = settings.args.get(argument)
     if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError
 from ckptool.training.data import Batch
-from ckptool.training.extensions import find_named
+from ckptool.training.extensions import Choice
 
 Models = Mapping[str, nn.Module]
 Loss = Callable[[Models, Batch], torch.Tensor]
@@ -144,12 +143,15 @@ def gan() -> Task:
     return Task([Phase("discriminator", discriminator), Phase("generator", generator)], evaluate)
 
 
-BUILT_IN: dict[str, Callable[[], Task]] = {"classify": classify, "regress": regress, "lm": lm, "gan": gan}
+TASKS = Choice(
+    "task",
+    "called without arguments, it gives a ckptool.training.tasks.Task",
+    {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
+    gives=("a ckptool.training.tasks.Task", lambda made: isinstance(made, Task)),
+)
 
 
 def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    made = call_user_code(find_named(name, BUILT_IN, "task"), "task", name)
-    if not isinstance(made, Task):
-        raise UsageError(f"task: {name} returned {type(made).__name__}, not a ckptool.training.tasks.Task")
+    made: Task = TASKS.make(name, {})
     return made

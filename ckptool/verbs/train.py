@@ -21,16 +21,16 @@ def _words(
     dry_run: Annotated[
         bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
     ] = False,
-    init: Annotated[bool, option("--init", "Print a configuration with every key explained.")] = False,
+    init: Annotated[bool, option("--init", "Print every key; with a folder, write run.yaml and model.py.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:
     if init or schema:
         check_harness()
-        from ckptool.training.example import example, schema_text
+        from ckptool.training.example import begun, example, schema_text
 
-        return Page(example() if init else schema_text())
+        return Page(schema_text() if schema else begun(config) if config else example())
     if config is None:
-        raise UsageError("train was given no configuration", "", "Create one: ckptool train --init > run.yaml")
+        raise UsageError("train was given no configuration", "", "Create one: ckptool train --init DIR")
     if not dry_run:
         return {}
     made = configuration(config, set)
@@ -40,7 +40,7 @@ def _words(
 
 
 @verb(
-    ("ckptool train --init > run.yaml", "every key, explained"),
+    ("ckptool train --init first", "a run.yaml, every key explained, and a model.py"),
     ("ckptool train run.yaml -n", "a rehearsal of one step"),
     ("ckptool train run.yaml --set optim.main.lr=3e-4", "override a value"),
     from_words=_words,

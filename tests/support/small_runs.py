@@ -22,6 +22,14 @@ from ckptool.training.store import Lines
 from ckptool.training.trainer import Trainer, build, gathered, restored
 from tests.support.files import contents
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def toy(name: str) -> str:
+    """A model or data set of the examples, `models.py:Conv`, as any configuration can name it."""
+    return str(EXAMPLES / name)
+
+
 MLP: dict[str, Any] = {
     "run": "unused",
     "seed": 3,
@@ -33,12 +41,15 @@ MLP: dict[str, Any] = {
     "eval": {"every": 5},
     "save": {"every": 5},
 }
-CONV = {"name": "conv", "args": {"channels": [4, 4], "dropout": 0.1}}
-IMAGES = {"name": "images", "args": {"samples": 60, "size": 6}, "batch": 8}
+CONV = {"name": toy("models.py:Conv"), "args": {"channels": [4, 4], "dropout": 0.1}}
+IMAGES = {"name": toy("data.py:images"), "args": {"samples": 60, "size": 6}, "batch": 8}
 GAN: dict[str, Any] = {
     "task": "gan",
-    "data": {"name": "ring", "args": {"samples": 60}, "batch": 8},
-    "models": {"generator": {"name": "generator"}, "discriminator": {"name": "discriminator"}},
+    "data": {"name": toy("data.py:ring"), "args": {"samples": 60}, "batch": 8},
+    "models": {
+        "generator": {"name": toy("models.py:Generator")},
+        "discriminator": {"name": toy("models.py:Discriminator")},
+    },
     "optim": {"generator": {"name": "adam"}, "discriminator": {"name": "adam"}},
 }
 

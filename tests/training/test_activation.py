@@ -16,17 +16,17 @@ from ckptool.training.models import kept_bytes
 from ckptool.training.parallel import World
 from ckptool.training.start import rehearse
 from ckptool.training.trainer import Trainer, build
-from tests.support.small_runs import config, resumes, take, trainer
+from tests.support.small_runs import config, resumes, take, toy, trainer
 
 GPT: dict[str, Any] = {
     "task": "lm",
-    "data": {"name": "text", "args": {"samples": 40, "length": 8}, "batch": 6},
-    "models": {"main": {"name": "chargpt", "args": {"width": 8, "layers": 3, "dropout": 0.3}}},
+    "data": {"name": toy("data.py:text"), "args": {"samples": 40, "length": 8}, "batch": 6},
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3, "dropout": 0.3}}},
 }
 DEEP = {"main": {"name": "mlp", "args": {"hidden": [8, 8, 8, 8], "dropout": 0.3}}}
 CONV: dict[str, Any] = {
-    "data": {"name": "images", "args": {"samples": 60, "size": 6}, "batch": 8},
-    "models": {"main": {"name": "conv", "args": {"channels": [4, 4], "dropout": 0.3}}},
+    "data": {"name": toy("data.py:images"), "args": {"samples": 60, "size": 6}, "batch": 8},
+    "models": {"main": {"name": toy("models.py:Conv"), "args": {"channels": [4, 4], "dropout": 0.3}}},
 }
 KEYWORDS = """
 import torch
@@ -142,7 +142,7 @@ def test_what_matches_nothing_or_is_no_sequence() -> None:
 
 def test_reentrant_segments_of_whole_numbers_are_refused() -> None:
     """They would end with a first segment that never learned."""
-    data = {"name": "modadd", "args": {"modulus": 5}, "batch": 4}
+    data = {"name": toy("data.py:modadd"), "args": {"modulus": 5}, "batch": 4}
     wanted = {"sequential": "", "use_reentrant": True}
     with pytest.raises(UsageError, match=r"(?s)floating-point inputs.*use_reentrant=false"):
         take(trainer(data=data, train={"steps": 5, "activation_checkpoint": wanted}), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks
 from ckptool.training.start import start
 from tests.support.programs import python
-from tests.support.small_runs import config
+from tests.support.small_runs import config, toy, trainer
 
 # Everything of a user's that a run calls, each with the place of its fault.
 OWN = """
 import torch
 from torch import nn
 from ckptool.training.tasks import Task, Phase, classify
-from ckptool.training.datasets import BUILT_IN
+from ckptool.training.toys import blobs
 
 def fault(place, value=None):
     if place == PLACE:
@@ -50,7 +51,7 @@ class Model(nn.Sequential):
         return super()._apply(function, *more)
 
 class Data:
-    made = BUILT_IN["blobs"](samples=60, inputs=4)
+    made = blobs(samples=60, inputs=4)
     @property
     def about(self):
         return fault("about", self.made.about)
@@ -168,7 +169,7 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
     """torch's own words, and no claim that ckptool is broken."""
-    text = {"name": "text", "args": {"length": 4, "samples": 20}, "batch": 4}
+    text = {"name": toy("data.py:text"), "args": {"length": 4, "samples": 20}, "batch": 4}
     (tmp_path / "own.py").write_text(
         "from torch import nn\ndef model(vocabulary):\n"
         "    return nn.Sequential(nn.Embedding(vocabulary, 4, sparse=True), nn.Linear(4, vocabulary))\n"
@@ -273,3 +274,40 @@ def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
         config(models={"main": {"name": "mlp", "args": {"x": value}}})
     if value is Net:
         assert f"{Net.__module__}:Net" in raised.value.fix
+
+
+# What to type -------------------------------------------------------------------------------------------------------
+
+NAMES = {  # key -> a name that is nothing, and what a call of a thing of one's own is said to be
+    "data.name": ("blobz", "data: there is no 'blobz'", "called with args, it gives a Dataset"),
+    "data.collate": ("pda", "collate: there is no 'pda'", "called with a list of samples"),
+    "data.sampler": ("random", "data.sampler: there is no 'random'", "called with (data set, generator)"),
+    "models.main.name": ("resnet18", "models: there is no 'resnet18'", "it gives a torch.nn.Module"),
+    "models.main.init": ("xavier", "init: there is no 'xavier'", "called with the model"),
+    "task": ("segment", "task: there is no 'segment'", "it gives a ckptool.training.tasks.Task"),
+    "optim.main.name": ("lion", "optim: there is no 'lion'", "it gives a torch.optim.Optimizer"),
+    "optim.main.schedule.name": (
+        "linear_warmup",
+        "schedule: there is no",
+        "a function of the step that gives a factor",
+    ),
+    "hooks": ("[wandb]", "hooks: there is no 'wandb'", "any of the methods attach, after_backward"),
+}
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_a_name_that_is_nothing_says_what_to_type(key: str, tmp_path: Path) -> None:
+    name, what, yours = NAMES[key]
+    with pytest.raises(UsageError) as raised:
+        start(config(f"{key}={name}", run=tmp_path / "run"))
+    assert what in raised.value.what
+    assert re.search(rf"Your own is file\.py:NAME: .*{re.escape(yours)}", str(raised.value.fix))
+
+
+@pytest.mark.parametrize("name", ["lambda", "LambdaLR", "multiplicative", "SequentialLR", "chained_scheduler"])
+def test_schedules_that_no_file_can_hold_say_what_to_type(name: str) -> None:
+    """Also `lambda`, as somebody typed who knew the class and not what a configuration takes."""
+    with pytest.raises(UsageError, match=r"(?s)cannot be named in a configuration.*warmup_cosine") as raised:
+        trainer(f"optim.main.schedule.name={name}")
+    assert "file.py:NAME: a function of the step that gives a factor" in str(raised.value.fix)
+    assert "LambdaLR(optimizer" in str(raised.value.fix)

@@ -53,7 +53,7 @@ def configuration_error(text: str, *changes: str) -> str:
             "run.yaml:3: deterministic: should be true or false, or should be 'warn' (it is 'maybe')",
         ),
         ("models:\n  main: {freeze: [{match: a}]}", "run.yaml:4: models.main.freeze.0.until is missing"),
-        ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, one of the two"),
+        ("optim: {main: {clip: {}}}", "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two"),
         (
             "optim: {other: {}}",
             (

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckptool.training import loop
+from ckptool.training import loop, run_folder
+from ckptool.training.parallel import World
+from ckptool.training.saving import Saver, Staging, to_cpu
+from ckptool.training.store import Retention, commit_file
 from ckptool.training.trainer import Trainer
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
@@ -52,3 +58,81 @@ def test_copies_of_the_state_are_gone_with_their_save(
         assert not any(each() is not None for copy in copies for each in copy)
     finally:
         gc.enable()
+
+
+def staged(state: dict[str, Any], copied: Any) -> Any:
+    return to_cpu(state, copied=copied)
+
+
+def odd_state() -> dict[str, Any]:
+    """Tensors that share memory, in part and whole; of several types, layouts and signs; and plain values."""
+    base = torch.arange(60.0)
+    return {
+        "views": [base[:10], base[5:20].view(3, 5).t(), base],
+        "tied": {"a": base, "b": torch.nn.Parameter(base)},
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(7, dtype=torch.int16),
+        "half": torch.ones(3, 3, dtype=torch.bfloat16).expand(2, 3, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "plain": (1, "text", None),
+    }
+
+
+def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
+    """Also one that was made into the memory of another; whatever was written into the state since."""
+    staging, state = Staging(), odd_state()
+    staging.copied({"other": torch.zeros(60), "more": torch.zeros(7, dtype=torch.int16)})
+    for name, tree in (("live", state), ("copy", staging.copied(state))):
+        commit_file(to_cpu(tree), str(tmp_path / name), str(tmp_path / f"{name}.json"), {"step": 1}, {})
+        state["views"][2].zero_()
+    assert (tmp_path / "live").read_bytes() == (tmp_path / "copy").read_bytes()
+
+
+def test_the_memory_of_a_copy_serves_the_next(tmp_path: Path) -> None:
+    """Allocated once; what has another size gets its own, and what is not needed is given back."""
+    staging = Staging()
+
+    def places(state: dict[str, Any]) -> set[int]:
+        return {tensor.data_ptr() for tensor in tensors(staging.copied(state)) if tensor.layout is torch.strided}
+
+    first = places({"a": torch.zeros(1000), "b": torch.zeros(1000), "c": torch.zeros(9)})
+    assert places({"c": torch.zeros(9), "b": torch.ones(1000), "a": torch.ones(1000)}) == first
+    assert len(places({"a": torch.zeros(1000), "b": torch.zeros(5000)}) & first) == 1
+    assert [memory.nbytes() for memory in staging._memory] == [4000, 20_000]
+
+
+def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> None:
+    """Training goes on while it is written: the thread waits until the state has changed. At the end no memory is
+    left, without the collector of garbage."""
+    changed = threading.Event()
+
+    class Late(Saver):
+        def _commit(self, *arguments: Any) -> None:
+            assert changed.wait(60)
+            super()._commit(*arguments)
+
+    weight = torch.zeros(1000)
+    run = run_folder.create(str(tmp_path / "run"), {}, Retention(9, 0, 0, "", "min"))
+    saver = Late(run, World(), background=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(1, 4):
+            changed.clear()
+            saver.save(step, partial(staged, {"w": weight}), {})
+            weight.add_(1)
+            changed.set()
+            assert isinstance(saver._staging, Staging)
+            (memory,) = map(weakref.ref, saver._staging._memory)
+        saver.finish()
+        assert memory() is None
+    finally:
+        gc.enable()
+    saved = [torch.load(each.path)["w"] for each in run.store.all()]
+    assert [float(each[0]) for each in saved] == [0.0, 1.0, 2.0]
+    assert all(
+        each.sidecar["sha256"] == hashlib.sha256(Path(each.path).read_bytes()).hexdigest()
+        for each in run.store.all()
+        if each.sidecar
+    )

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from ckptool.bridge.user_code import import_user_code
 from ckptool.errors import UsageError, UserCodeFailed
-from ckptool.training import datasets
+from ckptool.training import toys
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
-from tests.support.small_runs import last, run_to_end, take, trainer
+from tests.support.small_runs import last, run_to_end, take, toy, trainer
 
 RANDOM = """
 import random
@@ -183,7 +184,7 @@ def test_a_data_set_that_raises_shows_its_traceback(tmp_path: Path, workers: int
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("def none():\n    return iter([1])\ndef fails(n):\n    return 1 / n\n")
-    with pytest.raises(UsageError, match="which is not a Dataset"):
+    with pytest.raises(UsageError, match="not a Dataset"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:none"})
     with pytest.raises(UserCodeFailed, match="ZeroDivisionError"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"n": 0}})
@@ -231,12 +232,12 @@ def test_sequences_that_are_not_padded_are_an_error_that_says_so() -> None:
     with pytest.raises(UsageError, match=r"(?s)cannot be stacked.*data.collate=pad"):
         default([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(UsageError, match=r"data.collate=pad"):
-        seen(data={"name": "sequences", "args": {"samples": 20}})
+        seen(data={"name": toy("data.py:Sequences"), "args": {"samples": 20}})
 
 
 def test_padded_sequences_train_a_recurrent_model() -> None:
-    data = {"name": "sequences", "args": {"samples": 40}, "collate": "pad", "batch": 8}
-    losses = take(trainer("optim.main.lr=0.05", data=data, models={"main": {"name": "tagger"}}), 20)
+    data = {"name": toy("data.py:Sequences"), "args": {"samples": 40}, "collate": "pad", "batch": 8}
+    losses = take(trainer("optim.main.lr=0.05", data=data, models={"main": {"name": toy("models.py:Tagger")}}), 20)
     assert min(losses[10:]) < losses[0]
 
 
@@ -247,22 +248,22 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
     assert (moved["a"][1], moved["b"][1]) == ("text", 3)
 
 
-# In the box ----------------------------------------------------------------------------------------------------------
+# The toys -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(datasets.BUILT_IN) - {"digits"}))
-def test_data_in_the_box_is_the_same_every_time(name: str) -> None:
-    one, other = datasets.BUILT_IN[name](), datasets.BUILT_IN[name]()
+@pytest.mark.parametrize("name", ["blobs", *toys.MOVED_DATA.values()])
+def test_toy_data_are_the_same_every_time(name: str) -> None:
+    make = import_user_code(toy(name), "data") if ":" in name else toys.blobs
+    one, other = make(), make()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
-    if isinstance(one, datasets.Arrays):
-        assert str(list(one.__getitems__([3, 1, 3]))) == str([one[3], one[1], one[3]])
 
 
-def test_rows_of_tensors_are_collated_as_single_samples_are() -> None:
-    for name in ("blobs", "ring"):
-        rows = getattr(datasets, name)().__getitems__([3, 1, 2])
-        one, other = default(rows), torch.utils.data.default_collate([rows[0], rows[1], rows[2]])
-        assert type(one) is type(other)
-        assert all(map(torch.equal, *[each if isinstance(each, list) else [each] for each in (one, other)]))
-        assert len(list(rows)) == len(rows) == 3
+def test_a_toy_that_moved_says_where_it_is_and_is_there() -> None:
+    """What runs of 0.1.0 name, each by the one line that is to be typed."""
+    moved = [("data", *pair) for pair in toys.MOVED_DATA.items()]
+    for key, name, place in [*moved, *(("models", *pair) for pair in toys.MOVED_MODELS.items())]:
+        with pytest.raises(UsageError, match=f"{key}: {name} is no longer built in; it is {place} in") as raised:
+            trainer(f"{'data' if key == 'data' else 'models.main'}.name={name}")
+        assert str(raised.value.fix).endswith(place)
+        assert callable(import_user_code(toy(place), key))

@@ -17,7 +17,7 @@ from tests.support.looped import sliced
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 # What differs here: no scikit-learn, no compiler.
-INSTEAD = {"digits": ["data.name=images"], "compile": ["train.compile=eager"]}
+INSTEAD = {"digits": ["data.name=data.py:images"], "compile": ["train.compile=eager"]}
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,14 @@ from ckptool.errors import DiskFull, UsageError
 from ckptool.training.prove.crash import Crash
 from ckptool.training.start import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, module, run_to_end, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, module, run_to_end, toy, trainer
 
 TEXT: dict[str, Any] = {
     "task": "lm",
-    "data": {"name": "text", "args": {"length": 8}, "batch": 6},
-    "models": {"main": {"name": "chargpt", "args": {"width": 8, "layers": 2}, "freeze": ["blocks.0.norm*"]}},
+    "data": {"name": toy("data.py:text"), "args": {"length": 8}, "batch": 6},
+    "models": {
+        "main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 2}, "freeze": ["blocks.0.norm*"]}
+    },
     "optim": {"main": {"name": "adamw", "lr": 0.01, "clip": {"norm": 1.0}}},
 }
 PLAIN = ("train.ema=0.9", "train.steps=6", "save.every=3", "eval.every=3", "log.every=1", "train.accumulate=2")

@@ -20,12 +20,12 @@ from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.prove.proof import configured, resumes
 from ckptool.training.store import Lines
 from tests.support.killed_runs import STEPS, ends_the_same, lab
-from tests.support.small_runs import CONV, GAN, IMAGES, config
+from tests.support.small_runs import CONV, GAN, IMAGES, config, toy
 
 TEXT: dict[str, Any] = {
     "task": "lm",
-    "data": {"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8},
-    "models": {"main": {"name": "chargpt", "args": {"width": 8, "layers": 1, "dropout": 0.1}}},
+    "data": {"name": toy("data.py:text"), "args": {"length": 8, "samples": 40}, "batch": 8},
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 1, "dropout": 0.1}}},
 }
 GROUPS = {
     "main": {

@@ -29,6 +29,7 @@ from tests.support.small_runs import (
     resumes,
     run_to_end,
     take,
+    toy,
     trainer,
 )
 
@@ -208,8 +209,8 @@ def test_the_box_resumes_bit_for_bit(tmp_path: Path) -> None:
     resumes(tmp_path, "train.accumulate=3", "train.ema=0.9")
     resumes(tmp_path, data=IMAGES, models={"main": CONV})
     resumes(tmp_path, "train.accumulate=2", **GAN)
-    text = {"name": "text", "args": {"samples": 30, "length": 6}, "batch": 4}
-    gpt = {"main": {"name": "chargpt", "args": {"width": 8, "dropout": 0.1}}}
+    text = {"name": toy("data.py:text"), "args": {"samples": 30, "length": 6}, "batch": 4}
+    gpt = {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "dropout": 0.1}}}
     made = resumes(tmp_path, "train.ema=0.9", data=text, models=gpt, task="lm")
     average = made.averages["main"].values
     assert average["head.weight"] is average["tokens.weight"]  # tied as the weights are

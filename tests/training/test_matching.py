@@ -10,8 +10,8 @@ import torch
 
 from ckptool.errors import UsageError
 from ckptool.training.matching import parameters_matching
-from ckptool.training.models import CharGPT
-from tests.support.small_runs import take, trainer
+from examples.models import CharGPT
+from tests.support.small_runs import take, toy, trainer
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,12 @@ def test_a_pattern_that_matches_nothing_is_named(pattern: str) -> None:
 
 
 def test_groups_freezing_and_checkpointing_take_the_same_patterns() -> None:
-    data = {"name": "text", "args": {"samples": 20, "length": 4}, "batch": 4}
-    model = {"name": "chargpt", "args": {"width": 8}, "freeze": ["not:blocks", {"match": ["blocks.1"], "until": 2}]}
+    data = {"name": toy("data.py:text"), "args": {"samples": 20, "length": 4}, "batch": 4}
+    model = {
+        "name": toy("models.py:CharGPT"),
+        "args": {"width": 8},
+        "freeze": ["not:blocks", {"match": ["blocks.1"], "until": 2}],
+    }
     groups = [{"match": ["type:LayerNorm", "*.bias"], "weight_decay": 0.0}]
     checkpointed = {"activation_checkpoint": {"match": "type:Block"}, "steps": 4}
     made = trainer(data=data, models={"main": model}, optim={"main": {"groups": groups}}, task="lm", train=checkpointed)

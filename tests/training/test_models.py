@@ -13,11 +13,11 @@ from torch import nn
 from ckptool.errors import PlanRefused, UsageError, UserCodeFailed
 from ckptool.training.config import Data, Model
 from ckptool.training.data import load_data
-from ckptool.training.models import BUILT_IN, build_model, initialise
+from ckptool.training.models import build_model, initialise
 from ckptool.training.start import start
-from tests.support.small_runs import CONV, IMAGES, config, run_to_end, take, trainer
+from tests.support.small_runs import CONV, IMAGES, config, run_to_end, take, toy, trainer
 
-TEXT = {"name": "text", "args": {"samples": 20, "length": 6}, "batch": 4}
+TEXT = {"name": toy("data.py:text"), "args": {"samples": 20, "length": 6}, "batch": 4}
 
 
 def built(data: dict[str, Any], **model: Any) -> nn.Module:
@@ -26,16 +26,16 @@ def built(data: dict[str, Any], **model: Any) -> nn.Module:
 
 def test_models_take_from_the_data_what_they_need() -> None:
     assert built({"name": "blobs", "args": {"inputs": 5, "classes": 3}}, name="mlp")[-1].out_features == 3  # type: ignore[index]
-    assert built({"name": "linear"}, name="mlp")[-1].out_features == 1  # type: ignore[index]
-    conv = built({"name": "images", "args": {"channels": 3}}, name="conv")
+    assert built({"name": toy("data.py:linear")}, name="mlp")[-1].out_features == 1  # type: ignore[index]
+    conv = built({"name": toy("data.py:images"), "args": {"channels": 3}}, name=toy("models.py:Conv"))
     assert conv(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
-    tokens = built({"name": "modadd", "args": {"modulus": 5}}, name="mlp", args={"width": 4})
+    tokens = built({"name": toy("data.py:modadd"), "args": {"modulus": 5}}, name="mlp", args={"width": 4})
     assert tokens(torch.zeros(2, 2, dtype=torch.int64)).shape == (2, 5)
     assert built({"name": "blobs"}, name="mlp", args={"classes": 9})[-1].out_features == 9  # type: ignore[index]
 
 
 def test_the_transformer_is_causal_and_its_weights_are_tied() -> None:
-    model = built(TEXT, name="chargpt")
+    model = built(TEXT, name=toy("models.py:CharGPT"))
     assert model.get_parameter("head.weight") is model.get_parameter("tokens.weight")
     codes = torch.randint(5, (1, 6))
     other = codes.clone()
@@ -47,12 +47,11 @@ def test_the_transformer_is_causal_and_its_weights_are_tied() -> None:
 
 
 def test_all_models_are_the_same_for_a_seed() -> None:
-    one, other = trainer(data=TEXT, models={"main": {"name": "chargpt"}}, task="lm"), trainer("seed=4")
-    again = trainer(data=TEXT, models={"main": {"name": "chargpt"}}, task="lm")
+    one, other = trainer(data=TEXT, models={"main": {"name": toy("models.py:CharGPT")}}, task="lm"), trainer("seed=4")
+    again = trainer(data=TEXT, models={"main": {"name": toy("models.py:CharGPT")}}, task="lm")
     for name, value in one.models["main"].state_dict().items():
         assert torch.equal(value, again.models["main"].state_dict()[name])
     assert not torch.equal(other.models["main"][1].weight, trainer().models["main"][1].weight)  # type: ignore[index]
-    assert set(BUILT_IN) == {"mlp", "conv", "chargpt", "tagger", "generator", "discriminator"}
 
 
 # First values --------------------------------------------------------------------------------------------------------

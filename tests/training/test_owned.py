@@ -220,10 +220,9 @@ def test_changes_outlive_the_history(tmp_path: Path, history: str) -> None:
 
 def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
     text = (
-        "from ckptool.training.models import MLP\ndef model(inputs, classes):\n    return MLP(inputs,"
-        " classes=classes)\n"
+        "from ckptool.training.toys import MLP\ndef model(inputs, classes):\n    return MLP(inputs, classes=classes)\n"
     )
-    data = "from ckptool.training.datasets import BUILT_IN\ndef data():\n    return BUILT_IN['blobs'](samples=60)\n"
+    data = "from ckptool.training.toys import blobs\ndef data():\n    return blobs(samples=60)\n"
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "set.py").write_text(data)
     sections = {

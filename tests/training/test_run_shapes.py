@@ -21,9 +21,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch._dynamo
 
 import ckptool
-from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -41,11 +41,12 @@ def validate():
     return float(model(torch.rand(3, 4)).sum().detach())
 loader = {loader}
 run = ckptool.Run(folder, model=model, optimizer=optimizer, scheduler=scheduler, say=str, keep_last=2,
-                  keep_best=("val", "min"))
+                  keep_best=("val", "min"), **options)
 """
 LOADERS = {
     "shuffled": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True)",
     "with a generator": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True, generator=given)",
+    "a worker": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=1)",
     "a function": "lambda: (torch.rand(3, 4) + number for number in range(4))",
     "a list": "[torch.full((3, 4), float(number)) for number in range(4)]",
 }
@@ -97,10 +98,14 @@ def script(shape: str, loader: str, body: str, save: str, after: str) -> str:
     return BEGIN.replace("{loader}", LOADERS[loader]) + SHAPES[shape].format(**nested) + "\nrun.close()\n"
 
 
-ALL = list(itertools.product(SHAPES, LOADERS, BODIES, SAVES, AFTER))
+Which = tuple[str, str, str, str, str]
+ALL: list[Which] = list(itertools.product(SHAPES, LOADERS, BODIES, SAVES, AFTER))
+OPTIONS: list[dict[str, Any]] = [{}, {"seed": 7}, {"save_async": True}]  # of `ckptool.Run`, one after the other
 
 
-def runs(source: str, folder: Path, kill: int | None = None, number: int = signal.SIGKILL) -> int:
+def runs(
+    source: str, folder: Path, options: dict[str, Any], kill: int | None = None, number: int = signal.SIGKILL
+) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
     if not (child := os.fork()):
         code = 9
@@ -118,7 +123,14 @@ def runs(source: str, folder: Path, kill: int | None = None, number: int = signa
                 return trace
 
             warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-            names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool, "folder": folder}
+            names = {
+                "torch": torch,
+                "random": random,
+                "numpy": numpy,
+                "ckptool": ckptool,
+                "folder": folder,
+                "options": options,
+            }
             sys.settrace(trace if kill else None)
             exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
             code = 0
@@ -139,37 +151,40 @@ def files(folder: Path) -> dict[str, bytes]:
     return {**kept, "metrics.jsonl": metrics.read_bytes() if metrics.exists() else b""}
 
 
-def trial(folder: Path, which: tuple[str, ...], kills: list[tuple[int, int]]) -> None:
+def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
     """kills: before which line, and by which signal; all of them come in one run, one after the other."""
-    source = script(*which)
-    assert runs(source, folder / "whole") == 0
+    source, options = script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)]
+    assert runs(source, folder / "whole", options) == 0
     for line, number in kills:
-        assert runs(source, folder / "killed", line, number) in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
-    assert runs(source, folder / "killed") == 0
+        code = runs(source, folder / "killed", options, line, number)
+        assert code in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
+    assert runs(source, folder / "killed", options) == 0
     whole, killed = files(folder / "whole"), files(folder / "killed")
     assert list(killed) and sorted(whole) == sorted(killed)
     assert [name for name in whole if whole[name] != killed[name]] == []
 
 
-def seeded(which: tuple[str, ...], count: int, number: int) -> list[tuple[int, int]]:
+def seeded(which: Which, count: int, number: int) -> list[tuple[int, int]]:
     rng = random.Random("/".join(which))
     return [(rng.randrange(25, 130), number) for _ in range(count)]
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL, 24))
-def test_a_loop_killed_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(0).sample(ALL, 12), ids=", ".join)
+def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGKILL))
 
 
-@pytest.mark.parametrize("shape, loader, body, save, after", sliced(ALL[7::5], 12))
-def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, shape: str, loader: str, body: str, save: str, after: str
-) -> None:
-    which = (shape, loader, body, save, after)
+@pytest.mark.parametrize("which", random.Random(1).sample(ALL, 6), ids=", ".join)
+def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(48))
+def test_all_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
+    for number, which in enumerate(ALL[first::48]):
+        kills = seeded(which, 1, signal.SIGTERM) + seeded(which, 2, signal.SIGKILL)
+        trial(tmp_path / str(number), which, kills)
 
 
 @pytest.mark.soak
@@ -177,3 +192,27 @@ def test_a_loop_stopped_at_any_line_ends_with_the_same_files(
 def test_a_loop_killed_at_each_line(tmp_path: Path, number: int) -> None:
     for line in range(1, 160):
         trial(tmp_path / str(line), ALL[number], [(line, signal.SIGKILL)])
+
+
+def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    called = []
+
+    def measure() -> float:
+        assert not torch.is_grad_enabled() and not model.training
+        torch.rand(3)
+        called.append(run.step)
+        return 1.0 / run.step
+
+    run = ckptool.Run(tmp_path, model=model, say=str, keep_last=1, keep_best=("val", "max"))
+    for _ in run.steps(8):
+        run.save(every=3, val=measure)
+    assert called == [3, 6, 8]
+    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.store.all())} == {
+        3: {"val": 1 / 3},
+        8: {"val": 1 / 8},
+    }
+    with pytest.raises(AttributeError, match=r"run\.save\(every=500"):
+        run.due(every=3)

@@ -15,11 +15,11 @@ from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.start import resume
 from ckptool.training.trainer import restored
 from tests.support.killed_runs import ends_the_same, lab
-from tests.support.small_runs import again, config, events, last, resumes, run_to_end, take, trainer
+from tests.support.small_runs import again, config, events, last, resumes, run_to_end, take, toy, trainer
 
 TEXT = {
-    "data": {"name": "text", "args": {"samples": 40, "length": 4}, "batch": 8},
-    "models": {"main": {"name": "chargpt", "args": {"width": 8, "dropout": 0.1}}},
+    "data": {"name": toy("data.py:text"), "args": {"samples": 40, "length": 4}, "batch": 8},
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "dropout": 0.1}}},
     "task": "lm",
 }
 SCHEDULE = {"name": "StepLR", "args": {"step_size": 2, "gamma": 0.5}}

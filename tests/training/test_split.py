@@ -24,14 +24,15 @@ from tests.support.small_runs import (
     resumes,
     run_to_end,
     take,
+    toy,
     trainer,
 )
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {
     "task": "lm",
-    "data": {"name": "text", "args": {"samples": 40, "length": 8}, "batch": 6},
-    "models": {"main": {"name": "chargpt", "args": {"width": 8, "layers": 3, "dropout": 0.2}}},
+    "data": {"name": toy("data.py:text"), "args": {"samples": 40, "length": 8}, "batch": 6},
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3, "dropout": 0.2}}},
 }
 
 

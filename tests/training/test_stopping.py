@@ -112,9 +112,9 @@ class Hook:
 """
 DATA = """
 import os
-from ckptool.training.datasets import BUILT_IN
+from ckptool.training.toys import blobs
 def data():
-    made = BUILT_IN["blobs"](samples=60, inputs=4)
+    made = blobs(samples=60, inputs=4)
     class Own:
         about = made.about
         def __len__(self):

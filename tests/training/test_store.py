@@ -267,6 +267,62 @@ def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> N
     assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 2, 3]
 
 
+TO_THE_LIMIT = """
+import json, resource, sys
+from ckptool.errors import FileProblem
+from ckptool.training.store import Lines
+lines = Lines(sys.argv[1])
+lines.add({"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.RLIM_INFINITY))
+try:
+    lines.add({"step": 2, "text": "x" * 100})
+except FileProblem as error:
+    print(error.what)
+print(open(sys.argv[1]).read().count("xx"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+lines.add({"step": 3})
+"""
+
+
+def test_a_line_for_which_there_is_no_room(tmp_path: Path) -> None:
+    """The system takes a part of it: it is an error, and the next line does not follow half of one."""
+    path = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-c", TO_THE_LIMIT, str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [f"cannot write to {path}: File too large", "3"]
+    assert [fact["step"] for fact in Lines(str(path)).read()] == [1, 3]
+    with pytest.raises(FileProblem, match="cannot write to /dev/full: No space left on device"):
+        Lines("/dev/full").add({"step": 1})
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved", "replaced", "cut back"])
+def test_a_file_of_lines_that_somebody_takes_away(tmp_path: Path, away: str) -> None:
+    """Lines go where the name is, which is where readers look; the file is open, and nobody tells it."""
+    path, lines = tmp_path / "metrics.jsonl", Lines(str(tmp_path / "metrics.jsonl"))
+    lines.add({"step": 1})
+    if away == "deleted":
+        path.unlink()
+    elif away == "cut back":
+        Lines(str(path)).cut_back(0)
+    else:
+        path.rename(tmp_path / "metrics.jsonl.1")
+    if away == "replaced":
+        path.write_text('{"step": 7}\n{"st')
+    lines.add({"step": 2})
+    assert [fact["step"] for fact in Lines(str(path)).read()] == ([7, 2] if away == "replaced" else [2])
+
+
+def test_a_line_is_there_for_readers_at_once(tmp_path: Path) -> None:
+    """And the file is opened once for all of them."""
+    lines = Lines(str(tmp_path / "metrics.jsonl"))
+    for step in range(9):
+        lines.add({"step": step})
+        assert [fact["step"] for fact in Lines(lines.path).read()] == list(range(step + 1))
+    one = lines._fd
+    lines.add({"step": 9})
+    assert lines._fd == one
+
+
 # The lock -------------------------------------------------------------------------------------------------------------
 
 HOLD = """

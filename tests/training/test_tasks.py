@@ -14,7 +14,7 @@ from torch.nn import functional
 from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training.data import Batch, seed_all
 from ckptool.training.tasks import classify, gan, lm, load_task, regress
-from tests.support.small_runs import GAN, run_to_end, take, trainer
+from tests.support.small_runs import GAN, run_to_end, take, toy, trainer
 
 
 class Given(nn.Module):
@@ -61,9 +61,13 @@ def test_metrics_are_weighted_by_samples() -> None:
 @pytest.mark.parametrize(
     ("task", "data", "model"),
     [
-        ("regress", {"name": "linear", "args": {"samples": 60}}, {"name": "mlp"}),
-        ("classify", {"name": "spirals", "args": {"samples": 60}}, {"name": "mlp"}),
-        ("lm", {"name": "text", "args": {"samples": 60, "length": 6}}, {"name": "chargpt", "args": {"width": 8}}),
+        ("regress", {"name": toy("data.py:linear"), "args": {"samples": 60}}, {"name": "mlp"}),
+        ("classify", {"name": toy("data.py:spirals"), "args": {"samples": 60}}, {"name": "mlp"}),
+        (
+            "lm",
+            {"name": toy("data.py:text"), "args": {"samples": 60, "length": 6}},
+            {"name": toy("models.py:CharGPT"), "args": {"width": 8}},
+        ),
     ],
 )
 def test_tasks_in_the_box_learn(task: str, data: dict[str, Any], model: dict[str, Any]) -> None:
@@ -114,7 +118,7 @@ def test_only_the_model_of_a_phase_gets_gradients() -> None:
 
 
 def test_what_is_frozen_stays_so_after_the_other_models_phase() -> None:
-    models = {**GAN["models"], "generator": {"name": "generator", "freeze": ["0.*"]}}
+    models = {**GAN["models"], "generator": {"name": toy("models.py:Generator"), "freeze": ["0.*"]}}
     made = trainer(**{**GAN, "models": models})
     before = made.models["generator"].state_dict()["0.weight"].clone()
     take(made, 3)
@@ -158,10 +162,10 @@ def test_a_task_for_a_model_that_is_not_there() -> None:
 
 def test_what_does_not_go_together_is_not_blamed_on_code_of_ones_own() -> None:
     with pytest.raises(UserCodeFailed, match="task: classify raised RuntimeError") as raised:
-        take(trainer(data={"name": "text", "args": {"length": 8, "samples": 40}, "batch": 8}), 1)
+        take(trainer(data={"name": toy("data.py:text"), "args": {"length": 8, "samples": 40}, "batch": 8}), 1)
     assert raised.value.fix == "It does not fit what it was given: check the data, the model and their args."
 
 
 def test_samples_without_a_target_are_an_error_that_says_so() -> None:
     with pytest.raises(UsageError, match=r"(?s)a batch is Tensor.*\(inputs, target\)"):
-        take(trainer(data={"name": "ring"}, models={"main": {"name": "mlp", "args": {"classes": 2}}}), 1)
+        take(trainer(data={"name": toy("data.py:ring")}, models={"main": {"name": "mlp", "args": {"classes": 2}}}), 1)

@@ -11,10 +11,10 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict, NoneValid, UsageError
-from ckptool.training.models import MLP
 from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from ckptool.training.toys import MLP
 from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last
 
 pytestmark = pytest.mark.usefixtures("harness")

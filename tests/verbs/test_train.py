@@ -86,8 +86,22 @@ def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
     code, out, _ = typed("train", "--init")
     assert code == 0
     (tmp_path / "run.yaml").write_text(out)
-    assert train_typed(typed, "data.name=images", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
+    assert train_typed(typed, "data.name=blobs", "train.steps=3")[:2] == (0, "done: 3 steps → runs/digits\n")
     assert json.loads(typed("train", "--schema")[1])["title"] == "Config"
+
+
+def test_a_run_to_begin_with_trains_and_resumes_as_it_is(typed: Typed, tmp_path: Path) -> None:
+    code, out, _ = typed("train", "--init", "new/first")
+    assert (code, out.splitlines()[1]) == (0, "train it: ckptool train new/first/run.yaml")
+    first = ("train", "new/first/run.yaml", "--set", "train.steps=6", "--set", "save.every=3")
+    assert typed(*first, "-q") == (0, "done: 6 steps → runs/first\n", "")
+    assert typed("resume", "runs/first", "-q", "--set", "train.steps=9")[:2] == (0, "done: 9 steps → runs/first\n")
+    assert typed(*first[:2], "-q", "--set", "train.steps=9", "--set", "save.every=3", "--set", "run=b")[0] == 0
+    whole, parts = (Path(run) / "checkpoints/step-00000009.pt" for run in ("b", "runs/first"))
+    assert whole.read_bytes() == parts.read_bytes()
+    code, _, err = typed("train", "--init", "new/first")
+    assert (code, "new/first/model.py exists already" in err) == (2, True)
+    assert all(len(line) <= 120 for line in Path("new/first/model.py").read_text().splitlines())
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
@@ -96,7 +110,7 @@ def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
 def test_no_configuration(typed: Typed) -> None:
     code, _, err = typed("train")
     assert code == 2
-    assert "ckptool train --init > run.yaml" in err
+    assert "ckptool train --init DIR" in err
 
 
 def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Polled:
         return self.wanted in seen
 
     def counts(self) -> Counter[str]:
-        """Kind -> how many events of it the process had."""
+        """Choice -> how many events of it the process had."""
         return self.count
 
     def outside(self) -> list[str]:

@@ -1,83 +1,14 @@
-"""Built-in data: small, made on the spot, the same on every machine."""
+"""Data for the examples, made on the spot, the same on every machine. Named in a configuration as data.py:NAME."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from ckptool.commands import arg
-from ckptool.errors import UsageError
-
-
-class Rows(Sequence[Any]):
-    """Samples that are rows of tensors, which are cut only where somebody looks at a single one."""
-
-    def __init__(self, columns: list[torch.Tensor]) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: Any) -> Any:
-        parts = tuple(column[index] for column in self.columns)
-        return parts if len(parts) > 1 else parts[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        rows = [column.unbind() for column in self.columns]
-        return zip(*rows, strict=True) if len(rows) > 1 else iter(rows[0])
-
-    @property
-    def stacked(self) -> Any:
-        """The samples as torch's `default_collate` puts them together."""
-        return self.columns if len(self.columns) > 1 else self.columns[0]
-
-
-class Arrays(Dataset[Any]):
-    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
-
-    random = False  # nothing is drawn when a sample is taken
-
-    def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
-        self.columns, self.about = columns, about
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> Any:
-        parts = tuple(column[index] for column in self.columns)
-        return parts if len(parts) > 1 else parts[0]
-
-    def __getitems__(self, indices: list[int]) -> Rows:
-        """Samples together: one look-up in each column."""
-        return Rows([column[indices] for column in self.columns])
-
-
-def digits() -> Arrays:
-    """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UsageError(
-            "data: digits come with scikit-learn, which is not installed",
-            "",
-            f"pip install 'ckptool[examples]'; or other pictures: {arg(set='data.name=images')}",
-        ) from None
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
-    return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
-
-
-def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:
-    """Points around as many centres as there are classes."""
-    g = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, inputs, generator=g) * 3
-    labels = torch.arange(samples) % classes
-    points = centres[labels] + torch.randn(samples, inputs, generator=g) * spread
-    return Arrays(points, labels, about={"inputs": [inputs], "classes": classes})
+from ckptool.training.toys import Arrays
 
 
 def images(
@@ -161,16 +92,3 @@ class Sequences(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         item = self.items[index]
         return item, torch.tensor(int((item == 1).sum()) % 2)
-
-
-BUILT_IN: dict[str, Callable[..., Dataset[Any]]] = {
-    "digits": digits,
-    "blobs": blobs,
-    "images": images,
-    "spirals": spirals,
-    "linear": linear,
-    "ring": ring,
-    "modadd": modadd,
-    "text": text,
-    "sequences": Sequences,
-}

@@ -1,0 +1,86 @@
+"""The toys that `train --init` and README name: a model and two data sets. More are in `examples/` of the source."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ckptool.commands import arg
+from ckptool.errors import UsageError
+
+
+class Arrays(TensorDataset):
+    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
+
+    random = False  # nothing is drawn when a sample is taken
+
+    def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
+        super().__init__(*columns)
+        self.about = about
+
+    def __getitem__(self, index: int) -> Any:
+        parts = tuple(column[index] for column in self.tensors)
+        return parts if len(parts) > 1 else parts[0]
+
+
+def digits() -> Arrays:
+    """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError(
+            "data: digits come with scikit-learn, which is not installed",
+            "",
+            f"pip install 'ckptool[examples]'; or other data: {arg(set='data.name=blobs')}",
+        ) from None
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+    return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
+
+
+def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:
+    """Points around as many centres as there are classes."""
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, inputs, generator=g) * 3
+    labels = torch.arange(samples) % classes
+    points = centres[labels] + torch.randn(samples, inputs, generator=g) * spread
+    return Arrays(points, labels, about={"inputs": [inputs], "classes": classes})
+
+
+class MLP(nn.Sequential):
+    """Linear layers with ReLU and dropout between them, for inputs of any shape, and tokens with a vocabulary."""
+
+    def __init__(
+        self,
+        inputs: list[int],
+        outputs: int = 0,
+        classes: int = 0,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+        vocabulary: int = 0,
+        width: int = 16,
+    ) -> None:
+        first = math.prod(inputs) * (width if vocabulary else 1)
+        sizes = [first, *([64] if hidden is None else hidden), outputs or classes]
+        layers: list[nn.Module] = [nn.Embedding(vocabulary, width)] if vocabulary else []
+        layers.append(nn.Flatten())
+        for number, (before, after) in enumerate(pairwise(sizes)):
+            layers.append(nn.Linear(before, after))
+            if number < len(sizes) - 2:
+                layers += [nn.ReLU(), nn.Dropout(dropout)]
+        super().__init__(*layers)
+
+
+# What was built in once, by the file of `examples/` that it is in now.
+MOVED_DATA = {
+    **{name: f"data.py:{name}" for name in ("images", "linear", "modadd", "ring", "spirals", "text")},
+    "sequences": "data.py:Sequences",
+}
+MOVED_MODELS = {
+    name.lower(): f"models.py:{name}" for name in ("CharGPT", "Conv", "Discriminator", "Generator", "Tagger")
+}
