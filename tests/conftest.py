@@ -72,7 +72,7 @@ def harness() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Starts processes that begin with everything imported, and compute with one thread."""
-    from ckptool.training.prove.fork_server import ForkServer
+    from tests.support.fork_server import ForkServer
 
     with ForkServer(str(tmp_path_factory.mktemp("server") / "stderr")) as server:
         yield server

@@ -84,9 +84,7 @@ class Data(Section):
     workers: Count = key(0, "processes that load", FREE)
     collate: str = key("default", "default | pad (sequences) | file.py:NAME")
     drop_last: bool = key(False, "leave out the last, partial batch of an epoch")
-    sampler: str | None = key(
-        None, "file.py:NAME, called with (data set, generator) in each epoch: an iterable of indices"
-    )
+    sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
     val_fraction: float = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
     val: HeldOut | None = key(None, "{name: file.py:NAME, args: {}}: a set of its own to evaluate on", DECLARED)
     test: HeldOut | None = key(None, "the same, for ckptool eval --on test alone", FREE)
@@ -375,16 +373,15 @@ def is_named(field: FieldInfo) -> bool:
 
 
 def descend(place: Place) -> Iterator[tuple[FieldInfo | None, type[BaseModel] | None]]:
-    """The key at each part of a place, None for names of the user's own, and the section that follows."""
+    """The key at each part of a place, None for names of the user's own and numbers, and the section that follows."""
     section: type[BaseModel] | None = Config
-    named = False  # the section holds sections of one kind, under names of the user's own
+    several = False  # the section holds sections of one kind, by name or by number
     for part in place:
-        if named or isinstance(part, int):
-            field, named = None, False
-        else:
-            field = keys_of(section).get(str(part))
-            section, named = (section_in(field.annotation), is_named(field)) if field is not None else (None, False)
-        yield field, None if named else section
+        field = None if several else keys_of(section).get(str(part))
+        if not several:
+            section = section_in(field.annotation) if field is not None else None
+        several = field is not None and typing.get_origin(field.annotation) in (dict, list)
+        yield field, None if several else section
 
 
 # What may change on a resume -----------------------------------------------------------------------------------------
@@ -407,12 +404,10 @@ def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[
     Plain values come first, then sections: the order of keys is part of a file's bytes.
     """
     fields = {key: field for key, field in keys_of(section).items() if _rule(field) != FREE}
-    below = {
-        key: None if typing.get_origin(f.annotation) is list else section_in(f.annotation) for key, f in fields.items()
-    }
+    below = {key: section_in(f.annotation) for key, f in fields.items() if typing.get_origin(f.annotation) is not list}
     kept = {}
-    for key in sorted(fields, key=lambda key: below[key] is not None):
-        value, inner = values[key], below[key]
+    for key in sorted(fields, key=lambda key: below.get(key) is not None):
+        value, inner = values[key], below.get(key)
         if inner is not None and value is not None:
             named = is_named(fields[key])
             value = {name: recorded(each, inner) for name, each in value.items()} if named else recorded(value, inner)
@@ -455,7 +450,8 @@ def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
 def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str) -> None:
     """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
     fixed = [change for change in found if change.rule == FIXED]
-    silent = [change for change in found if change.rule == DECLARED and not _is_asked(change.key, asked)]
+    named = [change.key for change in found if any(f"{change.key}.".startswith(f"{each}.") for each in asked)]
+    silent = [change for change in found if change.rule == DECLARED and change.key not in named]
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
@@ -465,7 +461,3 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
             if fixed
             else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",
         )
-
-
-def _is_asked(key: str, asked: Sequence[str]) -> bool:
-    return any(key == each or key.startswith(each + ".") for each in asked)

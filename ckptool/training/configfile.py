@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,25 +92,25 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
         inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
         if inside or (missing and number == len(loc) - 1):
             place = (*place, part)
-        if inside:
-            values = values[part]
+        values = values[part] if inside else values
     return place
 
 
 def _problem_words(place: Place, problems: Sequence[Any]) -> str:
-    """The problem at a place, in words; several problems are several things that it could be, and is not."""
+    """The problem at a place, in words of ours; several are several things that it could be, and is not."""
     key, first = dotted(place), problems[0]
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(place[-1]), _keys_at(place[:-1]), 1)
+        *_, (_, section) = ((None, Config), *descend(place[:-1]))
+        close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
         return f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
     if first["type"] == "missing":
         return f"{key} is missing"
     words = ", or ".join(dict.fromkeys(map(_words, problems)))
     shown = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
-    given = f" (it is {repr(first.get('input'))[:80]})" if shown else ""
-    return f"{key + ': ' if key else ''}{words}{given}"
+    return f"{key + ': ' if key else ''}{words}" + (f" (it is {repr(first.get('input'))[:80]})" if shown else "")
 
 
+# What pydantic says of its own types, by its kinds of error or their first words; context: what it names.
 _WORDS = {
     "int": "should be a whole number",
     "float": "should be a number",
@@ -119,34 +120,20 @@ _WORDS = {
     "list": "should be a list",
     "model": "should be a section, of KEY: VALUE lines",
     "dict": "should be a section, of KEY: VALUE lines",
-}
-_LIMITS = {
-    "greater_than": ("gt", "greater than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
+    "greater_than": "should be greater than {gt:g}",
+    "greater_than_equal": "should be at least {ge:g}",
+    "less_than": "should be less than {lt:g}",
+    "less_than_equal": "should be at most {le:g}",
+    "literal_error": "should be {expected}",
+    "string_pattern_mismatch": "should be the name of a file that ends with .json or .json.gz",
+    "value_error": "{error}",
 }
 
 
 def _words(problem: Any) -> str:
-    """A problem in words of ours: pydantic's are about its own types."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    if kind == "value_error":
-        return str(context["error"])
-    if kind in _LIMITS:
-        key, words = _LIMITS[kind]
-        return f"should be {words} {context[key]:g}"
-    if kind == "literal_error":
-        return f"should be {context['expected']}"
-    if kind == "string_pattern_mismatch":
-        return "should be the name of a file that ends with .json or .json.gz"
-    return _WORDS.get(kind.partition("_")[0], "cannot be this")
-
-
-def _keys_at(place: Place) -> list[str]:
-    """The keys that a section takes."""
-    *_, (_, section) = ((None, Config), *descend(place))
-    return list(keys_of(section))
+    kind = problem["type"]
+    words = _WORDS.get(kind) or _WORDS.get(kind.partition("_")[0], "cannot be this")
+    return words.format(**problem.get("ctx", {}))
 
 
 # --set ---------------------------------------------------------------------------------------------------------------
@@ -167,23 +154,16 @@ def assignment(text: str) -> tuple[Place, Any]:
 
 
 def _set(values: Any, place: Place, value: Any) -> None:
-    for index, part in enumerate(place[:-1]):
-        below = _step(values, part, place)
-        if below is None:
-            below = values[part] = {}
-        values = below
-        if not isinstance(values, (dict, list)):
-            raise UsageError(f"{arg(set=dotted(place))}: {dotted(place[: index + 1])} is a value, not a section")
-    _step(values, place[-1], place)
-    values[place[-1]] = value
-
-
-def _step(values: Any, part: Any, place: Place) -> Any:
-    if isinstance(values, list):
-        if not isinstance(part, int) or part >= len(values):
+    for index, part in enumerate(place):
+        if isinstance(values, list) and (not isinstance(part, int) or part >= len(values)):
             raise UsageError(f"{arg(set=dotted(place))}: there is no {part} in a list of {len(values)}")
-        return values[part]
-    return values.get(part)
+        if not isinstance(values, (dict, list)):
+            raise UsageError(f"{arg(set=dotted(place))}: {dotted(place[:index])} is a value, not a section")
+        if index == len(place) - 1:
+            values[part] = value
+        elif isinstance(values, dict) and values.get(part) is None:
+            values[part] = {}
+        values = values[part]
 
 
 def written(config: Config) -> str:
@@ -224,7 +204,7 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
     """The plain values of a YAML text, and the line of every key. A `UsageError` begins with `where` and the line."""
     try:
         root = yaml.compose(text, Loader=Loader)
-        lines = dict(_lines(root)) if root is not None else {}
+        lines = dict(_lines(root, (), set())) if root is not None else {}
         return plain(yaml.load(text, Loader=Loader)), lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -235,30 +215,23 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
         raise UsageError(f"{where}: values are nested too deep") from None
 
 
-def _lines(node: yaml.Node, place: Place = ()) -> Iterator[tuple[Place, int]]:
+def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Place, int]]:
     """The line of every key. Raises `MarkedYAMLError` for one that is given twice: YAML would take the last."""
-    stack: list[tuple[yaml.Node, Place]] = [(node, place)]
-    seen: set[int] = set()
-    known: set[Place] = set()
-    while stack:
-        node, place = stack.pop()
-        if id(node) in seen:
-            continue  # an alias
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue  # which the loader refuses
-                here = (*place, key.value)
-                if here in known:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                known.add(here)
-                yield here, key.start_mark.line + 1
-                stack.append((value, here))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                yield (*place, index), value.start_mark.line + 1
-                stack.append((value, (*place, index)))
+    if id(node) in seen:
+        return  # an alias
+    seen.add(id(node))
+    inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):  # whose keys are scalars; others the loader refuses
+        inside = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+    elif isinstance(node, yaml.SequenceNode):
+        inside = [(index, value, value) for index, value in enumerate(node.value)]
+    known = set()
+    for part, at, value in inside:
+        if part in known:
+            raise yaml.MarkedYAMLError(problem=f"{part} is given twice", problem_mark=at.start_mark)
+        known.add(part)
+        yield (*place, part), at.start_mark.line + 1
+        yield from _lines(value, (*place, part), seen)
 
 
 def plain(value: Any, place: Place = ()) -> Any:
@@ -286,31 +259,19 @@ def _plain(value: Any, place: Place, left: list[int]) -> Any:
         return {str(key): _plain(item, (*place, key), left) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, (*place, index), left) for index, item in enumerate(value)]
-    name = dotted(place) or "the configuration"
-    raise UsageError(
-        f"{name} is {_described(value)}, and a configuration holds plain values",
-        "It is saved in run.yaml, from which the run is resumed.",
-        _instead(value),
-    )
-
-
-def _described(value: Any) -> str:
-    kind = "the class" if isinstance(value, type) else "the function" if callable(value) else "an object of"
-    return f"{kind} {getattr(value, '__qualname__', None) or type(value).__qualname__}"
-
-
-def _instead(value: Any) -> str:
-    """The advice to name a class or a function by its place."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if not module or module == "builtins" or not name:
-        return "Give strings, numbers, lists and dictionaries."
-    if not name.isidentifier():
-        return "Move it to the top of a file, and name it by that: file.py:NAME"
+    is_named = hasattr(value, "__qualname__")
+    kind = "the class" if isinstance(value, type) else "the function" if is_named else "an object of"
+    name = value.__qualname__ if is_named else type(value).__qualname__
+    module, of_main = getattr(value, "__module__", None), sys.modules["__main__"]
     if module == "__main__":
-        import __main__
-
-        module = os.path.basename(getattr(__main__, "__file__", "file.py"))
-    return f"Name it by its place: '{module}:{name}'"
+        module = os.path.basename(getattr(of_main, "__file__", "file.py"))
+    raise UsageError(
+        f"{dotted(place) or 'the configuration'} is {kind} {name}, and a configuration holds plain values",
+        "It is saved in run.yaml, from which the run is resumed.",
+        f"Name it by its place: '{module}:{name}'"
+        if is_named and module and module != "builtins" and name.isidentifier()
+        else "Give strings, numbers, lists and dictionaries; code of your own by its place: file.py:NAME",
+    )
 
 
 def dotted(place: Place) -> str:

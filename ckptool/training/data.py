@@ -11,8 +11,7 @@ import math
 import operator
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
-from ckptool.training.streams import Position, Reader, Steps, is_stream, own_numbers, unchanged
+from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
 from ckptool.training.toys import MOVED_DATA, blobs, digits
 
 if TYPE_CHECKING:
@@ -100,7 +99,14 @@ class Samples:
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        device, begin = trainer.world.device, trainer.step
+        device = trainer.world.device
+        with closing(self._loaded(*self._source(trainer), device)) as loader:
+            for step, (parts, position) in enumerate(loader, trainer.step):
+                self._at(step, position)
+                yield [Batch(to_device(data, device), size, total) for data, size, total in parts]
+
+    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
+        """The data set that gives steps, and what it is asked for; None for a stream, which is asked for nothing."""
         shared = self.settings.workers or self.settings.val_fraction or trainer.world.size > 1
         if hasattr(self.dataset, "state_dict") and shared:
             raise UsageError(
@@ -108,32 +114,21 @@ class Samples:
                 "Each worker and each process has its own, and evaluation on a part of it changes it.",
                 "Take one process, data.workers=0 and data.val_fraction=0; or make it an IterableDataset.",
             )
-        asked: deque[list[_Share]] = deque()  # the loader is some steps ahead
-        places = _Order(self._shares(trainer, begin), asked)
-        with closing(self._loaded(_Seeded(self.dataset, self.seed), places, device)) as loader:
-            for _ in range(begin, trainer.total_steps):
-                first = to_device(next(loader), device)
-                rest = [to_device(next(loader), device) for _ in asked[0][1:]]
-                yield [
-                    Batch(data, len(share.places) if share.counts else 0, share.total)
-                    for data, share in zip((first, *rest), asked.popleft(), strict=True)
-                ]
+        return _Seeded(self.dataset, self.collate, self.seed), self._shares(trainer)
 
-    def _shares(self, trainer: Trainer, begin: int) -> Iterator[list[_Share]]:
-        """This process's shares of each step from `begin` on: one of each micro-batch that has samples at all."""
-        world, parts = trainer.world, trainer.config.train.accumulate
+    def _at(self, step: int, position: Position | None) -> None:
+        """Takes note of the place of a step; here it follows from the step."""
+
+    def _shares(self, trainer: Trainer) -> Iterator[list[Share]]:
+        """This process's shares of each step that is left: one of each micro-batch that has samples at all."""
         batch, per_epoch = self.settings.batch, self.batches(self.settings.batch, self.settings.drop_last)
-        for step in range(begin, trainer.total_steps):
+        ordered: Sequence[int] | None = None
+        for step in range(trainer.step, trainer.total_steps):
             epoch, place = divmod(step, per_epoch)
-            if place == 0 or step == begin:
+            if place == 0 or ordered is None:
                 ordered = self._order(epoch)
-            samples = [self.train[i] for i in ordered[place * batch : (place + 1) * batch]]
-            windows = [window for micro in range(parts) if (window := samples[micro::parts])]
-            # A process without a sample takes one with the weight of none: all must take part in every step.
-            yield [
-                _Share([(epoch, i) for i in world.shard(window) or window[:1]], len(window), len(window) > world.rank)
-                for window in windows
-            ]
+            samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
+            yield shares(samples, trainer.config.train.accumulate, trainer.world.shard)
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as places in `train`: a permutation, or what the sampler gives."""
@@ -156,16 +151,15 @@ class Samples:
             )
         return found
 
-    def _loaded(self, dataset: Any, places: Any, device: torch.device) -> Generator[Any]:
-        """What `dataset` gives for each of the places, collated; by workers where there are. Closing it ends them."""
+    def _loaded(self, dataset: Any, asked: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
+        """What `dataset` gives for all that it is asked for, by workers where there are. Closing it ends them."""
         if not self.settings.workers:
-            ready = dataset if places is None else map(self.collate, map(dataset.__getitems__, places))
-            yield from self._guarded(iter(ready))
+            yield from self._guarded(iter(dataset if asked is None else map(dataset.__getitems__, asked)))
             return
         loader = DataLoader(
             dataset,
-            **({"batch_size": None} if places is None else {"batch_sampler": places}),
-            collate_fn=self.collate if places is not None else unchanged,
+            **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
+            collate_fn=unchanged,
             num_workers=self.settings.workers,
             worker_init_fn=ignore_in_worker,
             multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -196,11 +190,13 @@ class Samples:
             finally:
                 reader.rewind()  # the next evaluation begins as this one did
             return
-        starts = range(0, len(held), self.settings.batch)
-        places = [[(epoch, i) for i in held[begin : begin + self.settings.batch]] for begin in starts]
-        with closing(self._loaded(_Seeded(dataset, self.seed, evaluated=True), places, device)) as loader:
-            for part, data in zip(places, loader, strict=True):
-                yield Batch(to_device(data, device), len(part), len(part))
+        batch = self.settings.batch
+        places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
+        asked = [[(part, len(part), len(part))] for part in places]
+        seeded = _Seeded(dataset, self.collate, self.seed, evaluated=True)
+        with closing(self._loaded(seeded, asked, device)) as loader:
+            for ((data, size, total),), _ in loader:
+                yield Batch(to_device(data, device), size, total)
 
 
 class Streamed(Samples):
@@ -234,72 +230,51 @@ class Streamed(Samples):
         """Goes on from a place in the stream."""
         self.positions = {step: state.get("stream")}
 
-    def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        world, settings, begin = trainer.world, self.settings, trainer.step
+    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
         steps = Steps(
-            partial(Reader, self.dataset, self.seed, self.positions.get(begin)),
-            world.shard,
+            partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step)),
+            trainer.world.shard,
             self.collate,
-            range(begin, trainer.total_steps),
-            settings.batch,
-            settings.drop_last,
+            range(trainer.step, trainer.total_steps),
+            self.settings.batch,
+            self.settings.drop_last,
             trainer.config.train.accumulate,
             trainer.config.save.every,
         )
-        with closing(self._loaded(steps, None, world.device)) as loader:
-            for step, (parts, position) in enumerate(loader, begin):
-                # Until the step is done, the state is that of the step before.
-                self.positions = {step: self.positions.get(step), step + 1: position}
-                yield [Batch(to_device(data, world.device), size, total) for data, size, total in parts]
+        return steps, None
 
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A process's samples of a micro-batch: (epoch, index). total: of all processes; counts: False for a stand-in."""
-
-    places: list[tuple[int, int]]
-    total: int
-    counts: bool
-
-
-class _Order:
-    """The samples of each micro-batch, for a loader. Each step is added to `asked` when its first one is."""
-
-    def __init__(self, steps: Iterator[list[_Share]], asked: deque[list[_Share]]) -> None:
-        self.steps, self.asked = steps, asked
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in self.steps:
-            self.asked.append(step)
-            for share in step:
-                yield share.places
+    def _at(self, step: int, position: Position | None) -> None:
+        # Until the step is done, the state is that of the step before.
+        self.positions = {step: self.positions.get(step), step + 1: position}
 
 
 class _Seeded(Dataset[Any]):
-    """The data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
+    """Steps of a data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
 
     It is told each new epoch with the first sample of it: from outside, that would not reach a worker.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, evaluated: bool = False) -> None:
-        self.dataset, self.seed, self.evaluated = dataset, derived(seed, "sample"), evaluated
-        self.random = bool(getattr(dataset, "random", True))
+    def __init__(self, dataset: Any, collate: Collate, seed: int, *, evaluated: bool = False) -> None:
+        self.dataset, self.collate, self.evaluated = dataset, collate, evaluated
+        self.seed, self.random = derived(seed, "sample"), bool(getattr(dataset, "random", True))
         self.epoch: int | None = None
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        epoch, index = place
-        self._begin(epoch)
-        if self.random:
-            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
-        return self.dataset[index]
+    def __getitems__(self, asked: list[Share]) -> tuple[list[tuple[Any, int, int]], None]:
+        """The micro-batches of a step, collated; it has no position of its own."""
+        return [(self.collate(self._samples(places)), size, total) for places, size, total in asked], None
 
-    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+    def _samples(self, places: list[tuple[int, int]]) -> list[Any]:
         if not self.random and hasattr(self.dataset, "__getitems__"):
             self._begin(places[0][0])
             found: list[Any] = self.dataset.__getitems__([index for _, index in places])
             return found
-        return [self[place] for place in places]
+        return [self._sample(epoch, index) for epoch, index in places]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        self._begin(epoch)
+        if self.random:
+            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
+        return self.dataset[index]
 
     def _begin(self, epoch: int) -> None:
         if self.epoch is None and torch.utils.data.get_worker_info() is not None:
@@ -369,17 +344,12 @@ def default(samples: list[Any]) -> Any:
 
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
-    if isinstance(samples[0], dict):
-        columns = {key: [sample[key] for sample in samples] for key in samples[0]}
-        lengths = _lengths(next(iter(columns.values())))
-        return {**{key: _padded(column) for key, column in columns.items()}, "lengths": lengths}
-    several = isinstance(samples[0], tuple)
-    parts = [list(column) for column in zip(*samples, strict=True)] if several else [samples]
-    return (*(_padded(column) for column in parts), _lengths(parts[0]))
-
-
-def _lengths(sequences: list[Any]) -> torch.Tensor:
-    return torch.tensor([len(sequence) for sequence in sequences])
+    first = samples[0]
+    keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
+    columns = {key: [sample[key] for sample in samples] for key in keys} or {0: samples}
+    padded = {key: _padded(column) for key, column in columns.items()}
+    lengths = torch.tensor([len(sequence) for sequence in next(iter(columns.values()))])
+    return {**padded, "lengths": lengths} if isinstance(first, dict) else (*padded.values(), lengths)
 
 
 def _padded(column: list[Any]) -> Any:
@@ -389,11 +359,11 @@ def _padded(column: list[Any]) -> Any:
     return default(column)
 
 
-COLLATES = Choice("collate", "called with a list of samples, it gives a batch", {"default": default, "pad": pad})
-SAMPLERS = Choice("data.sampler", "called with (data set, generator) in each epoch, it gives an iterable of indices")
+COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": default, "pad": pad})
+SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
 DATA = Choice(
     "data",
-    "called with args, it gives a Dataset or an IterableDataset",
+    "is called with args and gives a Dataset or an IterableDataset",
     {"digits": digits, "blobs": blobs},
     moved=MOVED_DATA,
     gives=(

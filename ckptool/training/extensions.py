@@ -35,7 +35,7 @@ def classes_of(module: Any, base: type) -> dict[str, Any]:
 class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
-    key: as messages call it.  yours: what has to be at `file.py:NAME`, in words.  built_in: by name.  classes: torch's,
+    key: as messages call it.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
     by name in lower case; `step` and `step_lr` are StepLR.  moved: names that were built in once, and where they are.
     gives: what a call must result in, in words, and the test for it.
     """
@@ -50,7 +50,7 @@ class Choice:
     @property
     def typed(self) -> str:
         """What to type for one of the user's own."""
-        return f"Your own is file.py:NAME: {self.yours}"
+        return f"Your own is file.py:NAME, which {self.yours}"
 
     def find(self, name: str) -> Any:
         """The object with a name. Raises `UsageError` for an unknown one, `UserCodeFailed` where its module raises."""
@@ -139,36 +139,28 @@ def name_culprits() -> Iterator[None]:
     except (CkptoolError, MemoryError, RecursionError):
         raise
     except (Exception, SystemExit) as error:
-        if (described := _described(error)) is None:
-            raise
-        raise described from error
+        frames = traceback.extract_tb(error.__traceback__)
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        last, theirs = frames[-1], [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
+        if theirs:
+            place = frames[theirs[-1]]
+            raise UserCodeFailed(
+                f"{place.filename}:{place.lineno} raised {what}",
+                TextLines(*"".join(traceback.format_list(frames[theirs[0] :])).rstrip().split("\n")),
+                "The error is in your code, not in ckptool's.",
+            ) from error
+        if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
+            raise  # a fault of ckptool's
+        raise RunFailed(
+            f"training stopped: {what}",
+            f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
+            "Check that the data, the model, the optimizer and their args fit each other.",
+        ) from error
 
 
 def took_part(error: BaseException) -> bool:
     """True where a file of the user's is in the traceback."""
     return any(is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
-
-
-def _described(error: BaseException) -> CkptoolError | None:
-    """The error in words; None for one that ckptool itself raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    theirs = [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
-    if theirs:
-        place = frames[theirs[-1]]
-        return UserCodeFailed(
-            f"{place.filename}:{place.lineno} raised {what}",
-            TextLines(*"".join(traceback.format_list(frames[theirs[0] :])).rstrip().split("\n")),
-            "The error is in your code, not in ckptool's.",
-        )
-    last = frames[-1]
-    if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
-        return None
-    return RunFailed(
-        f"training stopped: {what}",
-        f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
-        "Check that the data, the model, the optimizer and their args fit each other.",
-    )
 
 
 def is_theirs(file: str) -> bool:

@@ -124,35 +124,28 @@ class Hooks:
 def _build_hook(name: str) -> Any:
     """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
     hook = HOOKS.make(name, {})
-    there = [method for method in METHODS if callable(getattr(hook, method, None))]
     kind = type(hook)
-    routines = [key for key in dir(kind) if inspect.isroutine(inspect.getattr_static(kind, key))]
-    others = [key for key in routines if not key.startswith("_")]
-    for other in others if there else ():
-        near = _meant(other, 0.75)
-        if near and near not in there:
-            raise UsageError(
-                f"hooks: {name} has a method {other}, which would never be called",
-                f"The methods of a hook are {', '.join(METHODS)}.",
-                f"Did you mean {near}? If not, begin its name with an underscore.",
-            )
-    if not there:
-        meant = next(filter(None, (_meant(other, 0.5) for other in others)), None)
+    there = [method for method in METHODS if callable(getattr(hook, method, None))]
+    public = [key for key in dir(kind) if not key.startswith("_") and key not in METHODS]
+    others = [key for key in public if inspect.isroutine(inspect.getattr_static(kind, key))]
+    meant = {other: near for other in others if (near := _meant(other, 0.75 if there else 0.5)) not in ("", *there)}
+    if meant or not there:
+        other, near = next(iter(meant.items()), ("", ""))
         raise UsageError(
-            f"hooks: {name} returned {type(hook).__name__}, none of whose methods would be called",
+            f"hooks: {name} has a method {other}, which would never be called"
+            if there
+            else f"hooks: {name} returned {kind.__name__}, none of whose methods would be called",
             f"The methods of a hook are {', '.join(METHODS)}.",
-            f"Did you mean {meant}?" if meant else "",
+            f"Did you mean {near}? If not, begin its name with an underscore." if near else HOOKS.typed,
         )
     return hook
 
 
-def _meant(name: str, cutoff: float) -> str | None:
-    """The method of a hook that a name was probably meant to be."""
-    if name in METHODS:
-        return None
+def _meant(name: str, cutoff: float) -> str:
+    """The method of a hook that a name was probably meant to be, or ""."""
     bare = name.removeprefix("on_")
     swapped = [method for method in METHODS if sorted(method) == sorted(bare)]
-    return next(iter(swapped or difflib.get_close_matches(bare, METHODS, 1, cutoff)), None)
+    return next(iter(swapped or difflib.get_close_matches(bare, METHODS, 1, cutoff)), "")
 
 
 class GradNorm:
@@ -297,6 +290,6 @@ class Board:
 
 HOOKS = Choice(
     "hooks",
-    f"called without arguments, it gives an object with any of the methods {', '.join(METHODS)}",
+    f"is called without arguments and gives an object with any of the methods {', '.join(METHODS)}",
     {"grad_norm": GradNorm, "activation_stats": ActivationStats},
 )

@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from ckptool.checkpoint.files import read_small_text
 from ckptool.commands import command
 from ckptool.errors import CkptoolError, Corrupt, UsageError
 from ckptool.formats.opening import PathLike
-from ckptool.training import CONFIG, HISTORY, LOOP, is_run
+from ckptool.training import CONFIG, LOOP, is_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
-from ckptool.training.store import Lines, Retention, SavedState, Store, check, last_config, size_of
-
-MAX_CONFIG = 1 << 20
+from ckptool.training.run_folder import last_config, recorded, values_of
+from ckptool.training.store import Retention, RunFolder, SavedState, check, size_of
 
 
 def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
@@ -24,14 +22,18 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
     """
     name = folder_of(run)
-    number, config = _config(os.path.join(name, CONFIG))
-    history = list(Lines(os.path.join(name, HISTORY)).read())
+    number, text = recorded(name)
+    if not (config := values_of(text)):
+        path = os.path.join(name, CONFIG)
+        raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
+    folder = RunFolder(name, number)
+    history = list(folder.history.read())
     _, config = last_config(name, number, config)
     sections = {key: value for key, value in config.items() if isinstance(value, dict)}
     save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
     last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
-    there = Store(name, number).all()
+    there = folder.all()
     kept, _ = Retention(last, best, every, metric, mode).divide(there)
     rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
     event = history[-1] if history else {}
@@ -57,20 +59,6 @@ def folder_of(run: PathLike) -> str:
     if not is_run(name):
         raise UsageError(f"{name} is not a run: it lacks run.yaml or checkpoints", "", f"Look: {command('scan', name)}")
     return name
-
-
-def _config(path: str) -> tuple[str, dict[str, Any]]:
-    """The id of a run, from the first line of its configuration, and the configuration as it was written."""
-    import yaml
-
-    try:
-        text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
-    return text.partition("\n")[0].removeprefix("# ckptool run ").strip(), found
 
 
 def _count(section: dict[str, Any], key: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from ckptool.analysis.targets import names_code
 from ckptool.analysis.warm_start import LoadReport, percent
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODELS = Choice(
     "models",
-    "called with args, it gives a torch.nn.Module",
+    "is called with args and gives a torch.nn.Module",
     {"mlp": MLP},
     moved=MOVED_MODELS,
     gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
@@ -59,7 +59,7 @@ def build_model(
 
 INIT = Choice(
     "init",
-    "called with the model, it sets its first values",
+    "is called with the model and sets its first values",
     {
         "default": None,
         "xavier_uniform": nn.init.xavier_uniform_,
@@ -130,92 +130,70 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
 
     Raises `UsageError` where nothing matches, or `sequential` is no `nn.Sequential`.
     """
-    options = {"use_reentrant": settings.use_reentrant, "preserve_rng_state": settings.preserve_rng_state}
-    if settings.sequential is not None:
-        chosen = {settings.sequential: _sequential(model, settings.sequential)}
-        _in_segments(chosen[settings.sequential], settings.segments, options)
-    else:
-        # The outermost modules that match: what is inside of them is computed again with them.
-        patterns = settings.match or ""
-        names = outermost(modules_matching(model, patterns, "activation_checkpoint"))
-        chosen = {name: model.get_submodule(name) for name in names}
-        for module in chosen.values():
-            _forgetting(module, options)
-    drops = [name for name, module in chosen.items() if _has(module, nn.modules.dropout._DropoutNd)]
-    if drops and not settings.preserve_rng_state:
-        within = f"dropout inside {listed(drops, 3)}"
-        say(f"note: preserve_rng_state is off, so {within} draws new random numbers on recomputation: results differ")
-    if norms := [name for name, module in chosen.items() if _has(module, nn.modules.batchnorm._BatchNorm)]:
-        say(f"note: BatchNorm inside {listed(norms, 3)} sees its batch twice, and updates its running statistics twice")
-
-
-def _sequential(model: nn.Module, name: str) -> nn.Module:
     modules = dict(model.named_modules())
-    found = modules.get(name)
-    if not isinstance(found, nn.Sequential):
+    if settings.sequential is None:
+        # The outermost modules that match: what is inside of them is computed again with them.
+        names = outermost(modules_matching(model, settings.match or "", "activation_checkpoint"))
+    elif isinstance(modules.get(settings.sequential), nn.Sequential):
+        names = [settings.sequential]
+    else:
         there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
-        raise UsageError(
-            f"activation_checkpoint: {name!r} is not an nn.Sequential", f"Available: {listed(there, 8) or 'none'}."
-        )
-    return found
+        what = f"activation_checkpoint: {settings.sequential!r} is not an nn.Sequential"
+        raise UsageError(what, f"Available: {listed(there, 8) or 'none'}.")
+    for name in names:
+        _recompute(modules[name], settings)
+
+    def with_a(kind: type) -> str:
+        return listed([n for n in names if any(isinstance(part, kind) for part in modules[n].modules())], 3)
+
+    if not settings.preserve_rng_state and (drops := with_a(nn.modules.dropout._DropoutNd)):
+        within = f"dropout inside {drops}"
+        say(f"note: preserve_rng_state is off, so {within} draws new random numbers on recomputation: results differ")
+    if norms := with_a(nn.modules.batchnorm._BatchNorm):
+        say(f"note: BatchNorm inside {norms} sees its batch twice, and updates its running statistics twice")
 
 
-def _forgetting(module: nn.Module, options: dict[str, Any]) -> None:
+def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
+    """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
     kind: Any = type(module)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
-        return _checkpointed(kind, self, args, kwargs, options)
+        if settings.sequential is None:
+            return _checkpointed(partial(kind.forward, self), self, args, kwargs, settings)
+        parts, (value,) = list(self), args
+        size = len(parts) // min(settings.segments, len(parts))
+        last = size * (min(settings.segments, len(parts)) - 1)  # which is kept, as torch's checkpoint_sequential does
+        for begin in range(0, last, size):
+            segment = nn.Sequential(*parts[begin : begin + size])
+            value = _checkpointed(segment, segment, (value,), {}, settings)
+        return nn.Sequential(*parts[last:])(value)
 
-    _with_forward(module, forward)
-
-
-def _checkpointed(kind: Any, module: nn.Module, args: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
-    if not options["use_reentrant"]:
-        return checkpoint(kind.forward, module, *args, **options, **kwargs)
-
-    # The older way looks at positional tensors only, and learns nothing where none of them asks for a gradient.
-    given_all = (*args, *kwargs.values(), *module.parameters())
-    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in given_all):
-        return kind.forward(module, *args, **kwargs)
-
-    def run(_: torch.Tensor, *values: Any) -> Any:
-        given, named = values[: len(args)], values[len(args) :]
-        return kind.forward(module, *given, **dict(zip(kwargs, named, strict=True)))
-
-    return checkpoint(run, torch.empty(0, requires_grad=True), *args, *kwargs.values(), **options)
-
-
-def _in_segments(module: Any, segments: int, options: dict[str, Any]) -> None:
-    kind: Any = type(module)
-
-    def forward(self: Any, value: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return kind.forward(self, value)
-        if options["use_reentrant"] and not value.requires_grad:
-            if not value.is_floating_point():
-                raise UsageError(
-                    "activation_checkpoint: use_reentrant needs floating-point inputs, which can have a gradient",
-                    "The first segment would learn nothing.",
-                    f"Turn it off: {arg(set='train.activation_checkpoint.use_reentrant=false')}",
-                )
-            value = value.detach().requires_grad_()
-        return checkpoint_sequential(  # type: ignore[no-untyped-call]
-            list(self), min(segments, len(self)), value, **options
-        )
-
-    _with_forward(module, forward)
-
-
-def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
-    kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _has(module: nn.Module, kind: type) -> bool:
-    return any(isinstance(part, kind) for part in module.modules())
+def _checkpointed(
+    forward: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: ActivationCheckpoint,
+) -> Any:
+    """The result of a module's forward, whose activations are computed again in the backward pass."""
+    if not settings.use_reentrant:
+        rng = settings.preserve_rng_state
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=rng, **kwargs)
+    values = (*args, *kwargs.values())
+    if not any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*values, *module.parameters())):
+        return forward(*args, **kwargs)
+
+    # The older way looks at positional tensors only, and learns nothing where none of them asks for a gradient.
+    def run(_: torch.Tensor, *given: Any) -> Any:
+        return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+    asks = torch.empty(0, requires_grad=True)
+    return checkpoint(run, asks, *values, use_reentrant=True, preserve_rng_state=settings.preserve_rng_state)
 
 
 class KeptBytes:

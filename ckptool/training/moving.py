@@ -53,10 +53,15 @@ def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
     Parameters, the generators that a library keeps for all (`random_states` has them), `SystemRandom`, activations and
     the state of optimizers are left out. Bounded; what cannot be read is left out, too: it never raises.
     """
+    return reachable(objects)[0]
+
+
+def reachable(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """A snapshot, and name -> the object itself, of all objects that were met on the way."""
     walk = _Walk()
     with suppress(Exception):
         walk.run((name, value, VALUE) for name, value in objects.items())
-    return walk.found
+    return walk.found, walk.objects
 
 
 def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> list[Moved]:
@@ -128,6 +133,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
+        self.objects: dict[str, Any] = {}
         self.seen: dict[int, Any] = {}  # the objects too: another could get the number of one that is gone
 
     def run(self, roots: Parts) -> None:
@@ -144,6 +150,7 @@ class _Walk:
         if id(value) in self.seen or type(value) in _OPAQUE or issubclass(type(value), type):
             return ()
         self.seen[id(value)] = value
+        self.objects.setdefault(name, value)
         if (state := _generator_state(value)) is not None:
             if state:
                 self.note(name, GENERATOR, digest(state))

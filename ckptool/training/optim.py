@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
     "optim",
-    "called with (parameters, lr=…, **args), it gives a torch.optim.Optimizer",
+    "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
     classes=classes_of(torch.optim, torch.optim.Optimizer),
     gives=("a torch.optim.Optimizer", lambda made: isinstance(made, torch.optim.Optimizer)),
 )

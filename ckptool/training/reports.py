@@ -10,8 +10,8 @@ from ckptool.errors import counted
 from ckptool.facts import Bytes, Report, Seconds, Table, Told, age, bold, cyan, green, red, short, size, yellow
 
 GOOD = "good"
-# What is seen of the file system: all calls, by a preloaded library, or that files appear, grow and go.
-PRELOAD, POLLING = "preload", "polling"
+# How kills come: at calls that a preloaded library sees, or by time alone.
+PRELOAD, TIME = "preload", "time"
 ANY = "any moment"  # the place of a kill that waits for no event
 
 
@@ -233,71 +233,6 @@ class RunReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A kill: the last step before it, the signal and its place, and the step resumed from (None: the beginning)."""
-
-    at: int
-    signal: str
-    resumed: int | None
-
-
-@dataclass(slots=True, repr=False)
-class Proof(Report):
-    """Digests, kills and ablations of a run that was to be proved.
-
-    processes: how many trained together.  without: part of the state -> whether the end differed without it (None: the
-    run has none).
-    events: how many file-system events were swept, None where that was not asked for.  lost: True where a run went on
-    from before a checkpoint that it had.  differs: the first step and tensor that differ, where it was disproved.
-    kept: where the runs are then.
-    """
-
-    schema = "prove/2"
-    verdict = "proved"
-
-    steps: int
-    processes: int = 1
-    reference: str = ""
-    kills: list[Kill] = field(default_factory=list)
-    result: str = ""
-    events: int | None = None
-    lost: bool = False
-    without: dict[str, bool | None] = field(default_factory=dict)
-    differs: str = ""
-    kept: str = ""
-
-    @property
-    def proved(self) -> bool:
-        return self.result == self.reference and not self.lost and False not in self.without.values()
-
-    def told(self) -> Told:
-        """The reference, the kills, what was resumed from, the result, and what each part of the state is for."""
-        steps = counted(self.steps, "step")
-        same = "identical" if self.result == self.reference else "another"
-        kills = ", ".join(f"{kill.at} ({kill.signal})" for kill in self.kills)
-        resumed = ", ".join("the beginning" if kill.resumed is None else str(kill.resumed) for kill in self.kills)
-        facts = [
-            ("processes", f"{self.processes}, which train together" if self.processes > 1 else ""),
-            ("reference", f"{steps}  sha256 {self.reference[:8]}…"),
-            ("killed at", kills or "it ended before it could be killed"),
-            ("resumed from", resumed or "nothing"),
-            ("result", f"{steps}  sha256 {self.result[:8]}…   {same} file"),
-        ]
-        if self.events is not None:
-            facts.append(("every event", f"{counted(self.events, 'kill')}, each ended with the same bytes"))
-        words = {True: "differs (so it is needed)", False: "ends the same: it is saved, but has no effect", None: ""}
-        facts += [(f"without {part}", words[differs]) for part, differs in self.without.items()]
-        yield from (f"{name:<22}{fact}" for name, fact in facts if fact)
-        if self.lost:
-            yield "a run resumed from a step before its newest checkpoint: it deletes old ones before new ones are safe"
-        if self.proved:
-            yield green("proved: a run killed anywhere ends with the same bytes.")
-        else:
-            yield red("disproved"), f": {self.differs}" if self.differs else ""
-            yield f"  its runs are kept in {self.kept}"
-
-
-@dataclass(frozen=True, slots=True)
-class CommandKill:
     """A kill. step: how many optimizer steps were done (None: not known).  place: `ANY`, or a kind of event.
 
     resumed: the step that the restart went on from; None where that is not known.
@@ -315,24 +250,25 @@ class CommandKill:
 
 _WAYS = {
     PRELOAD: "calls, by a preloaded library; each kill comes before one, or half way through a write",
-    POLLING: "files that appear, grow and go (calls cannot be seen here); each kill comes just after",
+    TIME: "nothing (calls cannot be seen here): each kill comes at any moment",
 }
 _USUAL = "an unseeded generator, PYTHONHASHSEED and the order of sets, the clock, the number of threads"
 
 
 @dataclass(slots=True, repr=False)
-class CommandProof(Report):
-    """Kills, events, findings and causes of a script that was to be proved.
+class Proof(Report):
+    """Kills, events, findings and causes of a command that was to be proved.
 
-    watched: `preload`, all calls, or `polling`.  steps: of the unbroken run; 0 where no optimizer was seen.
+    watched: `preload`, all calls, or `time`, none.  steps: of the unbroken run; 0 where no optimizer was seen.
 
     events: kind of event -> how many the unbroken run had.  compared: the checkpoints that its folder held at the end.
     unstable: what differed between two unbroken runs; then nothing was killed.  findings: what is wrong.  differs: the
-    first step and tensor.  causes: what is probably not saved, with the evidence.  remarks: what was not judged.
-    kept: where the runs are, if it was not proved.
+    first step and tensor.  causes: what is probably not restored, with the evidence.  confirmed: those with which put
+    back, and nothing else, the end was that of the unbroken run.  starts: how often the command was started.  remarks:
+    what was not judged.  kept: where the runs are, if it was not proved.
     """
 
-    schema = "prove_command/2"
+    schema = "prove/2"
     verdict = "proved"
 
     command: tuple[str, ...]
@@ -341,11 +277,13 @@ class CommandProof(Report):
     seconds: Seconds = 0.0
     events: dict[str, int] = field(default_factory=dict)
     compared: tuple[str, ...] = ()
-    kills: list[CommandKill] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
     unstable: list[str] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     differs: str = ""
     causes: list[str] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
+    starts: int = 0
     remarks: list[str] = field(default_factory=list)
     kept: str = ""
 
@@ -371,8 +309,8 @@ class CommandProof(Report):
             facts.append(("kinds of events", kinds or "none was seen"))
         facts += [("note", remark) for remark in self.remarks]
         facts += [("found", each) for each in self.findings]
-        if self.differs:
-            facts += [("differs", self.differs), *(("probably not saved", cause) for cause in self.causes)]
+        facts += [("differs", self.differs)] if self.differs else []
+        facts += [("confirmed" if cause in self.confirmed else "likely", cause) for cause in self.causes]
         yield from (f"{name:<20}{fact}" for name, fact in facts)
         if self.proved:
             count = counted(len(self.kills), "kill")

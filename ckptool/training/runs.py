@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import CONFIG, LOOP, configfile, run_folder
 from ckptool.training.config import Config
-from ckptool.training.run_folder import RunFolder, recorded
-from ckptool.training.store import Retention, last_config
+from ckptool.training.run_folder import last_config, recorded, values_of
+from ckptool.training.store import Retention, RunFolder
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ def reopen(folder: str, config: Config, *, write: bool = True) -> ConfiguredRun:
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
     number, text = recorded(folder)
-    found = _values(text)
+    found = values_of(text)
     if LOOP not in found:
         _, config = read_config(folder)
         config = configfile.changed({**config.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
@@ -76,7 +74,7 @@ def _recorded(folder: str) -> tuple[str, Config, int]:
     """The id of a run, its configuration, and how often that was changed."""
     number, text = recorded(folder)
     path = os.path.join(folder, CONFIG)
-    if script := _values(text).get(LOOP):
+    if script := values_of(text).get(LOOP):
         raise UsageError(
             f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
             "Its model and its data are made by that script.",
@@ -85,12 +83,3 @@ def _recorded(folder: str) -> tuple[str, Config, int]:
     config = configfile.parsed(text, path)
     revision, values = last_config(folder, number, {})
     return number, configfile.checked({**values, "run": config.run}, path) if values else config, revision
-
-
-def _values(text: str) -> dict[str, Any]:
-    """The values of a run.yaml; none where it is damaged, which whoever needs them says."""
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

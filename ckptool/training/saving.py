@@ -17,9 +17,8 @@ import torch
 from ckptool.commands import command
 from ckptool.errors import DiskFull, RunFailed, Text, UsageError
 from ckptool.training.parallel import World
-from ckptool.training.run_folder import RunFolder
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
-from ckptool.training.store import Retention, SavedState, Store
+from ckptool.training.store import Retention, RunFolder, SavedState
 
 Tree = dict[str, Any]
 Storage = torch.UntypedStorage
@@ -37,10 +36,10 @@ class Saver:
     def __init__(
         self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
     ) -> None:
-        self.run, self.world, self.background, self.step = run, world, background, step
-        self._staging = Staging() if background else False
-        self._writers = world  # of sharded tensors; a thread has a process group of its own
+        self.run, self.world, self.step = run, world, step
         self.resume = resume if resume else f"resume: {command('resume', run.folder)}"
+        self._writers = world  # of sharded tensors; a thread has a process group of its own
+        self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -51,8 +50,8 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.wait()
-        elif self._thread is not None:
-            self._thread.join()  # what stopped the run is the news; the checkpoint before it is still wanted
+        else:
+            self._join()  # what stopped the run is the news; the checkpoint before it is still wanted
 
     def save(self, step: int, gather: Callable[[Any], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
@@ -63,25 +62,16 @@ class Saver:
         """
         self.wait()
         facts = {**facts, "parent": self.step}
-        failed: Exception | None = None
-        tree: Tree = {}
-        try:
-            tree = gather(self._staging)
-        except Exception as error:  # noqa: BLE001  raised in every process
-            failed = error
-        self._agree(failed)
+        tree: Tree = self._in_all(lambda: gather(self._staging))
         divided = has_divided(tree)
-        if divided and self.background and self._writers is self.world:
+        if divided and self._staging and self._writers is self.world:
             self._writers = self.world.with_own_group()
-        if self.world.is_first or divided:
-            if self.background:
-                self._thread = threading.Thread(
-                    target=self._commit_in_background, args=(step, tree, facts), name="ckptool-save"
-                )
-                self._thread.start()
-            else:
-                failed = self._try(step, tree, facts)
-        self._agree(failed)
+        writes = self.world.is_first or divided
+        if self._staging is None:
+            self._in_all(lambda: self._commit(step, tree, facts) if writes else None)
+        elif writes:
+            self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
+            self._thread.start()
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
@@ -90,42 +80,50 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed, self._error = self._error, None
-        if failed is not None or self.background:
-            self._agree(failed)
+        failed = self._join()
+        if self._staging is not None:
+            self._raise_in_all(failed)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
-        if self._thread is not None:
-            self._thread.join()
-        failed, self._error = self._error, None
-        self._staging = False
+        failed = self._join()
         self.run.close()
+        if self._staging is not None:
+            self._staging = Staging()  # its memory is given back
         if failed is not None:
             say(f"the last save failed: {failed}")
 
-    def _agree(self, failed: Exception | None) -> None:
-        """Raises an error in all processes, so that none waits for one that is gone."""
+    def _join(self) -> Exception | None:
+        """Waits for the thread; returns what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+        failed, self._thread, self._error = self._error, None, None
+        return failed
+
+    def _in_thread(self, *save: Any) -> None:
+        try:
+            self._commit(*save)
+        except Exception as error:  # noqa: BLE001  raised by who waits
+            self._error = error
+
+    def _in_all(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives; what it raises in one process is raised in all, so that none waits for the one."""
+        failed: Exception | None = None
+        found = None
+        try:
+            found = work()
+        except Exception as error:  # noqa: BLE001
+            failed = error
+        self._raise_in_all(failed)
+        return found
+
+    def _raise_in_all(self, failed: Exception | None) -> None:
         if self.world.any_rank(failed is not None):
             raise failed or RunFailed("another process could not save", "Its own message says why.")
 
-    def _commit_in_background(self, step: int, tree: Tree, facts: Tree) -> None:
-        self._error = self._try(step, tree, facts)
-
-    def _try(self, step: int, tree: Tree, facts: Tree) -> Exception | None:
-        """Commits; returns the error, if any."""
-        try:
-            self._commit(step, tree, facts)
-        except Exception as error:  # noqa: BLE001  raised in every process, or by the thread that waits
-            return error
-        return None
-
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
-            saved = committed(self.run.store, step, tree, facts, self._writers)
+            saved = committed(self.run, step, tree, facts, self._writers)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
             error.fix = Text(f"Make room, then {self.resume}")
@@ -143,11 +141,11 @@ def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def committed(store: Store, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
+def committed(run: RunFolder, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
     """Commits a tree as one file; if its tensors are sharded, as a folder that all processes write."""
     if has_divided(tree):
-        return store.commit_together(step, tree, facts, world)
-    return store.commit(step, tree, facts)
+        return run.commit_together(step, tree, facts, world)
+    return run.commit(step, tree, facts)
 
 
 class Staging:
@@ -176,7 +174,7 @@ class Staging:
         return found
 
 
-def to_cpu(tree: Any, *, copied: bool | Staging = False) -> Any:
+def to_cpu(tree: Any, *, copied: bool | Staging | None = None) -> Any:
     """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
     if copied:
         return (copied if isinstance(copied, Staging) else Staging()).copied(tree)

@@ -40,7 +40,7 @@ def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> flo
 
 SCHEDULES = Choice(
     "schedule",
-    "a function of the step that gives a factor; or a class, or a function whose first argument is called optimizer, "
+    "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
     {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
     classes_of(lr_scheduler, LRScheduler),

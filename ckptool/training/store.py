@@ -1,11 +1,11 @@
-"""The checkpoints of a run, each with a sidecar of facts about it; which of them are kept; and files of JSON lines.
+"""The folder of a run: its checkpoints, each with a sidecar of facts about it, its history and its metrics.
 
 A checkpoint is a file, `step-N.pt`, or what several processes wrote, a folder `step-N.dcp` of files. The size of a
 folder is that of its files together, and its sha256 that of the list of theirs.
 
 Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then
 the checkpoint gets its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the
-newest whole one, by step.
+newest whole one, by step. No file that the run itself did not write is ever changed or deleted: it is named.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
@@ -25,19 +27,30 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
-from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed
-from ckptool.output import make_folder, replace_file, sweep_folder
+from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
+from ckptool.output import make_folder, replace_file
 from ckptool.output.folders import NewFolder, remove_folder
 from ckptool.output.hashing import StreamingSha256, digest_of
-from ckptool.training import CHANGED, CHECKPOINTS, HISTORY
-from ckptool.training.lock import OTHER_RUN
+from ckptool.training import CHECKPOINTS, HISTORY, METRICS
+from ckptool.training.lock import OTHER_RUN, Lock
 
 if TYPE_CHECKING:
     from ckptool.training.parallel import World
 
-_NAME = re.compile(r"step-(\d{8,})\.(?:pt|dcp)")
-_FILE = re.compile(r"step-(\d{8,})\.(?:pt|dcp|json)")
+_FILE = re.compile(r"step-(\d{8,})\.(pt|dcp|json)")
 _PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
+
+
+# One checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def name_of(step: int, ending: str = ".pt") -> str:
+    """The name of the file, or folder, of the state after `step` steps."""
+    return f"step-{step:08d}{ending}"
+
+
+def sidecar_of(path: str) -> str:
+    return os.path.splitext(path)[0] + ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,118 @@ class SavedState:
         return (self.sidecar or {}).get("stop") is True
 
 
-Skip = Callable[[SavedState, CkptoolError], Any]
+def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts: dict[str, Any]) -> SavedState:
+    """Writes a tree, and facts about it in a sidecar, which gets its name first. known: begins it, with the `step`.
+
+    Raises `DiskFull`, `FileProblem`, or `Unsupported` for what could not be read back; what was there stays.
+    """
+    from ckptool.bridge import from_torch
+
+    running = StreamingSha256()
+    plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
+    record = {**known, "bytes": plan.nbytes, **_replaced(path, sidecar)}
+
+    def describe(temporary: str) -> None:
+        record.update({"sha256": running.result(temporary), **facts})
+        write_json(sidecar, record, sync_folder=False)  # its name is synced with the checkpoint's
+
+    replace_file(plan, path, overwrite=True, verify=describe, digest=running)
+    return SavedState(known["step"], path, record)
+
+
+def _replaced(path: str, sidecar: str) -> dict[str, Any]:
+    """What a sidecar says of the checkpoint that is there, of which it is, too, until the new one has its name."""
+    places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
+    old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
+    return {} if old is None else {"replaces": {key: old.get(key) for key in ("step", "bytes", "sha256")}}
+
+
+def check(saved: SavedState, verify: str) -> None:
+    """Raises `Corrupt` unless a checkpoint is what its sidecar says. verify: `full` compares its sha256, `size` not."""
+    sidecar = saved.sidecar
+    if saved.path.endswith(".pt") and os.path.isdir(saved.path):
+        raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
+    if sidecar is None:
+        raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
+    size = size_of(saved.path)
+    if sidecar.get("step") != saved.step:
+        raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Files were renamed, or mixed up.")
+    # Killed between two renames, it is still the one that was to be replaced.
+    known = [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
+    if not (same := [each for each in known if size == each.get("bytes")]):
+        raise Corrupt(
+            f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
+            "It was truncated, or overwritten.",
+        )
+    if verify == "full" and digest_of_files(saved.path) not in [each.get("sha256") for each in same]:
+        raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
+
+
+def is_whole(saved: SavedState) -> bool:
+    """True for a checkpoint that is as long as its sidecar says: the quick check, for retention."""
+    with suppress(CkptoolError):
+        check(saved, "size")
+        return True
+    return False
+
+
+def newest_whole(
+    folder: str,
+    there: list[SavedState],
+    check: Callable[[SavedState], Any],
+    damaged: Callable[[SavedState, CkptoolError], Any],
+) -> SavedState | None:
+    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; None where there are none.
+
+    `damaged` is called with each one skipped. Raises `NoneValid` where all are.
+    """
+    for saved in reversed(there):
+        try:
+            check(saved)
+            return saved
+        except CkptoolError as error:
+            damaged(saved, error)
+    if there:
+        raise NoneValid(
+            f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
+            "Nothing was deleted, and nothing was started from the beginning.",
+            f"See what is wrong with them: {command('scan', folder)}",
+        )
+    return None
+
+
+def files_of(path: str) -> dict[str, str]:
+    """The files of a checkpoint by their names in its folder; itself, without a name, where it is one file."""
+    if not os.path.isdir(path):
+        return {"": path}
+    return {name: os.path.join(path, name) for name in sorted(names_in(path)) if _PART.fullmatch(name)}
+
+
+def size_of(path: str) -> int:
+    """The bytes of a checkpoint. Raises `FileProblem`."""
+    return sum(Source(file).size for file in files_of(path).values())
+
+
+def digest_of_files(path: str) -> str:
+    """The sha256 of a checkpoint, in hexadecimal; of a folder that of the list of its files. Raises `FileProblem`."""
+    return _digest_of_list({name: file_digest(file) for name, file in files_of(path).items()})
+
+
+def _digest_of_list(digests: dict[str, str]) -> str:
+    if list(digests) == [""]:
+        return digests[""]
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))  # as `sha256sum` prints them
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _described(folder: str, rank: int) -> dict[str, dict[str, Any]]:
+    """The size and the digest of each file that a process wrote into a folder; the table is the first one's."""
+    own = (f"__{rank}_", *([".metadata"] if not rank else []))
+    files = {name: path for name, path in files_of(folder).items() if name.startswith(own)}
+    return {name: {"bytes": Source(path).size, "sha256": file_digest(path)} for name, path in files.items()}
+
+
+# Which of them stay --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,308 +225,12 @@ class Retention:
 
         Damaged ones stay and do not count: they are for a person to look at.
         """
-        whole = [saved for saved in there if has_its_size(saved)]
+        whole = [saved for saved in there if is_whole(saved)]
         kept = self.reasons(whole)
         return kept, [saved for saved in whole if saved.step not in kept]
 
 
-def name_of(step: int, ending: str = ".pt") -> str:
-    """The name of the file, or folder, of the state after `step` steps."""
-    return f"step-{step:08d}{ending}"
-
-
-def sidecar_of(path: str) -> str:
-    return os.path.splitext(path)[0] + ".json"
-
-
-class Store:
-    """The checkpoints of one run. run: its id; files of another one are passed over.  elsewhere: see `RunFolder`."""
-
-    def __init__(self, folder: str, run: str, elsewhere: str | Command = OTHER_RUN) -> None:
-        self.elsewhere = elsewhere
-        self.folder = os.path.join(folder, CHECKPOINTS)
-        self.run = run
-        self.history = Lines(os.path.join(folder, HISTORY))
-
-    def make(self) -> None:
-        """Makes the folder; raises `FileProblem` where it cannot."""
-        make_folder(self.folder)
-
-    # Writing -----------------------------------------------------------------------------------------------------
-
-    def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> SavedState:
-        """Writes the state after `step` steps, and facts about it (metrics, epoch, environment) in its sidecar.
-
-        Raises `DiskFull`, `FileProblem`, or `Conflict` over a file of something else; older checkpoints stay.
-        """
-        self.refuse_others(step - 1, step)
-        path = os.path.join(self.folder, name_of(step))
-        saved = commit_file(tree, path, sidecar_of(path), self._sidecar(step, 0), facts)
-        self._remove_path(os.path.join(self.folder, name_of(step, ".dcp")))
-        return saved
-
-    def commit_together(self, step: int, tree: Any, facts: dict[str, Any], world: World) -> SavedState:
-        """Writes the state after `step` steps as a folder, every process its part; all of them call this.
-
-        What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
-        """
-        from ckptool.training.shards import write
-
-        made: list[NewFolder] = []
-
-        def begin() -> str:
-            self.refuse_others(step - 1, step)
-            made.append(NewFolder(os.path.join(self.folder, name_of(step, ".dcp"))))
-            made[0].begin()
-            return made[0].path
-
-        try:
-            folder = world.first(begin)
-            write(tree, folder, world.group)
-            own = world.each(lambda: _described(folder, world.rank))
-            files = {name: known for part in own for name, known in part.items()}
-            saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
-            return saved
-        finally:
-            for each in made:
-                each.close()
-
-    def _named(self, step: int, made: NewFolder, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> SavedState:
-        """Gives a folder that is whole its sidecar and its name. files: as the processes know them that wrote them."""
-        if different := sorted(set(files) ^ set(files_of(made.path))):
-            raise FileProblem(
-                f"{made.target}: not all processes see {listed(different, 3)}",
-                "They write into one folder, which all of their machines have to share.",
-            )
-        sidecar = self._sidecar(step, sum(known["bytes"] for known in files.values()))
-        digest = _digest_of_list({name: known["sha256"] for name, known in files.items()})
-        sidecar |= {"sha256": digest, "files": files, **facts}
-        write_json(sidecar_of(made.target), sidecar, sync_folder=False)
-        made.commit(_PART.fullmatch)
-        self._remove_path(os.path.join(self.folder, name_of(step)))
-        return SavedState(step, made.target, sidecar)
-
-    def _sidecar(self, step: int, nbytes: int) -> dict[str, Any]:
-        """The first facts of a sidecar, which until the checkpoint has its name belongs to the one it replaces, too."""
-        sidecar: dict[str, Any] = {"run": self.run, "step": step, "bytes": nbytes}
-        places = [os.path.join(self.folder, name_of(step, ending)) for ending in (".pt", ".dcp")]
-        replaced = read_json(sidecar_of(places[0])) if any(map(os.path.lexists, places)) else None
-        if replaced is not None:
-            sidecar["replaces"] = {key: replaced.get(key) for key in ("bytes", "sha256")}
-        return sidecar
-
-    def remove(self, saved: SavedState) -> None:
-        """Deletes a checkpoint before its sidecar: a sidecar alone is no checkpoint."""
-        self._remove_path(saved.path)
-        remove_file(sidecar_of(saved.path))
-
-    def _remove_path(self, path: str) -> None:
-        if os.path.isdir(path):
-            remove_folder(path, _PART.fullmatch)
-        else:
-            remove_file(path)
-
-    def sweep(self) -> None:
-        """Removes what saves that were killed left."""
-        sweep_folder(self.folder)
-
-    def refuse_others(self, after: int, last: int) -> None:
-        """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
-        try:
-            found = [(name, _FILE.fullmatch(name)) for name in os.listdir(self.folder)]
-        except OSError:
-            return  # the error is raised when the folder is written to
-        names = [name for name, match in found if match and after < int(match[1]) <= last]
-        if foreign := sorted(name for name in names if not self._wrote(os.path.join(self.folder, name))):
-            files = listed(foreign, 3)
-            raise Conflict(
-                f"{self.folder} holds {files}, which this run did not write",
-                "A checkpoint of this run would overwrite it. Nothing was changed.",
-                f"Move such files away, or start the run in another folder: {self.elsewhere}",
-            )
-
-    def _wrote(self, path: str) -> bool:
-        """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
-        sidecar = read_json(sidecar_of(path))
-        if sidecar is not None and "run" in sidecar:
-            return bool(sidecar["run"] == self.run)
-        step = int(os.path.splitext(os.path.basename(path))[0].removeprefix("step-"))
-        return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
-
-    # Reading -----------------------------------------------------------------------------------------------------
-
-    def all(self) -> list[SavedState]:
-        """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
-        found = []
-        for name in _names(self.folder):
-            if match := _NAME.fullmatch(name):
-                path = os.path.join(self.folder, name)
-                saved = SavedState(int(match[1]), path, read_json(sidecar_of(path)))
-                if (saved.sidecar or {}).get("run", self.run) == self.run:
-                    found.append(saved)
-        return sorted(found, key=lambda saved: saved.step)
-
-    def newest_valid(self, verify: str, damaged: Skip) -> SavedState | None:
-        """The newest whole checkpoint; None where there are none at all. `damaged` is called with each one skipped.
-
-        verify: `full` compares the sha256 too, `size` only the size. Raises `NoneValid` where all are damaged.
-        """
-        return newest_whole(self.folder, self.all(), lambda saved: check(saved, verify), damaged)
-
-
-def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts: dict[str, Any]) -> SavedState:
-    """Writes a tree, and facts about it in a sidecar, which gets its name first. known: begins it, with the `step`."""
-    from ckptool.bridge import from_torch
-
-    running = StreamingSha256()
-    plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
-    record = {**known, "bytes": plan.nbytes}
-
-    def describe(temporary: str) -> None:
-        record.update({"sha256": running.result(temporary), **facts})
-        write_json(sidecar, record, sync_folder=False)  # its name is synced with the checkpoint's
-
-    replace_file(plan, path, overwrite=True, verify=describe, digest=running)
-    return SavedState(known["step"], path, record)
-
-
-def newest_whole(folder: str, there: list[SavedState], check: Callable[..., Any], damaged: Skip) -> SavedState | None:
-    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; see `Store.newest_valid`."""
-    for saved in reversed(there):
-        try:
-            check(saved)
-            return saved
-        except CkptoolError as error:
-            damaged(saved, error)
-    if there:
-        raise NoneValid(
-            f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
-            "Nothing was deleted, and nothing was started from the beginning.",
-            f"See what is wrong with them: {command('scan', folder)}",
-        )
-    return None
-
-
-def has_checkpoints(folder: str) -> bool:
-    """True for a folder with a checkpoint of any run in it, whole or not. Raises `FileProblem`."""
-    return any(map(_NAME.fullmatch, _names(os.path.join(folder, CHECKPOINTS))))
-
-
-def _names(folder: str) -> list[str]:
-    """The names in a folder; none where there is no folder."""
-    with _problems(folder, "read"), suppress(FileNotFoundError):
-        return os.listdir(folder)
-    return []
-
-
-def check(saved: SavedState, verify: str) -> None:
-    """Raises `Corrupt` unless a checkpoint is what its sidecar says."""
-    sidecar = saved.sidecar
-    if sidecar is None:
-        raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
-    size = size_of(saved.path)
-    if sidecar.get("step") != saved.step:
-        raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Files were renamed, or mixed up.")
-    if not (same := [known for known in _known(sidecar) if size == known.get("bytes")]):
-        raise Corrupt(
-            f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
-            "It was truncated, or overwritten.",
-        )
-    if verify == "full" and digest_of_files(saved.path) not in [known.get("sha256") for known in same]:
-        raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
-
-
-def _known(sidecar: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sizes and digests that a checkpoint may have: its own, and those of one that it was to replace."""
-    return [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
-
-
-def has_its_size(saved: SavedState) -> bool:
-    """True for a checkpoint that is as long as its sidecar says: the quick check, for retention."""
-    sizes = [known.get("bytes") for known in _known(saved.sidecar or {})]
-    with suppress(CkptoolError):
-        return saved.sidecar is not None and size_of(saved.path) in sizes
-    return False
-
-
-# Files of a checkpoint -----------------------------------------------------------------------------------------------
-
-
-def files_of(path: str) -> dict[str, str]:
-    """The files of a checkpoint by their names in its folder; itself, without a name, where it is one file."""
-    if not os.path.isdir(path):
-        return {"": path}
-    return {name: os.path.join(path, name) for name in sorted(_names(path)) if _PART.fullmatch(name)}
-
-
-def size_of(path: str) -> int:
-    """The bytes of a checkpoint. Raises `FileProblem`."""
-    return sum(Source(file).size for file in files_of(path).values())
-
-
-def digest_of_files(path: str) -> str:
-    """The sha256 of a checkpoint, in hexadecimal; of a folder that of the list of its files. Raises `FileProblem`."""
-    return _digest_of_list({name: file_digest(file) for name, file in files_of(path).items()})
-
-
-def _digest_of_list(digests: dict[str, str]) -> str:
-    if list(digests) == [""]:
-        return digests[""]
-    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))  # as `sha256sum` prints them
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _described(folder: str, rank: int) -> dict[str, dict[str, Any]]:
-    """The size and the digest of each file that a process wrote into a folder; the table is the first one's."""
-    own = {name: path for name, path in files_of(folder).items() if (name.strip("_").partition("_")[0] == str(rank))}
-    if not rank:
-        own[".metadata"] = os.path.join(folder, ".metadata")
-    return {name: {"bytes": Source(path).size, "sha256": file_digest(path)} for name, path in own.items()}
-
-
-# Small files ---------------------------------------------------------------------------------------------------------
-
-
-def remove_file(path: str) -> None:
-    """Deletes a file, if it is there. Raises `FileProblem`."""
-    with _problems(path, "delete"), suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def file_digest(path: str) -> str:
-    """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
-    with _problems(path, "read"):
-        return digest_of(path)
-
-
-@contextmanager
-def _problems(path: str, verb: str) -> Iterator[None]:
-    """Raises what the system refuses as `FileProblem`."""
-    try:
-        yield
-    except CkptoolError:
-        raise
-    except (OSError, ValueError) as error:
-        raise file_problem(error, path, verb) from error
-
-
-def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
-    """Replaces a small file, durably; with `sync_folder` false, once another name in its folder is synced."""
-    replace_file(text.encode(), path, overwrite=True, sync_folder=sync_folder)
-
-
-def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:
-    """Replaces a small JSON file, as `write_text` does; keys in their own order."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n", sync_folder=sync_folder)
-
-
-def read_json(path: str) -> dict[str, Any] | None:
-    """A small JSON object; None where it is missing or damaged."""
-    try:
-        value = json.loads(read_small(path, "a sidecar", 1 << 24))
-    except (CkptoolError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+# Lines ---------------------------------------------------------------------------------------------------------------
 
 
 class Lines:
@@ -453,10 +281,10 @@ class Lines:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every whole line."""
-        for _, fact in self._lines():
-            yield fact
+        return (fact for _, fact in self._lines() if fact is not None)
 
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Every line, and what it says; None for one that was torn, or is no run's."""
         if not os.path.lexists(self.path):
             return
         with (
@@ -464,20 +292,21 @@ class Lines:
             open(open_regular(self.path, "a file of lines"), encoding="utf-8", errors="replace") as file,
         ):
             for line in file:
+                fact = None
                 with suppress(ValueError, RecursionError):
                     fact = json.loads(line)
-                    if isinstance(fact, dict):
-                        yield line, fact
+                yield line, fact if isinstance(fact, dict) else None
 
     def cut_back(self, step: int) -> None:
         """Leaves the whole lines up to a step; the later ones will be written again."""
-        kept = "".join(line for line, fact in self._lines() if _step_of(fact) <= step and line.endswith("\n"))
-        if os.path.lexists(self.path) and kept.encode() != self._bytes():
-            write_text(self.path, kept)
+        self.keep(lambda fact: _step_of(fact) <= step)
 
-    def _bytes(self) -> bytes:
-        with _problems(self.path, "read"), open(open_regular(self.path, "a file of lines"), "rb") as file:
-            return file.read()
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Leaves the whole lines that are wanted."""
+        lines = list(self._lines())
+        kept = [line for line, fact in lines if fact is not None and line.endswith("\n") and wanted(fact)]
+        if len(kept) < len(lines):
+            write_text(self.path, "".join(kept))
 
 
 def _step_of(fact: dict[str, Any]) -> float:
@@ -487,12 +316,8 @@ def _step_of(fact: dict[str, Any]) -> float:
 
 def _cut_torn(fd: int) -> None:
     """Cuts off what follows the last whole line."""
-    end = size = os.fstat(fd).st_size
-    while end and (part := os.pread(fd, min(end, 1 << 16), end - min(end, 1 << 16))):
-        if (at := part.rfind(b"\n")) >= 0:
-            end += at + 1 - len(part)
-            break
-        end -= len(part)
+    size = os.fstat(fd).st_size
+    end = os.pread(fd, size, 0).rfind(b"\n") + 1
     if end < size:
         os.ftruncate(fd, end)
 
@@ -506,22 +331,279 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def last_config(folder: str, number: str, config: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of the last change of a run's configuration, and the configuration since; 0 and `config` without one.
+# All of a run --------------------------------------------------------------------------------------------------------
 
-    `run.yaml` is written once. Each change is in the history, and in the sidecar of every checkpoint that was saved
-    since; the highest number decides, so a history that was deleted takes nothing with it.
+
+@dataclass(slots=True)
+class RunFolder:
+    """The folder of a run. Of its processes only the first holds the lock, and writes, but for parts of tensors.
+
+    id: of the run; checkpoints of another one are passed over.  retention: what `prune` keeps.  elsewhere: what to type
+    for a run in another folder.
     """
-    revision, count = 0, 0
-    for saved in Store(folder, number).all():
-        facts = saved.sidecar or {}
-        found, held = facts.get("revision"), facts.get("config")
-        if isinstance(found, int) and isinstance(held, dict) and found > revision:
-            revision, config = found, held
-    for fact in Lines(os.path.join(folder, HISTORY)).read():
-        if fact.get("event") == CHANGED and isinstance(fact.get("config"), dict):
-            count += 1
-            found = fact.get("revision", count)
-            if isinstance(found, int) and found >= revision:
-                revision, config = found, fact["config"]
-    return revision, config
+
+    folder: str
+    id: str
+    retention: Retention = Retention(1, 0, 0, "", "min")
+    lock: Lock | None = None
+    elsewhere: str | Command = OTHER_RUN
+    history: Lines = field(init=False)
+    metrics: Lines = field(init=False)
+    _clock: float | None = field(init=False, default=None)
+    _before: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.history, self.metrics = (Lines(os.path.join(self.folder, name)) for name in (HISTORY, METRICS))
+
+    @property
+    def store(self) -> RunFolder:
+        """Itself, for those who ask for its checkpoints by this name."""
+        return self
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of the checkpoints."""
+        return os.path.join(self.folder, CHECKPOINTS)
+
+    def make(self) -> None:
+        """Makes the folder of the checkpoints, and those above it. Raises `FileProblem` where it cannot."""
+        make_folder(self.checkpoints)
+
+    def close(self) -> None:
+        """Closes its files, and releases the lock."""
+        self.history.close()
+        self.metrics.close()
+        if self.lock is not None:
+            self.lock.release()
+
+    # Checkpoints
+
+    def commit(self, step: int, tree: Any, facts: dict[str, Any]) -> SavedState:
+        """Writes the state after `step` steps, and facts about it (metrics, epoch, environment) in its sidecar.
+
+        Raises `DiskFull`, `FileProblem`, or `Conflict` over a file of something else; older checkpoints stay.
+        """
+        self.refuse_others(step - 1, step)
+        path = os.path.join(self.checkpoints, name_of(step))
+        saved = commit_file(tree, path, sidecar_of(path), {"run": self.id, "step": step}, facts)
+        _delete(os.path.join(self.checkpoints, name_of(step, ".dcp")))
+        return saved
+
+    def commit_together(self, step: int, tree: Any, facts: dict[str, Any], world: World) -> SavedState:
+        """Writes the state after `step` steps as a folder, every process its part; all of them call this.
+
+        What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
+        """
+        from ckptool.training.shards import write
+
+        made: list[NewFolder] = []
+
+        def begin() -> str:
+            self.refuse_others(step - 1, step)
+            made.append(NewFolder(os.path.join(self.checkpoints, name_of(step, ".dcp"))))
+            made[0].begin()
+            return made[0].path
+
+        try:
+            folder = world.first(begin)
+            write(tree, folder, world.group)
+            own = world.each(lambda: _described(folder, world.rank))
+            files = {name: known for part in own for name, known in part.items()}
+            saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
+            return saved
+        finally:
+            for each in made:
+                each.close()
+
+    def _named(self, step: int, made: NewFolder, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> SavedState:
+        """Gives a folder that is whole its sidecar and its name. files: as the processes know them that wrote them."""
+        if different := sorted(set(files) ^ set(files_of(made.path))):
+            raise FileProblem(
+                f"{made.target}: not all processes see {listed(different, 3)}",
+                "They write into one folder, which all of their machines have to share.",
+            )
+        path, sidecar = made.target, sidecar_of(made.target)
+        record = {"run": self.id, "step": step, "bytes": sum(known["bytes"] for known in files.values())}
+        digest = _digest_of_list({name: known["sha256"] for name, known in files.items()})
+        record |= {**_replaced(path, sidecar), "sha256": digest, "files": files, **facts}
+        write_json(sidecar, record, sync_folder=False)
+        made.commit(_PART.fullmatch)
+        _delete(os.path.join(self.checkpoints, name_of(step)))
+        return SavedState(step, path, record)
+
+    def all(self) -> list[SavedState]:
+        """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
+        found = []
+        for name in checkpoints_in(self.folder):
+            path = os.path.join(self.checkpoints, name)
+            saved = SavedState(_step_in(name), path, read_json(sidecar_of(path)))
+            if (saved.sidecar or {}).get("run", self.id) == self.id:
+                found.append(saved)
+        return sorted(found, key=lambda saved: saved.step)
+
+    def newest_valid(self, verify: str, say: Callable[[str], Any], *, note: bool = False) -> SavedState | None:
+        """The newest whole checkpoint, None before the first; says which it skipped, and with `note` records it.
+
+        verify: see `check`. Raises `NoneValid` where all are damaged, `Conflict` where all are another run's.
+        """
+
+        def damaged(saved: SavedState, error: CkptoolError) -> None:
+            say(f"skipped {printable(saved.path)}: {error.what}")
+            if note:
+                self.note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
+
+        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), damaged)
+        if newest is None and checkpoints_in(self.folder):
+            raise Conflict(
+                f"{self.folder} holds checkpoints, and none of them belongs to this run",
+                "They belong to the run whose run.yaml was here before. They were left as they are.",
+                f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
+            )
+        return newest
+
+    def prune(self) -> list[SavedState]:
+        """Deletes the checkpoints that retention does not keep; returns them."""
+        _, gone = self.retention.divide(self.all())
+        for saved in gone:
+            self.remove(saved)
+        return gone
+
+    def remove(self, saved: SavedState) -> None:
+        """Deletes a checkpoint before its sidecar: a sidecar alone is no checkpoint."""
+        _delete(saved.path)
+        remove_file(sidecar_of(saved.path))
+
+    # Whose files they are
+
+    def refuse_others(self, after: int, last: int) -> None:
+        """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
+        try:
+            names = [name for name in os.listdir(self.checkpoints) if _FILE.fullmatch(name)]
+        except OSError:
+            return  # the error is raised when the folder is written to
+        there = [name for name in names if after < _step_in(name) <= last]
+        if foreign := sorted(name for name in there if not self._wrote(os.path.join(self.checkpoints, name))):
+            raise Conflict(
+                f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write",
+                "A checkpoint of this run would overwrite it. Nothing was changed.",
+                f"Move such files away, or start the run in another folder: {self.elsewhere}",
+            )
+
+    def _wrote(self, path: str) -> bool:
+        """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
+        if os.path.isdir(path) and not path.endswith(".dcp"):
+            return False
+        sidecar = read_json(sidecar_of(path))
+        if sidecar is not None and "run" in sidecar:
+            return bool(sidecar["run"] == self.id)
+        step = _step_in(os.path.basename(path))
+        return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
+
+    def claim(self, name: str) -> None:
+        """Notes another file that the run writes. Raises `Conflict` where one is there, not known to the history."""
+        if any(fact.get("event") == "writes" and fact.get("name") == name for fact in self.history.read()):
+            return
+        if os.path.lexists(os.path.join(self.folder, name)):
+            raise not_ours(self.folder, [name], self.elsewhere)
+        self.note("writes", name=name)
+
+    # Its history
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Adds an event to the history, synced, with the time of day and the seconds since the run was started or
+        resumed, and of all its starts together."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        if event in ("start", "resume"):
+            self._clock, self._before = time.monotonic(), self._seconds_before()
+        if self._clock is not None:
+            seconds = time.monotonic() - self._clock
+            facts |= {"seconds": round(seconds, 3), "total_seconds": round(self._before + seconds, 3)}
+        self.history.add({"event": event, **facts, "time": now, "run": self.id}, sync=True)
+
+    def _seconds_before(self) -> float:
+        """The time that earlier starts took, each up to the last event that it noted."""
+        found = [fact["total_seconds"] for fact in self.history.read() if "total_seconds" in fact]
+        return next((value for value in reversed(found) if isinstance(value, (int, float))), 0.0)
+
+
+Store = RunFolder
+
+
+def checkpoints_in(folder: str) -> list[str]:
+    """The names of the checkpoints of any run in a folder, whole or not. Raises `FileProblem`."""
+    names = names_in(os.path.join(folder, CHECKPOINTS))
+    return [name for name in names if (found := _FILE.fullmatch(name)) and found[2] != "json"]
+
+
+def _step_in(name: str) -> int:
+    return int(os.path.splitext(name)[0].removeprefix("step-"))
+
+
+def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:
+    """The error for files of a run's names that it did not write."""
+    them = "them" if len(names) > 1 else "it"
+    return Conflict(
+        f"{folder} holds {listed(names)}, which this run did not write",
+        f"It would overwrite {them}. Nothing was changed.",
+        f"Give the run a folder of its own: {elsewhere}; or move {them} away",
+    )
+
+
+# Small files ---------------------------------------------------------------------------------------------------------
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in a folder; none where there is no folder. Raises `FileProblem`."""
+    with _problems(folder, "read"), suppress(FileNotFoundError):
+        return os.listdir(folder)
+    return []
+
+
+def _delete(path: str) -> None:
+    """Deletes a checkpoint, if it is there."""
+    if os.path.isdir(path):
+        remove_folder(path, _PART.fullmatch)
+    else:
+        remove_file(path)
+
+
+def remove_file(path: str) -> None:
+    """Deletes a file, if it is there. Raises `FileProblem`."""
+    with _problems(path, "delete"), suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def file_digest(path: str) -> str:
+    """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
+    with _problems(path, "read"):
+        return digest_of(path)
+
+
+@contextmanager
+def _problems(path: str, verb: str) -> Iterator[None]:
+    """Raises what the system refuses as `FileProblem`."""
+    try:
+        yield
+    except CkptoolError:
+        raise
+    except (OSError, ValueError) as error:
+        raise file_problem(error, path, verb) from error
+
+
+def write_text(path: str, text: str, *, sync_folder: bool = True) -> None:
+    """Replaces a small file, durably; with `sync_folder` false, once another name in its folder is synced."""
+    replace_file(text.encode(), path, overwrite=True, sync_folder=sync_folder)
+
+
+def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) -> None:
+    """Replaces a small JSON file, as `write_text` does; keys in their own order."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n", sync_folder=sync_folder)
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """A small JSON object; None where it is missing or damaged."""
+    try:
+        value = json.loads(read_small(path, "a sidecar", 1 << 24))
+    except (CkptoolError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -19,6 +19,7 @@ from ckptool.errors import UsageError, counted
 from ckptool.training.seeds import CPU, derived, seed_all
 
 Position = dict[str, Any]
+Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
 
 
 def is_stream(dataset: Any) -> bool:
@@ -133,13 +134,17 @@ class Steps(IterableDataset[Any]):
             if (step + 1) % self.saved == 0 or step + 1 == self.steps.stop:
                 reader.mark()
             if (step - self.steps.start) % count == number:
-                windows = [window for micro in range(self.parts) if (window := samples[micro :: self.parts])]
-                yield [self._micro(window) for window in windows], reader.position
+                parts = shares(samples, self.parts, self.shard)
+                yield [(self.collate(own), size, total) for own, size, total in parts], reader.position
 
-    def _micro(self, window: list[Any]) -> tuple[Any, int, int]:
-        """This process's part of a micro-batch; one sample with the weight of none, where it has no part."""
-        own = self.shard(window)
-        return self.collate(own or window[:1]), len(own), len(window)
+
+def shares(samples: list[Any], parts: int, shard: Callable[[list[Any]], list[Any]]) -> list[Share]:
+    """A process's shares of a step's samples, one of each micro-batch that has any.
+
+    A process without a sample takes one with the weight of none: all must take part in every step.
+    """
+    windows = [window for micro in range(parts) if (window := samples[micro::parts])]
+    return [(own or window[:1], len(own), len(window)) for window in windows for own in [shard(window)]]
 
 
 def own_numbers(dataset: Any) -> None:

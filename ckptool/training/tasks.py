@@ -132,11 +132,10 @@ def gan() -> Task:
         return judged(models, made(models, len(real), real.device), True)
 
     def evaluate(models: Models, batches: Iterable[Batch]) -> dict[str, float]:
-        total = {"val_loss": 0.0, "val_loss_generator": 0.0}
-        count = 0
+        total, count = {"val_loss": 0.0, "val_loss_generator": 0.0}, 0
         for batch in batches:
-            total["val_loss"] += discriminator(models, batch).item() * batch.size
-            total["val_loss_generator"] += generator(models, batch).item() * batch.size
+            for name, loss in zip(total, (discriminator, generator), strict=True):
+                total[name] += loss(models, batch).item() * batch.size
             count += batch.size
         return {name: value / count for name, value in total.items()} if count else {}
 
@@ -145,7 +144,7 @@ def gan() -> Task:
 
 TASKS = Choice(
     "task",
-    "called without arguments, it gives a ckptool.training.tasks.Task",
+    "is called without arguments and gives a ckptool.training.tasks.Task",
     {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
     gives=("a ckptool.training.tasks.Task", lambda made: isinstance(made, Task)),
 )

@@ -1,18 +1,19 @@
-"""`prove`: that a run killed anywhere ends with the same bytes; and a command of yours, with the same checkpoints."""
+"""`prove`: a command that is killed anywhere ends with the same checkpoints; of a configuration it is `train`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
-from ckptool.training.reports import CommandProof, Proof
+from ckptool.training.reports import Proof
 from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
 
 _WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
-_PROCESSES = "With strategy ddp or fsdp: how many train together, and are killed. Default: 2, or one for each GPU."
 
 
 def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)]) -> dict[str, Any]:
@@ -30,36 +31,32 @@ def prove(
     set: Set = (),
     *,
     command: Sequence[str] = (),
-    steps: Annotated[int, option("--steps N", "Length of the run in steps.", least=2)] = 300,
+    steps: Annotated[int | None, option("--steps N", "Length of the run, with 20 saves in it.", least=2)] = None,
     kills: Annotated[int, option("--kills N", "Number of kills.", least=1)] = 5,
     seed: Annotated[int, option("--seed N", "Seed of where the kills fall.")] = 0,
-    exhaustive: Annotated[bool, option("--exhaustive", "Kill a short run at every file-system event too.")] = False,
-    processes: Annotated[int | None, option("--processes N", _PROCESSES, least=1)] = None,
-    timeout: Annotated[float, option("--timeout SECONDS", "For one process of a command.", least=1)] = 600,
+    timeout: Annotated[float, option("--timeout SECONDS", "For one process.", least=1)] = 600,
     say: Annotated[Say | None, Watched("status")] = None,
-) -> Proof | CommandProof:
-    """Proves that a run of this configuration which is killed anywhere ends with the same bytes as one that is not.
+) -> Proof:
+    """Proves that a run of this configuration, killed anywhere, ends with the same checkpoints as one that is not.
 
     command: a program of your own in place of the configuration, `["python", "train.py", "--out", "{run}"]`, where
-    `{run}` stands for a fresh folder; it is killed, started again as it is, and its checkpoints are compared.
-    Raises `RunFailed` where a training process fails by itself, or a command unbroken.
+    `{run}` stands for a fresh folder; it is killed, started again as it is, and its checkpoints are compared. Of a
+    configuration it is `ckptool train`. Raises `RunFailed` where the command fails unbroken.
     """
-    told = say or (lambda text: None)
-    if command:
-        if config is not None or set or exhaustive or processes is not None or steps != 300:
-            raise UsageError(
-                "a command has no configuration and no length",
-                f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}.",
-            )
-        from ckptool.analysis.diff import diff_files
-        from ckptool.analysis.scan import scan
-        from ckptool.training.prove.command import prove_command
-
-        compare = partial(diff_files, ignore=("order",), statistics=False)
-        return prove_command(command, scan, compare, kills=kills, seed=seed, timeout=timeout, say=told)
-    if config is None:
+    if command and (config is not None or set or steps):
+        options = f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}."
+        raise UsageError("a command has no configuration and no length", options)
+    if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
-    made = configuration(config, several(set))
-    from ckptool.training.prove.proof import prove as proved
+    from ckptool.training.prove.command import prove_command
 
-    return proved(made, steps=steps, kills=kills, seed=seed, exhaustive=exhaustive, processes=processes, say=told)
+    with TemporaryDirectory(prefix="ckptool-config-") as folder:
+        if config is not None:
+            from ckptool.training import configfile
+
+            saves = [f"train.steps={steps}", "train.epochs=null", f"save.every={max(1, steps // 20)}"] if steps else []
+            path = Path(folder, "run.yaml")
+            path.write_text(configfile.written(configuration(config, [*saves, *several(set)])), encoding="utf-8")
+            words = ("ckptool", "train", str(path), "--set", "run={run}", "--resume", "auto", "-q")
+            command = [sys.executable, "-m", *words]
+        return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)

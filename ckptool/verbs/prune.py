@@ -64,11 +64,11 @@ def prune(
 
     opened = reopen_to_prune(os.fspath(run), several(set), write=not dry_run)
     try:
-        reasons, unwanted = opened.retention.divide(opened.store.all())
+        reasons, unwanted = opened.retention.divide(opened.all())
         deleted = tuple(Gone(saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in unwanted)
         if not dry_run:
             for saved in unwanted:
-                opened.store.remove(saved)
+                opened.remove(saved)
             opened.note("prune", steps=[each.step for each in deleted])
     finally:
         opened.close()

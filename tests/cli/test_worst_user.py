@@ -26,7 +26,7 @@ from ckptool.commands import VERBS as COMMANDS
 from tests.support.command_options import Option, options_of
 from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, plain_words
 
-LONG = ("--exhaustive", "--processes", "--steps", "--kills")  # of `prove`: they take their time when all is well
+LONG = ("--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS, SECONDS_OF_RUNS = 10, 40
 
 # For an option that takes a value: words that are no sense, other sense, too much sense.

@@ -16,7 +16,7 @@ from ckptool.analysis.curves import Curve
 from ckptool.cli import main
 from ckptool.facts import Page, Report
 from ckptool.training.history import RunHistory
-from ckptool.training.reports import CommandProof, Evaluated, Outcome, Proof, Rehearsal, RunReport
+from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunReport
 from ckptool.verbs._explain import explain
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._git_setup import GitSetup
@@ -47,13 +47,12 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "plot": lambda: RunHistory("runs/x", {NASTY: Curve((1, 2, 3), (1.0, float("nan"), 2.0), 3, 1)}, (2,), kills=(2,)),
     "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),
     "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, 10, None, "cpu"),
-    "proof": lambda: Proof(3, reference="a", result="a", without={"rng": True}),
     "explanation": lambda: explain("non-finite"),
     "schema": lambda: schema("inspect"),
     "schemas": lambda: schema(),
     "git setup": lambda: GitSetup((("git", NASTY),), NASTY, (NASTY,), False, False),
     "git check": lambda: git_check("cut.pt"),
-    "proof of a command": lambda: CommandProof(("python", NASTY), "polling", differs="w", causes=[NASTY]),
+    "proof": lambda: Proof(("python", NASTY), "time", differs="w", causes=[NASTY]),
 }
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptool.training.prove.crash import FolderCalls, half_of
-from ckptool.training.prove.fork_server import ForkServer, serve
+from tests.support.crash import FolderCalls, half_of
+from tests.support.fork_server import ForkServer, answer_requests
 
 ROOT = Path(__file__).parents[2]
 
@@ -319,4 +319,4 @@ def signal_points(events: list[str]) -> list[FaultPoint]:
 
 if __name__ == "__main__":
     warm()
-    serve(child)
+    answer_requests(child)

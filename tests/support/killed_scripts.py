@@ -102,7 +102,7 @@ def _child(main: Any, wish: dict[str, Any], told: int) -> None:
     try:
         crash = None
         if "event" in wish:
-            from ckptool.training.prove.crash import Crash
+            from tests.support.crash import Crash
 
             crash = Crash(wish["folder"], wish["event"])
         main(*wish["args"], **wish.get("options", {}))

@@ -8,8 +8,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ckptool.training.prove.crash import Crash
-from ckptool.training.prove.fork_server import serve
+from tests.support.crash import Crash
+from tests.support.fork_server import answer_requests
 
 
 def script(request: dict[str, Any]) -> int:
@@ -35,7 +35,7 @@ def main() -> None:
     """Serves scripts."""
     for name in ("torch", "torch._dynamo", "torch.utils.data", "ckptool.training.run", "ckptool.bridge"):
         import_module(name)
-    serve(script)
+    answer_requests(script)
 
 
 if __name__ == "__main__":

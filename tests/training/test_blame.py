@@ -279,13 +279,13 @@ def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
 # What to type -------------------------------------------------------------------------------------------------------
 
 NAMES = {  # key -> a name that is nothing, and what a call of a thing of one's own is said to be
-    "data.name": ("blobz", "data: there is no 'blobz'", "called with args, it gives a Dataset"),
-    "data.collate": ("pda", "collate: there is no 'pda'", "called with a list of samples"),
-    "data.sampler": ("random", "data.sampler: there is no 'random'", "called with (data set, generator)"),
-    "models.main.name": ("resnet18", "models: there is no 'resnet18'", "it gives a torch.nn.Module"),
-    "models.main.init": ("xavier", "init: there is no 'xavier'", "called with the model"),
-    "task": ("segment", "task: there is no 'segment'", "it gives a ckptool.training.tasks.Task"),
-    "optim.main.name": ("lion", "optim: there is no 'lion'", "it gives a torch.optim.Optimizer"),
+    "data.name": ("blobz", "data: there is no 'blobz'", "is called with args and gives a Dataset"),
+    "data.collate": ("pda", "collate: there is no 'pda'", "is called with a list of samples"),
+    "data.sampler": ("random", "data.sampler: there is no 'random'", "is called with (data set, generator)"),
+    "models.main.name": ("resnet18", "models: there is no 'resnet18'", "gives a torch.nn.Module"),
+    "models.main.init": ("xavier", "init: there is no 'xavier'", "is called with the model"),
+    "task": ("segment", "task: there is no 'segment'", "gives a ckptool.training.tasks.Task"),
+    "optim.main.name": ("lion", "optim: there is no 'lion'", "gives a torch.optim.Optimizer"),
     "optim.main.schedule.name": (
         "linear_warmup",
         "schedule: there is no",
@@ -301,7 +301,7 @@ def test_a_name_that_is_nothing_says_what_to_type(key: str, tmp_path: Path) -> N
     with pytest.raises(UsageError) as raised:
         start(config(f"{key}={name}", run=tmp_path / "run"))
     assert what in raised.value.what
-    assert re.search(rf"Your own is file\.py:NAME: .*{re.escape(yours)}", str(raised.value.fix))
+    assert re.search(rf"Your own is file\.py:NAME, which .*{re.escape(yours)}", str(raised.value.fix))
 
 
 @pytest.mark.parametrize("name", ["lambda", "LambdaLR", "multiplicative", "SequentialLR", "chained_scheduler"])
@@ -309,5 +309,5 @@ def test_schedules_that_no_file_can_hold_say_what_to_type(name: str) -> None:
     """Also `lambda`, as somebody typed who knew the class and not what a configuration takes."""
     with pytest.raises(UsageError, match=r"(?s)cannot be named in a configuration.*warmup_cosine") as raised:
         trainer(f"optim.main.schedule.name={name}")
-    assert "file.py:NAME: a function of the step that gives a factor" in str(raised.value.fix)
+    assert "file.py:NAME, which is a function of the step that gives a factor" in str(raised.value.fix)
     assert "LambdaLR(optimizer" in str(raised.value.fix)

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from ckptool.training import configfile
-from ckptool.training.prove.fork_server import ForkServer
-from ckptool.training.prove.proof import configured, resumes
 from ckptool.training.store import Lines
-from tests.support.killed_runs import STEPS, ends_the_same, lab
+from tests.support.fork_server import ForkServer
+from tests.support.killed_runs import STEPS, configured, ends_the_same, lab, resumed_steps
 from tests.support.small_runs import CONV, GAN, IMAGES, config, toy
 
 TEXT: dict[str, Any] = {
@@ -117,7 +116,7 @@ def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent
     assert 5 <= stopped["step"] < STEPS
     assert os.path.exists(os.path.join(made.run_of("killed"), "checkpoints", f"step-{stopped['step']:08d}.pt"))
     made.train("killed")
-    assert resumes(made.run_of("killed")) == ([stopped["step"]], False)
+    assert resumed_steps(made.run_of("killed")) == ([stopped["step"]], False)
     assert made.end("killed") == made.end("reference")
 
 
@@ -205,7 +204,7 @@ def test_two_processes_are_killed(tmp_path: Path) -> None:
     assert started("killed").wait(300) == 0
     ends = [(tmp_path / name / "checkpoints" / "step-00000400.pt").read_bytes() for name in ("reference", "killed")]
     assert ends[0] == ends[1]
-    steps, lost = resumes(str(tmp_path / "killed"))
+    steps, lost = resumed_steps(str(tmp_path / "killed"))
     assert len(steps) == 10
     assert not lost
 

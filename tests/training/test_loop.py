@@ -17,7 +17,7 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.saving import Saver
 from ckptool.training.start import start
-from ckptool.training.store import Store
+from ckptool.training.store import RunFolder
 from ckptool.training.trainer import Trainer
 from tests.support.small_runs import (
     CONV,
@@ -240,9 +240,9 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
 def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread is held back until the run has gone on: what it writes is still what was."""
     run_to_end(tmp_path / "a")
-    gone_on, commit, save = threading.Event(), Store.commit, Saver.save
+    gone_on, commit, save = threading.Event(), RunFolder.commit, Saver.save
 
-    def late(self: Store, number: int, *args: Any) -> Any:
+    def late(self: RunFolder, number: int, *args: Any) -> Any:
         if number == 5:
             assert gone_on.wait(60)
         return commit(self, number, *args)
@@ -252,7 +252,7 @@ def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypat
             gone_on.set()
         save(self, number, *args)
 
-    monkeypatch.setattr(Store, "commit", late)
+    monkeypatch.setattr(RunFolder, "commit", late)
     monkeypatch.setattr(Saver, "save", saves)
     run_to_end(tmp_path / "b", "save.async=true", "save.keep_last=9")
     name = Path("run/checkpoints/step-00000020.pt")
@@ -268,7 +268,7 @@ def test_what_goes_wrong_in_an_async_save_is_raised(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> Any:
         raise DiskFull("no space left")
 
-    monkeypatch.setattr(Store, "commit", full)
+    monkeypatch.setattr(RunFolder, "commit", full)
     with pytest.raises(DiskFull, match="no space left"):
         run_to_end(tmp_path, "save.async=true", "save.every=20")
 

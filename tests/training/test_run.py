@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import ckptool
 from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
 from ckptool.training.start import first_difference
-from ckptool.training.store import Store
+from ckptool.training.store import RunFolder
 from tests.support.looped import sliced
 from tests.support.own_loops import parts, seeded, train
 from tests.support.programs import python
@@ -359,7 +359,7 @@ def test_the_failure_of_an_async_save_surfaces(tmp_path: Path, monkeypatch: pyte
         for step in run.steps(9):
             train(torch.rand(4, 4), **own)
             if step == 3:
-                monkeypatch.setattr(Store, "commit", full)
+                monkeypatch.setattr(RunFolder, "commit", full)
             run.save()
     assert run.step == 4
     assert "run the script again" in str(caught.value)

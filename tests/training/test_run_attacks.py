@@ -158,7 +158,7 @@ def test_a_failure_of_the_last_async_save_is_said(tmp_path: Path, monkeypatch: p
     def full(*args: Any) -> None:
         raise DiskFull("no room", "")
 
-    monkeypatch.setattr(run.folder.store, "commit", full)
+    monkeypatch.setattr(type(run.folder), "commit", full)
     run.save()
     run.close()
     assert said[-1].startswith("the last save failed: no room")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.training.prove.fork_server import ForkServer
+from tests.support.fork_server import ForkServer
 
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
 # A signal that comes before the loop has begun, or after its end, is answered by the system.

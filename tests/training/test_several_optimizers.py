@@ -11,9 +11,9 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict, NotFinite, UsageError
-from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.start import resume
 from ckptool.training.trainer import restored
+from tests.support.fork_server import ForkServer
 from tests.support.killed_runs import ends_the_same, lab
 from tests.support.small_runs import again, config, events, last, resumes, run_to_end, take, toy, trainer
 

@@ -247,7 +247,7 @@ def test_saving_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that was killed counts up to the last event that it noted."""
     now = [100.0]
-    monkeypatch.setattr("ckptool.training.run_folder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptool.training.store.time.monotonic", lambda: now[0])
     monkeypatch.setattr(Hooks, "after_step", lambda *given: now.__setitem__(0, now[0] + 1))
     start(config("train.steps=7", run=tmp_path / "run"))
     (tmp_path / "run/checkpoints/step-00000007.pt").unlink()

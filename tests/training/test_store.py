@@ -21,25 +21,25 @@ from ckptool.output import hashing as running_module
 from ckptool.output.hashing import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.lock import Lock
-from ckptool.training.store import Lines, SavedState, Store, check, name_of, read_json, sidecar_of
+from ckptool.training.store import Lines, RunFolder, SavedState, check, name_of, read_json, sidecar_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
 
 
-def made(path: Path, *steps: int, run: str = "a" * 32) -> Store:
-    store = Store(str(path), run)
+def made(path: Path, *steps: int, run: str = "a" * 32) -> RunFolder:
+    store = RunFolder(str(path), run)
     store.make()
     for step in steps:
         store.commit(step, STATE | {"step": step}, {"metrics": {"val_acc": step / 10}})
     return store
 
 
-def newest(store: Store, verify: str = "full") -> tuple[int | None, list[int]]:
+def newest(store: RunFolder, verify: str = "full") -> tuple[int | None, list[int]]:
     """The newest whole checkpoint, and the steps of those that were passed over."""
-    passed: list[int] = []
-    found = store.newest_valid(verify, lambda saved, error: passed.append(saved.step))
-    return found and found.step, passed
+    said: list[str] = []
+    found = store.newest_valid(verify, said.append)
+    return found and found.step, [int(text.partition("step-")[2][:8]) for text in said]
 
 
 # What is written ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> No
     store = made(tmp_path, 1, 2, 100_000_000)
     os.utime(tmp_path / "checkpoints" / name_of(1), (2e9, 2e9))
     assert newest(store) == (100_000_000, [])
-    other = Store(str(tmp_path), "b" * 32)
+    other = RunFolder(str(tmp_path), "b" * 32)
     other.commit(200_000_000, STATE, {})
     (tmp_path / "checkpoints" / "step-latest.pt").write_bytes(b"")
     (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"")
@@ -194,7 +194,7 @@ def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> No
 
 
 def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
-    assert newest(Store(str(tmp_path / "nowhere"), "a")) == (None, [])
+    assert newest(RunFolder(str(tmp_path / "nowhere"), "a")) == (None, [])
 
 
 def test_a_file_is_deleted_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

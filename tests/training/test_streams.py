@@ -11,8 +11,8 @@ import torch
 
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training.parallel import World
-from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.trainer import Trainer
+from tests.support.fork_server import ForkServer
 from tests.support.killed_runs import ends_the_same, lab
 from tests.support.looped import sliced
 from tests.support.several_processes import processes

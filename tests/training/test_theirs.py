@@ -74,7 +74,7 @@ def test_what_the_users_own_code_froze_stays_so(tmp_path: Path, seed: int) -> No
 def test_each_model_keeps_what_its_own_code_froze(tmp_path: Path) -> None:
     """The discriminator's phase freezes the generator for itself, and gives it back as it was."""
     (tmp_path / "own.py").write_text(
-        "from ckptool.training.models import Generator, Discriminator\ndef generator(inputs):\n    made ="
+        "from examples.models import Generator, Discriminator\ndef generator(inputs):\n    made ="
         " Generator(inputs)\n    made[0].requires_grad_(False)\n    return made\ndef discriminator(inputs):\n    made ="
         " Discriminator(inputs)\n    made[1].requires_grad_(False)\n    return made\n"
     )

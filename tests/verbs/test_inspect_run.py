@@ -135,7 +135,7 @@ def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path:
     made.lock.release()
     again = create(config("seed=4", run=made.folder))
     assert again.lock is not None
-    assert (again.id != made.id, read_config(made.folder)[1].seed, list(again.history.read())) == (True, 4, [])
+    assert (read_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
     again.store.commit(1, {"step": 1}, {})
     again.lock.release()
     with pytest.raises(Conflict, match="is a run already"):
@@ -177,7 +177,7 @@ def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "argv", ["mine/train.py"])
     model = torch.nn.Linear(2, 1)
     for steps, told in (
-        (3, "saved at step 2; resumes from step 2: run train.py again"),
+        (3, "done at step 3; to go on, give the loop in train.py more steps, and run it again"),
         (4, "done at step 4; to go on, give the loop in train.py more steps, and run it again"),
         (6, "done at step 6; to go on"),
     ):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, NoneValid, UsageError
+from ckptool.errors import Conflict, Corrupt, NoneValid, UsageError
 from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
@@ -140,7 +140,7 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="is a run already"):
         start(config(run=run))
     (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
-    with pytest.raises(Conflict, match="does not say which run it is"):
+    with pytest.raises(Corrupt, match="is not the configuration of a run"):
         on(run)
 
 

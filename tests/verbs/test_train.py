@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ckptool.cli.output import _pace
-from ckptool.training.prove.fork_server import ForkServer
 from ckptool.training.store import name_of
+from tests.support.fork_server import ForkServer
 from tests.support.programs import python
 from tests.support.small_runs import Typed, contents_but_lock, flip_a_bit, train_typed
 

@@ -2,10 +2,13 @@
 
 Nothing of the program is changed. It runs twice unbroken, in a fresh folder of the same name; then it is killed, now at
 any moment, now at a file-system event (`watch`), and started again, until it ends by itself. `tracer` tells its steps.
+Where the end differs, the last restart is done once more with what differed first put back: if that gives the end of
+the unbroken run, it is the cause.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -20,45 +23,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptool.analysis.diff import Diff
-from ckptool.analysis.scan import GOOD, MEMBER, PART, Scan, ScannedFile
+from ckptool.analysis.diff import diff_files
+from ckptool.analysis.scan import GOOD, MEMBER, PART, ScannedFile, scan
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
-from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Trace, TracedStep, divergence, place_of
-from ckptool.training.prove.watch import APPEARED, GONE, GREW, Polled, sizes, watcher
-from ckptool.training.reports import ANY, POLLING, PRELOAD, CommandKill, CommandProof
+from ckptool.training.prove.trace import NOT_RESTORED, Cause, Divergence, Reference, Trace, TracedStep
+from ckptool.training.prove.watch import Watch
+from ckptool.training.reports import ANY, PRELOAD, Kill, Proof
 
 RUN = "{run}"
 # Kinds of events in the order in which kills come at them.
-PLAN = (ANY, "half of a write", "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
-POLLED_PLAN = (ANY, GREW, APPEARED, ANY, GONE)
+PLAN = ("half of a write", ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
 PAUSE = 0.002  # seconds between two looks
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
-SOONER = 0.6  # of the time that a run took which ended before its kill came: where the next one ends, for kills by time
 TAIL = 1500  # characters of the program's own words
+TRIES = 3  # of putting something back
 
 Say = Callable[[str], Any]
-Look = Callable[[str], Scan]
-Compare = Callable[[str, str], Diff]
 
 
-def prove_command(
-    command: Sequence[str],
-    look: Look,
-    compare: Compare,
-    *,
-    kills: int = 5,
-    seed: int = 0,
-    timeout: float = 600.0,
-    say: Say = lambda text: None,
-) -> CommandProof:
+def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: float, say: Say) -> Proof:
     """Proves a command, of which `{run}` becomes a fresh folder; what it wrote is deleted unless the proof fails.
 
-    look: the checkpoints of a folder.  compare: the differences of two files.  kills: how often it is killed.  seed:
-    where.  timeout: seconds for one process.  Raises `UsageError` for a command without `{run}`, and `RunFailed` where
-    it fails unbroken or leaves no checkpoint.
+    kills: how often it is killed.  seed: where.  timeout: seconds for one process.  Raises `UsageError` for a command
+    without `{run}`, and `RunFailed` where it fails unbroken or leaves no checkpoint.
     """
     if not any(RUN in word for word in command):
         raise UsageError("the command does not name {run}", "It stands for the folder that the command writes to.")
@@ -69,10 +59,11 @@ def prove_command(
     os.mkdir(tools)
     here = Path(__file__).parent
     shutil.copy(here / "tracer.py", os.path.join(tools, "sitecustomize.py"))
-    shutil.copy(here.parent / "moving.py", tools)
-    runs = CommandRuns(command, folder, random.Random(seed), timeout, look, compare, say)
-    runs.watch = watcher(runs.run, tools)
-    proof = CommandProof(tuple(command), runs.watch.name)
+    for name in ("moving.py", "rng.py"):
+        shutil.copy(here.parent / name, tools)
+    runs = CommandRuns(command, folder, random.Random(seed), timeout, say)
+    runs.watch = Watch(runs.run, tools)
+    proof = Proof(tuple(command), runs.watch.name)
     try:
         runs.fill(proof, kills)
         if proof.unstable or proof.exit() == 1:
@@ -80,6 +71,7 @@ def prove_command(
     finally:
         if not proof.kept:
             shutil.rmtree(folder, ignore_errors=True)
+    proof.starts = runs.starts
     return proof
 
 
@@ -110,47 +102,59 @@ class Life:
     def steps(self) -> list[TracedStep]:
         return self.trace.steps
 
+    @property
+    def reached(self) -> int:
+        """The step of the reference that it came to."""
+        return (self.start or 0) + len(self.steps)
+
 
 @dataclass(slots=True)
 class CommandRuns:
     """Runs of a command in a folder. rng: where kills come.  limit: seconds for one process.
 
-    seen: pattern of a path -> the steps after which the reference had such a file.  saved: those after which it had a
-    checkpoint.  chance: what differs in two unbroken runs.  seconds: that a whole run takes, at least.
+    saves: the places in the reference at which it had just written a checkpoint.  chance: what differs in two unbroken
+    runs.  seconds: that a whole run takes.  suspect: of the first restart that began another way, a copy of the folder
+    as it was, and the file of values that an earlier process had at its place.
     """
 
     command: Sequence[str]
     folder: str
     rng: random.Random
     limit: float
-    look: Look
-    compare: Compare
     say: Say
-    watch: Polled = field(init=False)
-    reference: list[TracedStep] = field(default_factory=list)
-    again: list[TracedStep] = field(default_factory=list)
-    seen: dict[str, int] = field(default_factory=dict)
-    saved: int = 0
+    watch: Watch = field(init=False)
+    reference: Reference = field(default_factory=lambda: Reference([], []))
+    saves: list[int] = field(default_factory=list)
     chance: set[EndDifference] = field(default_factory=set)
     seconds: float = 0.0
-    lives: int = 0
+    starts: int = 0
+    suspect: tuple[str, str] | None = None
 
     @property
     def run(self) -> str:
         return os.path.join(self.folder, "run")
 
-    def fill(self, proof: CommandProof, kills: int) -> None:
-        self.unbroken(proof, "reference")
-        self.unbroken(proof, "again")
-        if self.unstable(proof):
+    @property
+    def length(self) -> int:
+        return len(self.reference.steps)
+
+    def fill(self, proof: Proof, kills: int) -> None:
+        first = self.unbroken("reference")
+        self.reference, self.seconds = Reference(first.steps, first.steps), first.seconds
+        self.describe(proof)
+        again = self.unbroken("again")
+        self.reference = Reference(first.steps, again.steps)
+        if self.unstable(proof, again):
             return
-        for number in range(1, kills + 4):  # one, unless it ends before all kills have come, or tells no steps
-            if len(proof.kills) < kills and not (proof.findings or proof.differs):
-                self.broken(proof, kills - len(proof.kills) if self.reference else 1, number)
+        left = kills + 1  # starts; the last of a run is not killed
+        while left > 1 and not (proof.findings or proof.differs):
+            before = self.starts
+            self.broken(proof, min(kills - len(proof.kills), left - 1))
+            left -= self.starts - before
 
     # Unbroken runs --------------------------------------------------------------------------------------------------
 
-    def unbroken(self, proof: CommandProof, name: str) -> None:
+    def unbroken(self, name: str) -> Life:
         """A run to its end, which is put away under a name."""
         self.say(f"unbroken run: {name}")
         os.mkdir(self.run)
@@ -160,36 +164,36 @@ class CommandRuns:
                 what = f"the command took more than {self.limit:.0f} s before anything was killed"
                 raise RunFailed(what, self.tail(), f"Give it longer: {arg(timeout=3600)}")
             raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
-        if name == "reference":
-            self.reference, self.seconds = life.steps, life.seconds
-            self.describe(proof)
-        else:
-            self.again, self.seconds = life.steps, min(self.seconds, life.seconds)
         os.rename(self.run, os.path.join(self.folder, name))
+        return life
 
-    def describe(self, proof: CommandProof) -> None:
+    def describe(self, proof: Proof) -> None:
         """Facts about the reference, and what of it is not judged. Raises `RunFailed` without a checkpoint."""
         proof.events = dict(self.watch.counts())
-        if self.watch.name == PRELOAD and not proof.events:  # a program that is linked statically
-            self.watch = Polled(self.run)
-        proof.watched, proof.steps, proof.seconds = self.watch.name, len(self.reference), self.seconds
-        proof.compared = tuple(self.checkpoints())
+        if not proof.events:  # a program that is linked statically
+            self.watch.library = ""
+        proof.watched, proof.steps, proof.seconds = self.watch.name, self.length, self.seconds
+        proof.compared = tuple(self.checkpoints("reference"))
         if not proof.compared:
             said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
             raise RunFailed("the command left no checkpoint in {run}", said)
         names = {_pattern(name) for name in proof.compared}
-        ours = (steps for path, steps in self.seen.items() if any(path == n or path.startswith(f"{n}/") for n in names))
-        self.saved = min(ours, default=0)
-        if others := self.look(self.run).other_files:
+        self.saves = [
+            place
+            for place, step in enumerate(self.reference.steps)
+            if place and any(path.startswith(tuple(names)) for path in map(_pattern, step.files))
+        ]
+        if others := scan(os.path.join(self.folder, "reference")).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
-        if not self.reference:
-            proof.remarks.append("no optimizer step of torch was seen: kills come by time, and no cause is named")
+        if not self.length:
+            by = "events" if self.watch.name == PRELOAD else "time"
+            proof.remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
         for path in sorted(set(self.watch.outside())):
             with suppress(CkptoolError):
-                if not path.startswith(self.folder) and os.path.isfile(path) and self.look(path).files[0].is_good:
+                if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
                     proof.remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
 
-    def unstable(self, proof: CommandProof) -> bool:
+    def unstable(self, proof: Proof, again: Life) -> bool:
         """Compares the unbroken runs; values beside the tensors may differ, and are left out of what follows."""
         found = self.differences("reference", "again")
         if not any(each.is_tensor for each in found):
@@ -197,57 +201,73 @@ class CommandRuns:
             proof.remarks += [f"{each.place} differs in two unbroken runs: not compared" for each in found[:3]]
             return False
         proof.unstable.append(f"at the end: {found[0].place}")
-        start = place_of(self.again[0], self.reference) if self.again and self.reference else None
-        apart = divergence(self.reference, [], self.again, 0) if start == 0 else None
+        alone = Reference(self.reference.steps, self.reference.steps)  # what differs here is no chance
+        start = alone.place_of(again.steps[0]) if again.steps and self.length else None
+        apart = alone.divergence(again.steps, 0) if start == 0 else None
         if apart:
-            proof.unstable += [f"from step {apart.step} on", *apart.causes]
-        elif self.again and start != 0:
+            proof.unstable += [f"from step {apart.step} on", *_sentences(apart.causes[:1])]
+        elif again.steps and start != 0:
             proof.unstable.append("the weights differ before the first step: the model is built without a seed")
         return True
 
     # Killed runs ----------------------------------------------------------------------------------------------------
 
-    def broken(self, proof: CommandProof, kills: int, number: int) -> None:
+    def broken(self, proof: Proof, kills: int) -> None:
         """A run that is killed and started again until it ends by itself; then it is compared."""
         os.mkdir(self.run)
         lives: list[Life] = []
         for target, place in [*self.plan(proof, kills), (None, "")]:
+            if target is not None and self.apart(lives, ended=False):
+                continue  # to the end, to see what comes of it
             whole = [name for name, row in self.checkpoints().items() if row.state in (GOOD, MEMBER, PART)]
-            reached = (lives[-1].start or 0) + len(lives[-1].steps) if lives else 0
-            self.say(f"{place} at {max(target, reached):.0f}" if target is not None else "to the end")
-            life = self.live(target if target is None or not self.reference else max(target, reached + 1), place)
+            if target is not None and self.length and lives:
+                target = max(target, lives[-1].reached + 1)
+            self.say(f"{place} at {target:.0f}" if target is not None else "to the end")
+            copy = os.path.join(self.folder, f"before-{self.starts + 1}")
+            if lives:
+                shutil.copytree(self.run, copy, symlinks=True)
+            life = self.live(target, place)
+            self.remember(life, lives, copy)
             lives.append(life)
             self.judge_life(proof, lives, whole)
             if life.code is not None or life.late:
-                if target is not None and not self.reference:  # this time it was quicker than its kill
-                    self.seconds = SOONER * min(self.seconds, life.seconds)
                 break
-            reached = (life.start or 0) + len(life.steps)
-            proof.kills.append(CommandKill(reached if self.reference else None, life.place, None))
+            proof.kills.append(Kill(life.reached if self.length else None, life.place, None))
             self.judge_files(proof)
         self.judge_end(proof, lives)
-        os.rename(self.run, os.path.join(self.folder, f"killed-{number}"))
 
-    def plan(self, proof: CommandProof, kills: int) -> list[tuple[float | None, str]]:
-        """Where kills come, in order: after so many steps, or seconds where no steps are seen; and at what."""
-        plan = POLLED_PLAN if self.watch.name == POLLING else PLAN
-        places = [place for place in plan if place == ANY or place in proof.events]
-        last = len(self.reference)
-        if last:
-            low = min(max(1, self.saved), last - 1)
-            at: list[float] = sorted(float(self.rng.randrange(low, max(last, low + 1))) for _ in range(kills))
+    def plan(self, proof: Proof, kills: int) -> list[tuple[float | None, str]]:
+        """Where kills come, in order, and at what: after so many steps; where none are seen, events, else seconds."""
+        places = [place for place in PLAN if place == ANY or place in proof.events]
+        if self.length:
+            first = min([*self.saves, self.length - 1, self.length])
+            at: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
+            at[0] = min(at[0], (first + self.length) // 2)  # early enough for what it breaks to show
+        elif self.watch.name == PRELOAD:
+            parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
+            whole = sum(proof.events.values())
+            at = [max(1, (here - before) * whole // 1) for before, here in zip([0.0, *parts], parts, strict=False)]
         else:
             at = [self.rng.uniform(0.3, 0.95) * self.seconds for _ in range(kills)]
         return [(when, places[(len(proof.kills) + number) % len(places)]) for number, when in enumerate(at)]
 
-    def judge_life(self, proof: CommandProof, lives: list[Life], whole: list[str]) -> None:
+    def remember(self, life: Life, before: list[Life], copy: str) -> None:
+        """Keeps the copy of what a restart found, if it is the first that began another way; else it is deleted."""
+        place = life.start
+        if self.suspect or place is None or not self.reference.differing(place, life.steps[0]):
+            shutil.rmtree(copy, ignore_errors=True)
+            return
+        kept = (os.path.join(one.trace.folder, f"values-{place - (one.start or 0)}") for one in before)
+        self.suspect = copy, next(filter(os.path.exists, kept), "")
+
+    def judge_life(self, proof: Proof, lives: list[Life], whole: list[str]) -> None:
         """Notes what a start after a kill resumed from, and how it ended unless it was killed."""
         life, after = lives[-1], ""
         if len(lives) > 1:
             kill = proof.kills[-1] = replace(proof.kills[-1], resumed=life.start)
             after = f"after the kill {_where(kill)}"
             before = max((each.start or 0 for each in lives[:-1]), default=0)
-            if life.start == 0 and whole and self.saved:
+            if life.start == 0 and whole and self.saves:
                 proof.findings.append(f"{after} it began again at step 0, although {printable(whole[-1])} was whole")
             elif life.start is not None and life.start < before:
                 proof.findings.append(f"{after} it went back to step {life.start}, from before step {before}")
@@ -257,7 +277,7 @@ class CommandRuns:
             last = self.tail().splitlines()[-1:] or ["it printed nothing"]
             proof.findings.append(f"{after} it ended with exit code {life.code}: {last[0][:300]}".strip())
 
-    def judge_files(self, proof: CommandProof) -> None:
+    def judge_files(self, proof: Proof) -> None:
         """Notes files that a kill left torn under the names that checkpoints have in the end."""
         names = {_pattern(name) for name in proof.compared}
         for name, row in self.checkpoints().items():
@@ -267,50 +287,77 @@ class CommandRuns:
                 problem = row.problem.replace(f"{self.run}{os.sep}", "")
                 proof.findings.append(f"{name}: {why} ({problem})")
 
-    def judge_end(self, proof: CommandProof, lives: list[Life]) -> None:
+    def judge_end(self, proof: Proof, lives: list[Life]) -> None:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""
-        ended, words = lives[-1].code == 0, []
-        found = [each for each in self.differences("reference", "run") if each not in self.chance] if ended else []
-        if ended and not found:
-            return
-        if ended and len(lives) > 1 and self.reference and not lives[-1].steps:
+        ended, words, causes = lives[-1].code == 0, [], list[Cause]()
+        found = self.apart_at_the_end() if ended else []
+        if ended and found and len(lives) > 1 and self.length and not lives[-1].steps:
             proof.findings.append("started again after a kill, it ended with exit code 0 without training on")
-        if (apart := self.apart(lives, ended)) is not None:
-            words, proof.causes = [f"the first step that differs is {apart.step}"], apart.causes
+        if ended and not found and (causes := self.averages(lives[-1])):
+            proof.findings += [f"{text}, and no checkpoint has them" for text in _sentences(causes)]
+        elif (found or not ended) and (apart := self.apart(lives, ended)) is not None:
+            words, causes = [f"the first step that differs is {apart.step}"], apart.causes
         if found:
             words.append(f"the first tensor at the end is {min(found, key=lambda each: not each.is_tensor).place}")
         proof.differs = "; ".join(words)
+        proof.causes = _sentences(causes)
+        os.rename(self.run, os.path.join(self.folder, f"killed-{len(proof.kills)}"))
+        if ended and self.suspect and self.suspect[1]:
+            self.confirm(proof, [each for each in causes if each.keys], *self.suspect)
 
     def apart(self, lives: list[Life], ended: bool) -> Divergence | None:
         """The first start that went another way than the reference, and why."""
         for life in lives:
             if life.steps and life.start is None:
                 step = next((each.start or 0 for each in reversed(lives[: lives.index(life)])), 0) + 1
-                return Divergence(step, [NOT_RESTORED])
-            if life.steps and (found := divergence(self.reference, self.again, life.steps, life.start or 0)):
+                return Divergence(step, [Cause([NOT_RESTORED], [])])
+            if life.steps and (found := self.reference.divergence(life.steps, life.start or 0)):
                 return found
         last = next((life for life in reversed(lives) if life.steps), None)
-        if last is None or not ended:
-            return None
-        return divergence(self.reference, self.again, last.steps, last.start or 0, ended=True)
+        return self.reference.divergence(last.steps, last.start or 0, ended=True) if last and ended else None
+
+    def apart_at_the_end(self) -> list[EndDifference]:
+        return [each for each in self.differences("reference", "run") if each not in self.chance]
+
+    def averages(self, life: Life) -> list[Cause]:
+        return self.reference.unsaved_averages(life.steps, life.start or 0)
+
+    def confirm(self, proof: Proof, causes: list[Cause], folder: str, values: str) -> None:
+        """Restarts it once more with the first cause put back, then with the next, too; with which the end is right."""
+        for count in range(1, min(len(causes), TRIES) + 1):
+            tried = causes[:count]
+            self.say(f"put back: {tried[-1].sentences[0]}")
+            shutil.copytree(folder, self.run, symlinks=True)
+            life = self.live(None, put=[":".join(key) for each in tried for key in each.keys], values=values)
+            right = life.code == 0 and not self.apart_at_the_end() and not self.averages(life)
+            shutil.rmtree(self.run)
+            if right:
+                proof.causes = proof.confirmed = _sentences(tried)
+                break
 
     # A process ------------------------------------------------------------------------------------------------------
 
-    def live(self, target: float | None, place: str = "") -> Life:
-        """Starts the command, and ends it at a step, or at the next event of a kind after it."""
-        self.lives += 1
-        traces = os.path.join(self.folder, f"trace-{self.lives}")
+    def live(self, target: float | None, place: str = "", **plan: Any) -> Life:
+        """Starts the command, and ends it after a step, or at the next event of a kind there. plan: for the tracer."""
+        self.starts += 1
+        traces = os.path.join(self.folder, f"trace-{self.starts}")
         os.mkdir(traces)
+        hold = 1 if target is not None else None
+        told = {"run": self.run, "hold": hold, "keep": [], "put": [], "values": "", **plan}
+        _write_plan(traces, told)
         env = {**os.environ, "CKPTOOL_PROVE_TRACE": traces}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.join(self.folder, "tools"), env.get("PYTHONPATH"))))
-        words = self.watch.begin([word.replace(RUN, self.run) for word in self.command], env)
+        self.watch.begin(env)
+        words = [word.replace(RUN, self.run) for word in self.command]
+        if target is not None and not self.length:
+            self.watch.arm(place, int(target))
         life, begun = Life(Trace(traces)), time.monotonic()
         with open(os.path.join(self.folder, "output"), "wb") as log:
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         try:
-            killed = self.follow(process, life, target, place)
+            killed = self.follow(process, life, target, place, told)
         finally:
             _end(process, traces)
             life.trace.close()
@@ -319,21 +366,26 @@ class CommandRuns:
         self.locate(life)
         return life
 
-    def follow(self, process: subprocess.Popen[bytes], life: Life, target: float | None, place: str) -> bool:
+    def follow(
+        self, process: subprocess.Popen[bytes], life: Life, target: float | None, place: str, told: dict[str, Any]
+    ) -> bool:
         """Waits for the end; True where it is brought about."""
         begun, armed = time.monotonic(), 0.0
-        pace = self.seconds / len(self.reference) if self.reference else 0.0
-        delay = self.rng.uniform(0, pace) if place == ANY else SOON
+        delay = self.rng.uniform(0, self.pace) if place == ANY else SOON
         while process.poll() is None:
             now, steps = time.monotonic(), life.trace.read()
-            if not self.reference:
-                for path in sizes(self.run):
-                    self.seen.setdefault(_pattern(os.path.relpath(path, self.run)), steps)
             self.locate(life)
-            done = (life.start or 0) + steps if self.reference else now - begun
-            if target is not None and not armed and done >= target and (steps or not self.reference):
+            if target is not None and not armed and self.is_time(life, target, now - begun):
                 armed = now
-                self.watch.arm(place)
+                if place != ANY and self.length:
+                    self.watch.arm(place)
+                if place != ANY or self.pace > 5 * PAUSE:  # else it could come to its end before the kill
+                    _write_plan(life.trace.folder, {**told, "hold": None})
+            elif steps == told["hold"] == 1 and target is not None:  # it waits in its first step, which tells its place
+                last = int(target) - (life.start or 0)
+                saves = [save - (life.start or 0) for save in self.saves]
+                told |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}
+                _write_plan(life.trace.folder, told)
             if self.watch.due():
                 life.place = place
             if life.place != ANY or (armed and now - armed >= delay):
@@ -345,10 +397,22 @@ class CommandRuns:
         life.place = place
         return self.watch.due() and process.returncode == -signal.SIGKILL
 
+    @property
+    def pace(self) -> float:
+        """Seconds between two steps of the reference."""
+        steps = self.reference.steps
+        return (steps[-1].time - steps[0].time) / len(steps) if steps else 0.0
+
+    def is_time(self, life: Life, target: float, seconds: float) -> bool:
+        """True where a process has come to its target: a step, an event, a time."""
+        if self.length:
+            return bool(life.steps) and life.reached >= target
+        return (self.watch.total() if self.watch.name == PRELOAD else seconds) >= target
+
     def locate(self, life: Life) -> None:
         """Finds where in the reference a start began."""
-        if life.steps and self.reference and not life.placed:
-            life.start, life.placed = place_of(life.steps[0], self.reference), True
+        if life.steps and self.length and not life.placed:
+            life.start, life.placed = self.reference.place_of(life.steps[0]), True
 
     def tail(self) -> TextLines:
         """The end of what the program wrote."""
@@ -360,7 +424,7 @@ class CommandRuns:
     def checkpoints(self, name: str = "run") -> dict[str, ScannedFile]:
         """The checkpoints of a run, by their paths in it."""
         folder = os.path.join(self.folder, name)
-        return {os.path.relpath(row.path, folder): row for row in self.look(folder).files}
+        return {os.path.relpath(row.path, folder): row for row in scan(folder).files}
 
     def differences(self, one: str, other: str) -> list[EndDifference]:
         """What of the checkpoints of one run is missing or another in the second."""
@@ -371,7 +435,8 @@ class CommandRuns:
                 found.append(EndDifference(f"{name}, which is missing", True))
                 continue
             try:
-                report = self.compare(*(os.path.join(self.folder, run, name) for run in (one, other)))
+                pair = (os.path.join(self.folder, run, name) for run in (one, other))
+                report = diff_files(*pair, ignore=("order",), statistics=False)
             except CkptoolError as error:
                 found.append(EndDifference(f"{name}, which cannot be compared: {error.what}", True))
                 continue
@@ -382,14 +447,25 @@ class CommandRuns:
         return found
 
 
+def _sentences(causes: list[Cause]) -> list[str]:
+    return [text for each in causes for text in each.sentences]
+
+
 def _pattern(name: str) -> str:
     """The name without its numbers: the step, the rank."""
     return re.sub(r"\d+", "#", name)
 
 
-def _where(kill: CommandKill) -> str:
+def _where(kill: Kill) -> str:
     step = "" if kill.step is None else f" at step {kill.step}"
     return step.strip() if kill.place == ANY else f"in {kill.place}{step}"
+
+
+def _write_plan(folder: str, plan: dict[str, Any]) -> None:
+    """What `tracer` reads, in one piece."""
+    path = os.path.join(folder, "plan.json")
+    Path(f"{path}.tmp").write_text(json.dumps(plan), encoding="utf-8")
+    os.replace(f"{path}.tmp", path)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

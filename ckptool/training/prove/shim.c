@@ -19,10 +19,10 @@
 enum { OPEN, WRITE, HALF, RENAME, UNLINK, FSYNC, TRUNCATE, MKDIR };
 
 #define LOG (1 << 20)
-struct shared {                  /* as `Events` in command.py has it */
-    int64_t total;               /* events so far */
-    int32_t armed, kind, dead, group;
-    int32_t noted, size;         /* bytes of `outside`; log2 of the least write that counts when armed for one */
+struct shared {                  /* as `Preloaded` in watch.py has it */
+    int64_t total, from;         /* events so far; the one from which on it may end (< 0: never) */
+    int32_t kind, dead, group;   /* the kind that it ends at (< 0: any) */
+    int32_t noted, size;         /* bytes of `outside`; log2 of the least write that counts where it ends at one */
     char folder[4096];
     char outside[8192];          /* files opened for writing elsewhere, a line each */
     uint8_t log[LOG];            /* kind | log2 of the bytes << 3 */
@@ -63,7 +63,7 @@ static int hit(int kind, size_t bytes) {
     int64_t n = __atomic_fetch_add(&s->total, 1, __ATOMIC_SEQ_CST);
     int size = log2_of(bytes);
     if (n < LOG) s->log[n] = (uint8_t)(kind | size << 3);
-    if (!s->armed || (s->kind >= 0 && s->kind != kind)) return 0;
+    if (s->from < 0 || n < s->from || (s->kind >= 0 && s->kind != kind)) return 0;
     return s->kind < 0 || (kind != WRITE && kind != HALF) || size >= s->size;
 }
 

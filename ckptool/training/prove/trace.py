@@ -4,46 +4,76 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckptool.errors import printable
 from ckptool.training.moving import ATTRIBUTE, BUFFER, GENERATOR, MODULE_ATTRIBUTE, NOT_PERSISTENT, VALUE, kind_of
+from ckptool.training.prove.tracer import SCHEDULER, WEIGHTS
 
-# In the order of cause and effect. Buffers of state dicts and variables of the program are effects, as a rule.
-SAMPLES, STATE, RATE, RANDOM = "samples", "optimizer", "lr", "random"
-_ORDER = (GENERATOR, ATTRIBUTE, SAMPLES, MODULE_ATTRIBUTE, NOT_PERSISTENT, STATE, RATE, RANDOM, BUFFER, VALUE)
+BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
+# What is a cause of what comes later here; the last two are effects, as a rule.
+_ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
-MOST = 6  # causes that are shown
+_VALUE = "`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
+_WORDS = {
+    BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run{shift}",
+    SCHEDULER: "scheduler: `{name}` ({of}) is not in the state of the unbroken run",
+    RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
+    STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
+    WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, are not those of the unbroken run",
+    RANDOM: "the global generator of {name} is in another state",
+    GENERATOR: "`{name}`, a generator, is in another state",
+}
+MOST = 3  # sentences on one cause
+_AVERAGES = ("ema", "average", "avg")
 NOT_RESTORED = "the weights it resumed from are those of no step: a torn file, or not all were restored"
+
+Key = tuple[str, str]
+"""The kind and the name of a fact."""
+
+
+class Cause(NamedTuple):
+    """Something that was not restored. keys: all that is put back to see whether it is the cause."""
+
+    sentences: list[str]
+    keys: list[Key]
+
+
+class Divergence(NamedTuple):
+    """Where a process went another way. step: the first, from 1, whose result differs.  causes: the likeliest first."""
+
+    step: int
+    causes: list[Cause]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """The state before an optimizer step: digests, and what `moving.snapshot` found."""
+    """The state before an optimizer step: digests, and what `moving.snapshot` found.
 
-    optimizer: int
+    inputs: of what the models were given since the step before.  files: those of the run's folder that changed since
+    then.  time: in seconds.
+    """
+
+    optimizer: str
     weights: str
-    samples: list[str]
+    inputs: list[str]
     state: str
     lr: list[float]
     random: dict[str, str]
     found: dict[str, str]
+    files: list[str]
+    time: float
 
-    def facts(self) -> dict[tuple[str, str], str]:
+    def facts(self) -> dict[Key, str]:
         """(kind, name) -> entry, for everything but the weights."""
         facts = {(kind_of(entry), name): entry for name, entry in self.found.items()}
-        facts |= {(SAMPLES, ""): str(self.samples), (STATE, ""): self.state, (RATE, ""): str(self.lr)}
+        facts |= {(BATCH, ""): str(self.inputs), (STATE, self.optimizer): self.state, (RATE, ""): str(self.lr)}
         return facts | {(RANDOM, library): state for library, state in self.random.items()}
-
-
-class Divergence(NamedTuple):
-    """Where a process went another way. step: the first, from 1, whose result differs.  causes: sentences."""
-
-    step: int
-    causes: list[str]
 
 
 class Trace:
@@ -65,7 +95,9 @@ class Trace:
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         for line in lines:
             values = json.loads(line)
-            values["found"] = (self.steps[-1].found if self.steps else {}) | values["found"]
+            gone = values.pop("gone")
+            before = self.steps[-1].found if self.steps else {}
+            values["found"] = {key: entry for key, entry in before.items() if key not in gone} | values["found"]
             self.steps.append(TracedStep(**values))
         return len(self.steps)
 
@@ -76,71 +108,114 @@ class Trace:
             self._file.close()
 
 
-def place_of(first: TracedStep, reference: list[TracedStep]) -> int | None:
-    """The number of steps of the reference before the one that begins with the same weights; None where none does."""
-    facts = first.facts()
-    same = [
-        place
-        for place, step in enumerate(reference)
-        if (step.optimizer, step.weights) == (first.optimizer, first.weights)
-    ]
-    return max(same, key=lambda place: len(facts.items() & reference[place].facts().items()), default=None)
+class Reference:
+    """The steps of an unbroken run. again: those of another; what differs in it, or never changes, is no cause."""
 
+    def __init__(self, steps: list[TracedStep], again: list[TracedStep]) -> None:
+        self.steps = steps
+        self.facts = [step.facts() for step in steps]
+        pairs = zip(self.facts, again, strict=False)
+        self.chance = {key for one, other in pairs for key, _ in one.items() ^ other.facts().items()}
+        self.moved = {key for one, other in pairwise(self.facts) for key, _ in one.items() ^ other.items()}
 
-def divergence(
-    reference: list[TracedStep], again: list[TracedStep], steps: list[TracedStep], start: int, *, ended: bool = False
-) -> Divergence | None:
-    """Where a process that began at a place of the reference went another way, and what differed there.
+    def place_of(self, first: TracedStep) -> int | None:
+        """The number of steps before the one that begins with the same weights; None where none does."""
+        facts, found = first.facts(), (first.optimizer, first.weights)
+        same = [place for place, step in enumerate(self.steps) if (step.optimizer, step.weights) == found]
+        return max(same, key=lambda place: len(facts.items() & self.facts[place].items()), default=None)
 
-    again: another unbroken run; what differs in it, or never changes, is no cause, nor a global generator that nothing
-    has drawn from since.  ended: its last step counts as one whose result differs. None for the same way.
-    """
-    pairs = list(zip(reference[start:], steps, strict=False))
-    until = next((count for count, (one, other) in enumerate(pairs) if one.weights != other.weights), None)
-    if until is None and not (ended and pairs):
-        return None
-    # The last step before that of the same optimizer led there.
-    place = len(pairs) - 1
-    if until is not None:
-        by = pairs[until][0].optimizer
+    def differing(self, place: int, other: TracedStep) -> set[Key]:
+        """The facts of a step that another at the same place has not, of those that move and not by chance."""
+        mine, theirs = self.facts[place], other.facts()
+        before = self.facts[place - 1].items() if place else ()
+        idle = {
+            key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before
+        }  # nothing drew from it
+        keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
+        return {key for key in keys if mine[key] != theirs[key]}
+
+    def divergence(self, steps: list[TracedStep], start: int, *, ended: bool = False) -> Divergence | None:
+        """Where a process that began at a place went another way, and what differed there; None for the same way.
+
+        ended: its last step counts as one whose result differs.
+        """
+        pairs = list(zip(self.steps[start:], steps, strict=False))
+        until = next((count for count, (one, other) in enumerate(pairs) if one.weights != other.weights), None)
+        if until is None:
+            return self.elsewhere(pairs, start) if ended and pairs else None
+        by = pairs[until][0].optimizer  # the last step before that of the same optimizer led there
         place = max((place for place, (one, _) in enumerate(pairs[:until]) if one.optimizer == by), default=-1)
-    if place < 0:
-        return Divergence(start + (until or 0), [NOT_RESTORED])
-    facts = [step.facts() for step in reference]
-    moved = {key for one, other in pairwise(facts) for key, _ in one.items() ^ other.items()}
-    chance = {key for one, other in zip(facts, again, strict=False) for key, _ in one.items() ^ other.facts().items()}
-    before = facts[start - 1].items() if start else ()
-    chance |= {key for key, entry in facts[start + place].items() if key[0] == RANDOM and (key, entry) in before}
-    one, other = pairs[place]
-    other = replace(
-        other, samples=other.samples[len(other.samples) - len(one.samples) :]
-    )  # those before were skipped on the way there
-    return Divergence(start + place + 1, sentences(one.facts(), other.facts(), moved - chance))
+        if place < 0:
+            return Divergence(start + (until or 0), [Cause([NOT_RESTORED], [])])
+        return Divergence(start + place + 1, self.causes(start + place, pairs[place][1]))
+
+    def elsewhere(self, pairs: list[tuple[TracedStep, TracedStep]], start: int) -> Divergence:
+        """Where what differs at the end beside the weights began to."""
+        late = self.differing(start + len(pairs) - 1, pairs[-1][1])
+        found = [(place, late & self.differing(start + place, other)) for place, (_, other) in enumerate(pairs)]
+        place, keys = next((each for each in found if each[1]), found[-1])
+        return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
+
+    def unsaved_averages(self, steps: list[TracedStep], start: int) -> list[Cause]:
+        """Weights that change with every step, that no optimizer trains, and that differ at the end."""
+        if not steps or start + len(steps) != len(self.steps):
+            return []
+        keys = [key for key in self.differing(len(self.steps) - 1, steps[-1]) if key[0] == WEIGHTS]
+        moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
+        return self.causes(len(self.steps) - 1, steps[-1], {key for key in keys if 2 * moves[key] > len(self.steps)})
+
+    # Causes ---------------------------------------------------------------------------------------------------------
+
+    def causes(self, place: int, other: TracedStep, keys: set[Key] | None = None) -> list[Cause]:
+        """What differs at a step, causes first; effects only if there is nothing else."""
+        keys = self.differing(place, other) if keys is None else keys
+        wholes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
+        keys = {key for key in keys if not key[1].startswith(wholes)}
+        ranked = sorted({key for key in keys if key[0] not in _EFFECTS} or keys, key=_rank)
+        groups: dict[Key, list[Key]] = {}
+        for key in ranked:
+            groups.setdefault(_group(key, ranked), []).append(key)
+        mine, theirs = self.facts[place], other.facts()
+        return [
+            Cause([self.sentence(key, mine[key], theirs[key], place, other) for key in group[:MOST]], group)
+            for group in groups.values()
+        ]
+
+    def sentence(self, key: Key, one: str, other: str, place: int, step: TracedStep) -> str:
+        """What differs, in words."""
+        kind, name = key[0], printable(key[1])
+        here, there = (printable(text.partition(": ")[2]) for text in (one, other))
+        if kind == RATE:
+            here, there = one.strip("[]"), other.strip("[]")
+        average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
+        hidden = any("…" in value or value.startswith("[") for value in (here, there))
+        words = _WORDS.get(kind, "{average}`{name}` ({kind}) has another value" if hidden else _VALUE)
+        shift, of = self.shift(place, step), here.partition(" ")[0]
+        return words.format(
+            kind=kind, name=name, average=average, here=here, there=there, of=of, step=place + 1, shift=shift
+        )
+
+    def shift(self, place: int, step: TracedStep) -> str:
+        """Which other step of the unbroken run had this batch, and what that says."""
+        places = [at for at, one in enumerate(self.steps) if step.inputs and step.inputs[0] in one.inputs]
+        nearest = min(places, key=lambda at: abs(at - place), default=None)
+        if nearest is None or step.inputs[0] in self.steps[place].inputs[:1]:
+            return ""
+        later = "a batch that was fetched ahead was not saved"
+        why = later if nearest >= place else "the place in the data was not restored"
+        return f", but {'a later one' if nearest == place else f'that of its step {nearest + 1}'}: {why}"
 
 
-def sentences(
-    one: dict[tuple[str, str], str], other: dict[tuple[str, str], str], keys: set[tuple[str, str]]
-) -> list[str]:
-    """Sentences on what differs, causes first; effects only if there is nothing else."""
-    found = [key for key in keys if key in one and key in other and one[key] != other[key]]
-    found = [key for key in found if key[0] not in _EFFECTS] or found
-    found.sort(key=lambda key: (_ORDER.index(key[0]), key[1].count("."), key[1]))
-    return [_sentence(*key, one[key], other[key]) for key in found[:MOST]]
+def _rank(key: Key) -> tuple[int, int, str]:
+    return ((*_ORDER, *_EFFECTS).index(key[0]), key[1].count("."), key[1])
 
 
-def _sentence(kind: str, name: str, one: str, other: str) -> str:
-    if kind == SAMPLES:
-        return "the samples differ: their order, the place in the epoch, or what is drawn for them"
-    if kind == STATE:
-        return "the state of the optimizer differs"
-    if kind == RATE:
-        return f"lr is {one} in the unbroken run and {other} after the restart: a scheduler"
-    if kind == RANDOM:
-        return f"the global generator of {name} is in another state"
-    if kind == GENERATOR:
-        return f"`{printable(name)}`, a generator, is in another state"
-    values = [entry.partition(": ")[2] for entry in (one, other)]
-    if any("…" in value or value.startswith("[") for value in values):
-        return f"`{printable(name)}` ({kind}) has another value"
-    here, there = map(printable, values)
-    return f"`{printable(name)}` ({kind}) is {here} in the unbroken run and {there} after the restart"
+def _group(key: Key, keys: Iterable[Key]) -> Key:
+    """What is put back together: with a batch the generators that it was drawn with, and the objects that have them."""
+    kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
+    drawn = [name for other, name in keys if other == GENERATOR]
+    if kind in (BATCH, GENERATOR, RANDOM) or (
+        kind == ATTRIBUTE and any(name.startswith(f"{owner}.") for name in drawn)
+    ):
+        return (BATCH, "")
+    return (RATE, "") if kind in (RATE, SCHEDULER) else (kind, owner)

@@ -2,6 +2,11 @@
 
 `prove` puts this file, as `sitecustomize.py`, into a folder of PYTHONPATH, with `moving.py` beside it. Without its
 environment variable it does nothing; it imports nothing but the standard library until the program imports torch.
+
+The folder that the variable names holds a plan, too: where the process waits to be killed, at which steps it keeps what
+a restart there would need, and what it puts back of that, right before the first training step of a restart. That
+moment is the first call of a model with gradients after an optimizer step: the batch is there, and nothing used it yet.
+Generators are put back where a data loader begins, too, since that draws the order.
 """
 
 from __future__ import annotations
@@ -12,25 +17,39 @@ import json
 import os
 import sys
 import sysconfig
+import time
 from contextlib import suppress
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 VARIABLE = "CKPTOOL_PROVE_TRACE"  # the folder that the lines go to
 OPTIMIZER, LOADER = "torch.optim.optimizer", "torch.utils.data.dataloader"
+PATIENCE = 60.0  # seconds that it waits for `prove`
+MOST = 8  # calls of models between two steps that are looked at
+
+WEIGHTS, SCHEDULER = "weights", "scheduler"  # of modules that no optimizer trains; kinds like those of `moving`
 
 
 class Tracer:
-    """Hooks into torch; what has happened since the last step."""
+    """Hooks into torch; what has happened since the last step. count: the steps so far.  depth: of calls of modules."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.samples: list[str] = []
-        self.optimizers: list[Any] = []
+        self.inputs: list[str] = []
         self.last: dict[str, str] = {}
+        self.files: dict[str, Any] = {}
+        self.count = self.depth = 0
+        self.begun: dict[str, Any] = {}  # the generators where the last loader began
         self.file: Any = None
         self.moving: Any = None
+        self.rng: Any = None
         self.libraries = (sysconfig.get_path("stdlib"), FOLDER, "<frozen")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What `prove` wants: run, a folder; hold, the step to wait in; keep, where; put, what of the file `values`."""
+        with open(os.path.join(self.folder, "plan.json"), encoding="utf-8") as file:
+            return dict(json.load(file))
 
     # Imports -----------------------------------------------------------------------------------------------------
 
@@ -56,34 +75,65 @@ class Tracer:
         return spec
 
     def hook(self, name: str, module: Any) -> None:
-        if self.moving is None:
-            spec: Any = importlib.util.spec_from_file_location("_ckptool_moving", os.path.join(FOLDER, "moving.py"))
-            self.moving = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(self.moving)
         if name == OPTIMIZER:
+            self.moving, self.rng = beside("moving"), beside("rng")
             module.register_optimizer_step_pre_hook(self.before_step)
+            modules = importlib.import_module("torch.nn.modules.module")
+            modules.register_module_forward_pre_hook(self.before_call)
+            modules.register_module_forward_hook(self.after_call, always_call=True)
             return
-        following = module._BaseDataLoaderIter.__next__
+        begin = module.DataLoader.__iter__
 
         def traced(loader: Any) -> Any:
-            batch = following(loader)
             with suppress(Exception):
-                self.samples.append(self.moving.digest(repr(self.moving.snapshot({"batch": batch})).encode()))
-            return batch
+                self.before_epoch()
+            return begin(loader)
 
-        module._BaseDataLoaderIter.__next__ = traced
+        module.DataLoader.__iter__ = traced
 
-    # Steps -------------------------------------------------------------------------------------------------------
+    # What happens -------------------------------------------------------------------------------------------------
+
+    def before_epoch(self) -> None:
+        """Before a loader begins that is trained on: its generators are kept, or put back."""
+        if sys.modules["torch"].is_grad_enabled():
+            if not self.count and self.plan["put"]:
+                self.put_back({"random": self.kept()["begun"]})
+            self.begun = self.generators(self.walk()[1])
+
+    def before_call(self, module: Any, given: Any) -> None:
+        """Before a model is called: notes what it is given; the first time after a step keeps or puts back values."""
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling():
+            return
+        self.depth += 1
+        if self.depth > 1 or not torch.is_grad_enabled() or len(self.inputs) == MOST:
+            return
+        with suppress(Exception):
+            tensors = [one for one in given if type(one) is torch.Tensor]
+            if not self.inputs:
+                if self.count in self.plan["keep"]:
+                    values = {"values": self.values(), "begun": self.begun, "given": tensors}
+                    torch.save(values, os.path.join(self.folder, f"values-{self.count}.tmp"))
+                    os.rename(*(os.path.join(self.folder, f"values-{self.count}{end}") for end in (".tmp", "")))
+                if not self.count and self.plan["put"]:
+                    kept = self.kept()
+                    self.put_back(kept["values"])
+                    for one, other in zip(tensors, kept["given"] if "batch:" in self.plan["put"] else (), strict=False):
+                        one.data = other
+            self.inputs.append(self.digests(tensors))
+
+    def after_call(self, module: Any, given: Any, result: Any) -> None:
+        if not sys.modules["torch"].compiler.is_compiling():
+            self.depth -= 1
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Writes a line; of what was found that which changed since the last."""
+        """Writes a line; of what was found that which changed since the last. Then it waits, if it is to be killed."""
         with suppress(Exception):
-            if not any(optimizer is one for one in self.optimizers):
-                self.optimizers.append(optimizer)
-            number = next(place for place, one in enumerate(self.optimizers) if optimizer is one)
-            found = self.moving.snapshot(self.roots())
-            line = {"optimizer": number, "found": dict(found.items() - self.last.items())} | self.facts(optimizer)
-            self.last, self.samples = found, []
+            found, objects = self.walk()
+            line = {"found": dict(found.items() - self.last.items()), "gone": [*(self.last.keys() - found.keys())]}
+            line |= {"inputs": self.inputs, "random": self.moving.random_states(), "files": self.changed_files()}
+            line |= self.facts(optimizer, objects) | {"time": time.monotonic()}
+            self.last, self.inputs, self.depth = found, [], 0
             if self.file is None:
                 several: Any = sys.modules.get("torch.distributed")
                 several = several if several is not None and several.is_available() else None
@@ -92,23 +142,60 @@ class Tracer:
                 self.file = open(os.path.join(self.folder, name), "a", encoding="utf-8")  # noqa: SIM115
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
+            self.count += 1
+            until = time.monotonic() + PATIENCE
+            while self.count >= (self.plan["hold"] or sys.maxsize) and time.monotonic() < until:
+                time.sleep(0.002)
 
-    def facts(self, optimizer: Any) -> dict[str, Any]:
-        digest_of, plain, digest = self.moving.tensor_digest, self.moving.plain_text, self.moving.digest
+    def facts(self, optimizer: Any, objects: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer its name, its rates, and digests of its state and of the weights that it trains."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = [
-            f"{place} {key} {plain(value) or digest_of(value)}"
+            f"{place} {key} {self.moving.plain_text(value) or self.moving.tensor_digest(value)}"
             for place, parameter in enumerate(parameters)
-            if parameter in optimizer.state
-            for key, value in sorted(optimizer.state[parameter].items())
+            for key, value in sorted(optimizer.state.get(parameter, {}).items())
         ]
         return {
-            "weights": digest(" ".join(map(digest_of, parameters)).encode()),
-            "samples": self.samples,
-            "state": digest(" ".join(state).encode()),
+            "optimizer": next((name for name, one in objects.items() if one is optimizer), type(optimizer).__name__),
+            "weights": self.digests(parameters),
+            "state": self.moving.digest(" ".join(state).encode()),
             "lr": [float(group["lr"]) for group in optimizer.param_groups],
-            "random": self.moving.random_states(),
         }
+
+    def digests(self, tensors: Any) -> str:
+        """One digest of several tensors."""
+        return str(self.moving.digest(" ".join(map(self.moving.tensor_digest, tensors)).encode()))
+
+    def changed_files(self) -> list[str]:
+        """The files of the run's folder that are new, or another, since the last step."""
+        run, before, now = self.plan["run"], self.files, {}
+        for here, _, names in os.walk(run):
+            for path in (os.path.join(here, name) for name in names):
+                with suppress(OSError):
+                    state = os.stat(path)
+                    now[os.path.relpath(path, run)] = (state.st_ino, state.st_size, state.st_mtime_ns)
+        self.files = now
+        return [path for path, state in now.items() if before.get(path) != state]
+
+    # The variables of the program ----------------------------------------------------------------------------------
+
+    def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """What `moving.reachable` finds from the variables, with schedulers, and modules that no optimizer trains."""
+        torch = sys.modules["torch"]
+        found, objects = self.moving.reachable(self.roots())
+        rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
+        groups = [group for one in of_class(objects, torch.optim.Optimizer).values() for group in one.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, one in of_class(objects, rates).items():
+            text = repr(plain(one.state_dict())).encode()
+            found[name] = f"{SCHEDULER}: {type(one).__name__} {self.moving.digest(text)}"
+        wholes: tuple[str, ...] = ()
+        for name, one in of_class(objects, torch.nn.Module).items():
+            parameters = list(one.parameters())
+            if parameters and not name.startswith(wholes) and not trained & set(map(id, parameters)):
+                wholes += (f"{name}.",)
+                found[name] = f"{WEIGHTS}: {type(one).__name__} {self.digests(parameters)}"
+        return found, objects
 
     def roots(self) -> dict[str, Any]:
         """The variables of the program: of the functions that are running, and of its modules."""
@@ -128,6 +215,81 @@ class Tracer:
         packages = ("/site-packages/", "/dist-packages/", "/ckptool/")
         library = not isinstance(file, str) or file.startswith(self.libraries)
         return not library and not any(part in file for part in packages)
+
+    # Their values ---------------------------------------------------------------------------------------------------
+
+    def values(self) -> dict[str, Any]:
+        """The states of the generators, and by name the values of all else that can be put back."""
+        found, objects = self.walk()
+        kept: dict[str, Any] = {}
+        for name in (*found, *of_class(objects, sys.modules["torch"].optim.Optimizer)):
+            owner, _, attribute = name.rpartition(".")
+            with suppress(KeyError, TypeError):
+                value = objects[name] if name in objects else vars(objects[owner])[attribute]
+                kept[name] = plain(value.state_dict() if hasattr(value, "load_state_dict") else value)
+        return {"random": self.generators(objects), "values": kept}
+
+    def kept(self) -> dict[str, Any]:
+        """What an earlier process kept for this one."""
+        return dict(sys.modules["torch"].load(self.plan["values"], weights_only=True))
+
+    def generators(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """The states of all generators."""
+        return dict(self.rng.capture({name: one for name, one in objects.items() if self.rng.is_generator(one)}))
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Puts back what the plan names; with a batch the tensors of variables, with lr that of all optimizers."""
+        _, objects = self.walk()
+        wanted = [key.partition(":")[::2] for key in self.plan["put"]]
+        shared = {name.partition(":")[0] for kind, name in wanted if kind == "random"}
+        names = {name for kind, name in wanted if kind != "random"}
+        state = {name: each for name, each in kept["random"].items() if name in shared}
+        own = {name: each for name, each in kept["random"]["generators"].items() if name in names}
+        self.rng.restore(state | {"generators": own}, objects)
+        for name, value in kept.get("values", {}).items():
+            one: Any = objects.get(name)
+            owner, _, attribute = name.rpartition(".")
+            fetched = ("batch", "") in wanted and not owner and hasattr(value, "data_ptr")
+            with suppress(Exception):
+                if ("lr", "") in wanted and hasattr(one, "param_groups"):
+                    for group, before in zip(one.param_groups, value["param_groups"], strict=True):
+                        group["lr"] = before["lr"]
+                if name not in names and not fetched:
+                    continue
+                if one is None:
+                    vars(objects[owner])[attribute] = value
+                elif hasattr(one, "load_state_dict"):
+                    one.load_state_dict(value)
+                elif hasattr(one, "data_ptr"):
+                    one.data = value
+                else:
+                    one[...] = value
+
+
+def beside(name: str) -> Any:
+    """A module of ckptool's that lies beside this file; it imports nothing else of it."""
+    spec: Any = importlib.util.spec_from_file_location(f"_ckptool_{name}", os.path.join(FOLDER, f"{name}.py"))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def of_class(objects: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The objects of a class, by name. Asks the type, not the object."""
+    return {name: one for name, one in objects.items() if issubclass(type(one), kind)}
+
+
+def plain(value: Any) -> Any:
+    """What of a value `torch.load(weights_only=True)` loads again; an array is a list, and what cannot be is None."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
+    if hasattr(value, "data_ptr"):
+        return value.detach()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value if isinstance(value, (int, float, complex, str, bytes)) else None
 
 
 def chain() -> None:

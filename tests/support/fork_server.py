@@ -1,6 +1,6 @@
 """Processes that are forked from one that has everything imported: torch alone takes seconds to import.
 
-`python -m ckptool.training.prove.fork_server` reads one request a line, forks, answers with the process's id and with
+`python -m tests.support.fork_server` reads one request a line, forks, answers with the process's id and with
 how it ended. The server computes nothing itself, so its children begin like new processes. Several that train together
 (ddp) are one process group, and find each other by the variables that torchrun sets.
 """
@@ -17,12 +17,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed
-from ckptool.training.prove.crash import Crash
+from tests.support.crash import Crash
 
+ROOT = Path(__file__).parents[2]
 GRACE = 600.0  # seconds that one process may take
 Work = Callable[[dict[str, Any]], int]
 """The work of a forked process for a request; returns its exit code."""
@@ -31,16 +33,17 @@ Work = Callable[[dict[str, Any]], int]
 class ForkServer:
     """Starts one process, or one group of processes, at a time, and waits for it.
 
-    log: where their stderr goes.  processes: how many train together.  module: whose `main` calls `serve`.
+    log: where their stderr goes.  processes: how many train together.  module: whose `main` calls `answer_requests`.
     """
 
     def __init__(
-        self, log: str, processes: int = 1, module: str = "ckptool.training.prove.fork_server", cwd: str | None = None
+        self, log: str, processes: int = 1, module: str = "tests.support.fork_server", cwd: str | None = None
     ) -> None:
         self.log, self.processes = log, processes
         self.child: int | None = None
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, "-m", module], cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )  # without buffers, in which an answer would lie that nobody waits for
 
     def __enter__(self) -> ForkServer:
@@ -100,7 +103,7 @@ class ForkServer:
 # The server ----------------------------------------------------------------------------------------------------------
 
 
-def serve(work: Work) -> None:
+def answer_requests(work: Work) -> None:
     """Answers requests until its input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
@@ -116,8 +119,8 @@ def serve(work: Work) -> None:
             with suppress(OSError):
                 os.setpgid(child, group or child)  # here too: it may be killed before it gets that far
             children.append(child)
-        print(children[0], flush=True)  # noqa: T201 - the parent reads it
-        print(_end_of(children), flush=True)  # noqa: T201
+        print(children[0], flush=True)
+        print(_end_of(children), flush=True)
 
 
 def _places(count: int) -> list[dict[str, str]]:
@@ -171,13 +174,11 @@ def _child_main(work: Work, request: dict[str, Any], group: int, place: dict[str
 
 
 def _train(request: dict[str, Any]) -> int:
-    """Runs the command of a request, or resets a part of a checkpoint's state; only the log hears of it."""
+    """Runs the command of a request; only the log hears of it."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     null = os.open(os.devnull, os.O_RDWR)
     for fd, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(fd, target)
-    if "reset" in request:
-        return 0 if import_module("ckptool.training.prove.proof").reset_part(*request["reset"]) else 1
     if request["processes"] > 1 and "OMP_NUM_THREADS" not in os.environ:
         import_module("torch").set_num_threads(1)  # as torchrun has it
     if "crash" in request and os.environ.get("RANK", "0") == "0":  # the one that writes
@@ -192,7 +193,7 @@ def main() -> None:
     # What the first step of an optimizer imports is there too.
     for name in ("torch", "torch._dynamo", *(f"ckptool.{name}" for name in needed.split())):
         import_module(name)
-    serve(_train)
+    answer_requests(_train)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process that ends itself, as by SIGKILL, at its N-th file-system event: what `prove` kills inside a save.
+"""A process that ends itself, as by SIGKILL, at its N-th file-system event.
 
 `FolderCalls` sees the calls of `os` by which a process touches a folder; the tests of output build on it, too.
 """

@@ -1,0 +1,291 @@
+"""What the sheet on the harness promises of commits, resuming, retention, signals and exit codes: the test of each."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import Conflict, NoneValid
+from ckptool.training.store import SavedState, check, name_of, read_json
+from tests.support.own_loops import parts, train
+from tests.support.programs import python
+from tests.support.small_runs import cut_short, flip_a_bit, forget_record
+
+TESTS = Path(__file__).parents[1]
+STORE, RETENTION, HERE = "training/test_store.py", "training/test_retention.py", "training/test_harness_promises.py"
+RUN, RESUME, TRAIN = "training/test_run.py", "verbs/test_resume.py", "verbs/test_train.py"
+
+PROMISES = {
+    # commits
+    "`step` is the number of completed optimizer steps; the file `step-N` is the state after N": (
+        f"{HERE}::test_a_file_is_the_state_after_as_many_updates_as_its_name_says",
+    ),
+    "A checkpoint exists when its name exists, and names appear by `rename` after `fsync`": (
+        f"{STORE}::test_the_order_of_a_commit",
+        f"{STORE}::test_a_sidecar_that_cannot_be_written_is_no_commit",
+        f"{STORE}::test_a_full_disk_leaves_the_older_ones",
+    ),
+    "write a temporary file through the sink, hashing in a thread on the way": (
+        f"{STORE}::test_the_digest_is_added_up_on_the_way",
+        f"{STORE}::test_leftovers_of_a_killed_save_are_swept",
+    ),
+    "sync; sidecar, synced and renamed; rename the `.pt` (the commit); sync the folder": (
+        f"{STORE}::test_the_order_of_a_commit",
+        f"{STORE}::test_a_checkpoint_is_whole_while_it_is_replaced",
+    ),
+    "then prune": (
+        f"{HERE}::test_old_ones_go_when_the_new_one_has_its_name",
+        f"{STORE}::test_a_file_is_deleted_before_its_sidecar",
+    ),
+    "opens with torch.load(weights_only=True) on any machine; CPU tensors; no clock inside": (
+        f"{RESUME}::test_the_file_opens_everywhere",
+        f"{STORE}::test_the_same_state_gives_the_same_bytes",
+    ),
+    "sidecar: sha256, bytes, step, epoch, metrics, run id, environment, parent step": (
+        f"{STORE}::test_a_checkpoint_and_its_sidecar",
+        f"{HERE}::test_what_a_sidecar_says",
+    ),
+    "run.yaml: written once": (f"{HERE}::test_the_record_of_a_run_is_written_once",),
+    "metrics.jsonl: one line per logged step; cut back to the resumed step": (
+        f"{RESUME}::test_metrics_are_cut_back_to_where_it_goes_on",
+        f"{STORE}::test_lines_grow_and_are_cut_back",
+        f"{STORE}::test_a_torn_line_is_ended_and_left_out",
+    ),
+    "lock: pid and host; two writers refuse each other": (f"{STORE}::test_two_writers_refuse_each_other",),
+    # resuming
+    "newest first by step within this run id, never by mtime": (
+        f"{STORE}::test_steps_are_what_counts_and_not_times_or_other_runs",
+    ),
+    "verify size and sha256": (
+        f"{STORE}::test_only_the_size_is_looked_at_where_that_is_wanted",
+        f"{STORE}::test_a_check_says_what_is_wrong",
+    ),
+    "a damaged one is named, kept, and the next older one used": (
+        f"{STORE}::test_a_damaged_one_is_passed_over_and_kept",
+        f"{RESUME}::test_a_damaged_checkpoint_is_named_and_the_older_one_used",
+        f"{RUN}::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used",
+        f"{HERE}::test_a_folder_in_the_place_of_a_checkpoint_is_passed_over",
+    ),
+    "if some exist and none is valid, exit 3, never restart from 0": (
+        f"{STORE}::test_none_is_whole",
+        f"{RESUME}::test_all_are_damaged",
+        f"{TRAIN}::test_all_are_damaged",
+        f"{HERE}::test_a_script_whose_checkpoints_are_all_damaged_does_not_begin_again",
+    ),
+    # retention
+    "Retention is a union of pure functions `last(n)`, `best(n, metric, mode)`, `every(n)`": (
+        f"{RETENTION}::test_the_last",
+        f"{RETENTION}::test_the_best_by_the_least_and_by_the_most",
+        f"{RETENTION}::test_every_so_many_steps",
+        f"{RETENTION}::test_a_union_with_the_reasons",
+        f"{RUN}::test_retention_keeps_the_best_and_the_last",
+        "verbs/test_prune.py::test_prune",
+    ),
+    "never delete the newest valid or the best": (
+        f"{RETENTION}::test_the_newest_and_the_best_always_stay",
+        f"{HERE}::test_the_newest_whole_one_is_never_deleted",
+    ),
+    "a metric of 0.0 counts and NaN never ranks": (
+        f"{RETENTION}::test_zero_counts_and_nan_and_missing_ones_never_rank",
+    ),
+    "a run that was stopped ends with the checkpoints of one that was not": (
+        f"{RETENTION}::test_a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not",
+        f"{HERE}::test_a_stop_leaves_no_checkpoint_behind",
+        "verbs/test_prune.py::test_a_save_that_only_a_signal_asked_for",
+    ),
+    # signals and exit codes
+    "a step is atomic: signals, saves and evaluation happen only between steps": (
+        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
+        f"{RUN}::test_a_stop_waits_for_the_update_of_a_window_of_steps",
+    ),
+    "a handler only sets a flag": (
+        "training/test_signals.py::test_the_first_signal_is_the_one_that_is_answered",
+        "training/test_signals.py::test_a_person_who_asks_twice_is_obeyed_at_once",
+    ),
+    "SIGTERM to the process group kills loader workers first: they must ignore it": (
+        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
+    ),
+    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{RUN}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
+    "exit 2 could not do it (usage, a changed fixed key, an error)": (
+        f"{TRAIN}::test_a_changed_fixed_key",
+        f"{TRAIN}::test_an_unknown_key",
+        f"{TRAIN}::test_a_disk_that_is_full",
+    ),
+    "130 and 143 stopped by INT and TERM after saving": (
+        f"{RUN}::test_a_signal_saves_and_leaves_the_program",
+        f"{HERE}::test_the_exit_code_of_a_script_that_is_stopped",
+        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
+    ),
+}
+
+
+def test_every_promise_has_its_tests() -> None:
+    named = {place for places in PROMISES.values() for place in places}
+    there = set()
+    for file in {place.partition("::")[0] for place in named}:
+        tree = ast.parse((TESTS / file).read_text())
+        there |= {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert named <= there, named - there
+
+
+# Those that no other file has ----------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, steps: int, every: int = 1, say: Any = str, **options: Any) -> ckptool.Run:
+    """A run of a small model to a step."""
+    own = parts()
+    run = ckptool.Run(folder, say=say, **options, **own)
+    for step in run.steps(steps):
+        run.log(loss=train(torch.rand(4, 4), **own))
+        run.save(every=every, acc=1 / step)
+    run.close()
+    return run
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in (folder / "checkpoints").glob("*.pt"))
+
+
+def test_a_file_is_the_state_after_as_many_updates_as_its_name_says(tmp_path: Path) -> None:
+    trained(tmp_path, 4, keep_last=9)
+    for step in steps_of(tmp_path):
+        tree = torch.load(tmp_path / "checkpoints" / name_of(step), weights_only=True)
+        updates = {int(state["step"]) for state in tree["optimizer_state_dict"]["state"].values()}
+        assert (tree["step"], updates) == (step, {step})
+
+
+def test_old_ones_go_when_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, 1, keep_last=1)
+    seen: list[tuple[str, str]] = []
+    real = {name: getattr(os, name) for name in ("replace", "unlink")}
+
+    def watched(name: str) -> Any:
+        def call(*paths: Any, **options: Any) -> None:
+            real[name](*paths, **options)
+            seen.append((name, os.path.basename(paths[-1])))
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, watched(name))
+    trained(tmp_path, 2, keep_last=1)
+    commit = [event for event in seen if "step-" in event[1]]
+    assert commit == [("replace", name_of(2, ".json")), ("replace", name_of(2)), ("unlink", name_of(1)),
+                      ("unlink", name_of(1, ".json"))]  # fmt: skip
+
+
+def test_what_a_sidecar_says(tmp_path: Path) -> None:
+    run = trained(tmp_path, 2)
+    path = tmp_path / "checkpoints" / name_of(2)
+    found = read_json(str(path.with_suffix(".json")))
+    assert found is not None
+    check(SavedState(2, str(path), found), "full")
+    assert (found["run"], found["step"], found["epoch"], found["parent"]) == (run.folder.id, 2, 0, 1)
+    assert found["metrics"] == {"acc": 0.5}
+    assert found["environment"]["torch"] == torch.__version__
+
+
+def test_the_record_of_a_run_is_written_once(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    before = (tmp_path / "run.yaml").stat()
+    trained(tmp_path, 3, keep_last=7)
+    assert os.path.samestat(before, (tmp_path / "run.yaml").stat())
+    events = [json.loads(line)["event"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert events == ["start", "save", "done", "resume", "save", "save", "done"]
+
+
+@pytest.mark.parametrize("sidecar", ["its sidecar", "no sidecar", "parts"])
+def test_a_folder_in_the_place_of_a_checkpoint_is_passed_over(tmp_path: Path, sidecar: str) -> None:
+    """By resuming, retention, inspect and scan; it is named, and stays with what is in it. A checkpoint that would
+    have to take its place is refused, with what to do."""
+    trained(tmp_path, 4, keep_last=9)
+    for path in (tmp_path / "checkpoints").glob("step-00000003.*"):
+        path.unlink()
+    place = tmp_path / "checkpoints" / name_of(4)
+    size = place.stat().st_size
+    place.unlink()
+    place.mkdir()
+    (place / ("__0_0.distcp" if sidecar == "parts" else "mine")).write_bytes(bytes(size))
+    if sidecar == "no sidecar":
+        place.with_suffix(".json").unlink()
+    report = ckptool.inspect_run(tmp_path)
+    assert (report.resumes, report.checkpoints[-1].problem) == (2, f"{place} is a folder")
+    assert (report.damaged, report.exit()) == (1, 1)
+    assert f"latest good: checkpoints/{name_of(2)}" in str(ckptool.scan(tmp_path))
+    assert [step for step, _ in ckptool.prune(tmp_path, ["save.keep_last=1"], dry_run=True).deleted] == [1]
+    said: list[str] = []
+    own = parts()
+    with ckptool.Run(tmp_path, say=said.append, keep_last=9, **own) as run:
+        assert (run.step, said[0]) == (2, f"skipped {place}: {place} is a folder")
+        with pytest.raises(Conflict, match=f"{name_of(4)}, which this run did not write") as refused:
+            for _ in run.steps(4):
+                train(torch.rand(4, 4), **own)
+                run.save()
+        assert "Move such files away" in refused.value.fix
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert len(list(place.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
+def test_a_script_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path: Path, damage: Any) -> None:
+    trained(tmp_path, 2, keep_last=9)
+    for step in (1, 2):
+        damage(tmp_path / "checkpoints" / name_of(step))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("step-*")}
+    with pytest.raises(NoneValid) as raised:
+        ckptool.Run(tmp_path, say=str, **parts())
+    assert raised.value.exit_code == 3
+    assert {path: path.read_bytes() for path in tmp_path.rglob("step-*")} == before
+
+
+def test_the_newest_whole_one_is_never_deleted(tmp_path: Path) -> None:
+    """Where newer ones are damaged, which stay and take no place."""
+    trained(tmp_path, 4, keep_last=9)
+    for step in (3, 4):
+        cut_short(tmp_path / "checkpoints" / name_of(step))
+    ckptool.prune(tmp_path, ["save.keep_last=1", "save.keep_best=0"])
+    assert steps_of(tmp_path) == [2, 3, 4]
+
+
+def test_a_stop_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    """The names of the files of a run that is stopped in three of its steps, and of one that never is."""
+    options: dict[str, Any] = {"keep_last": 2, "keep_best": ("acc", "min"), "keep_every": 4}
+    trained(tmp_path / "whole", 12, every=2, **options)
+    for stops in itertools.count():
+        own = parts()
+        run = ckptool.Run(tmp_path / "stopped", say=str, **options, **own)
+        try:
+            for step in run.steps(12):
+                run.log(loss=train(torch.rand(4, 4), **own))
+                run.save(every=2, acc=1 / step)
+                if step in (3, 6, 11) and stops == (3, 6, 11).index(step):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            break
+        except SystemExit:
+            assert steps_of(tmp_path / "stopped")[-1] == (3, 6, 11)[stops]
+    assert stops == 3
+    assert steps_of(tmp_path / "stopped") == steps_of(tmp_path / "whole")
+
+
+LOOP = """
+import os, torch, ckptool
+run = ckptool.Run({folder!r}, model=torch.nn.Linear(1, 1), say=str)
+for step in run.steps(9):
+    if step == 4:
+        os.kill(os.getpid(), {number})
+"""
+
+
+def test_the_exit_code_of_a_script_that_is_stopped(tmp_path: Path) -> None:
+    """Of a process of its own, after saving."""
+    ended = python("-c", LOOP.format(folder=str(tmp_path), number=int(signal.SIGTERM)))
+    assert (ended.returncode, steps_of(tmp_path)) == (143, [4]), ended.stderr
