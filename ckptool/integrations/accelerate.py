@@ -68,7 +68,7 @@ class AcceleratorCheckpoints:
         newest = folders.newest_folder(self.folder, _NAME, say if accelerator.is_main_process else lambda text: None)
         self.resumed = newest is not None
         if newest is not None:
-            self._load(newest.path)
+            self._load(newest)
 
     def batches(self, loader: Any, *, epochs: int | None = None, steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, from 1, and its batch; resumes in the middle of an epoch.
@@ -105,33 +105,26 @@ class AcceleratorCheckpoints:
         self._marked = not accelerator.sync_gradients
         if self._marked:
             return
-        target = os.path.join(self.folder, f"checkpoint_{self.step}")
-        temporary = folders.staged(target, make=main)
-        accelerator.wait_for_everyone()
-        project = accelerator.project_configuration
-        named, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
-        try:
-            accelerator.save_state(temporary)
-        finally:
-            project.automatic_checkpoint_naming, project.iteration = named, self.step + 1
         over = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
         ranks = gather_object([self._fetches.state(0 if over else self._fetches.fetched)])
-        if main:
-            tree = {"step": self.step, "epoch": self.epoch + over, "ranks": ranks}
-            tree |= {**self.objects.state({}), "generators": sorted(self.objects.generators)}
-            self._commit(to_cpu(tree), temporary, target)
-        accelerator.wait_for_everyone()
-
-    def _commit(self, tree: dict[str, Any], temporary: str, target: str) -> None:
-        ours = os.path.join(temporary, _OURS)
-        commit_file(tree, ours, ours + ".json", {"step": self.step}, {})
-        for name in os.listdir(temporary):
-            if name.startswith("dl_state_dict"):  # `batches` goes back to the place by itself
-                os.unlink(os.path.join(temporary, name))
-        folders.commit_folder(temporary, target, self.step)
-        others = [saved for saved in folders.saved_folders(self.folder, _NAME) if saved.step != self.step]
-        for saved in others[: max(0, len(others) + 1 - self.keep_last)] if self.keep_last else ():
-            folders.remove_checkpoint(saved.path)
+        target = os.path.join(self.folder, f"checkpoint_{self.step}")
+        with folders.committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
+            project = accelerator.project_configuration
+            named, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+            try:
+                accelerator.save_state(temporary)
+            finally:
+                project.automatic_checkpoint_naming, project.iteration = named, self.step + 1
+            if main:
+                for name in os.listdir(temporary):
+                    if name.startswith("dl_state_dict"):  # `batches` goes back to the place by itself
+                        os.unlink(os.path.join(temporary, name))
+                tree = {"step": self.step, "epoch": self.epoch + over, "ranks": ranks, **self.objects.state({})}
+                tree["generators"], ours = sorted(self.objects.generators), os.path.join(temporary, _OURS)
+                commit_file(to_cpu(tree), ours, ours + ".json", {"step": self.step}, {})
+        if main and self.keep_last:
+            there = [saved.path for saved in folders.saved_folders(self.folder, _NAME)]
+            folders.rotate([path for path in there if path != target], self.keep_last - 1)
 
     def _load(self, path: str) -> None:
         accelerator, tree = self.accelerator, loaded(os.path.join(path, _OURS))

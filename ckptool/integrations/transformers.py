@@ -32,8 +32,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], A
     Checkpoints that are damaged, incomplete, or without a sidecar of digests are skipped, and `say` is called with
     which, and why. Raises `NoneValid` where there are some and none is whole.
     """
-    newest = folders.newest_folder(os.fspath(output_dir), _NAME, say)
-    return newest.path if newest else None
+    return folders.newest_folder(os.fspath(output_dir), _NAME, say)
 
 
 def _state_of(checkpoint: str) -> TrainerState:
@@ -107,25 +106,20 @@ class DurableCheckpoints:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
         target = os.path.join(run, f"checkpoint-{step}")
-        temporary = folders.staged(target, make=main)
-        self.accelerator.wait_for_everyone()
-        self._staged = os.path.dirname(temporary)
-        try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        finally:
-            self._staged = None
-        self.accelerator.wait_for_everyone()
-        if self.state.best_model_checkpoint == temporary:
-            self.state.best_model_checkpoint = target
-            if main:
-                self.state.save_to_json(os.path.join(temporary, _STATE))
-        if main:
-            folders.commit_folder(temporary, target, step)
-            limit, kept = self.args.save_total_limit, {target, self.state.best_model_checkpoint} - {None}
+        with folders.committed(target, step, main, self.accelerator.wait_for_everyone) as temporary:
+            self._staged = os.path.dirname(temporary)
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._staged = None
+            if self.state.best_model_checkpoint == temporary:
+                self.state.best_model_checkpoint = target
+                if main:
+                    self.state.save_to_json(os.path.join(temporary, _STATE))
+        if main and (limit := self.args.save_total_limit):
+            kept = {target, self.state.best_model_checkpoint} - {None}
             others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-            for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))] if limit else ():
-                folders.remove_checkpoint(path)
-        self.accelerator.wait_for_everyone()
+            folders.rotate(others, limit - len(kept))
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
 

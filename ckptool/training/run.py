@@ -127,6 +127,11 @@ class Run:
                 self._restore(newest.path)
                 self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
             self.objects.refuse_unowned_parameters()
+            if self.world.size > 2 and any(_moves_gradients(value) for value in objects.values()):
+                self.say(
+                    "DistributedDataParallel changes the order of its sums after its first step, so with more than two "
+                    "processes the last bits of a resumed run differ; find_unused_parameters=True keeps the order"
+                )
             if self.world.is_first:
                 self.folder.store.refuse_others(self.step, self.step + 1)
                 facts = environment(self.world.size, self.world.device)
@@ -267,11 +272,12 @@ class Run:
                 "The run would continue with other random numbers.",
                 "Use the same seed",
             )
-        if len(ranks) != self.world.size and self._seed is None:
-            self.say(
-                f"saved by {counted(len(ranks), 'process')}, resumed by {self.world.size}: their random states do not "
-                "carry over, so results differ; ckptool.Run(…, seed=7) derives them from the step"
-            )
+        if len(ranks) != self.world.size:
+            saved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
+            why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
+            if self._seed is not None:
+                why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
+            self.say(f"{saved}: {why}")
         own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = own["now"], tree["data_state"].get("ended")
         self._drawn = set(own["now"]) - {"generators"}
@@ -487,14 +493,14 @@ class Run:
             self._commit(point, {"stop": True} if self._marked is None else {})
         if stop:
             self._saver.wait()
-            signaled = self.world.broadcast(self._stop.number)
+            signaled = max(self.world.gather(self._stop.number))  # it may have come to one process alone
             if self.world.is_first:
                 self.folder.note("stop", step=self.step, signal=signaled or None)
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
             if signaled == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(self.world.broadcast(self._stop.exit_code))
+            raise SystemExit(128 + signaled if signaled else 0)
 
     def _end(self, left: dict[str, int] | None = None) -> None:
         """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
@@ -643,6 +649,11 @@ class _Resumed(NamedTuple):
     overwritten: set[str]
     counters: dict[str, Any]
     random: rng.State
+
+
+def _moves_gradients(value: Any) -> bool:
+    """True for DistributedDataParallel where it rebuilds its buckets after the first step."""
+    return isinstance(value, nn.parallel.DistributedDataParallel) and not value.find_unused_parameters
 
 
 def _world() -> World:

@@ -1,5 +1,6 @@
 """A model under Lightning's Trainer, killed anywhere, resumed by itself: `python lightning_fit.py OUT`."""
 
+import datetime
 import logging
 import sys
 import warnings
@@ -58,7 +59,17 @@ class Model(lightning.LightningModule):
 
 
 def main(
-    out, steps=40, stateful=True, draws=False, stream=False, workers=0, every=5, keep=2, accumulate=1, persist=False
+    out,
+    steps=40,
+    stateful=True,
+    draws=False,
+    stream=False,
+    workers=0,
+    every=5,
+    keep=2,
+    accumulate=1,
+    persist=False,
+    seconds=0,
 ):
     lightning.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -69,6 +80,8 @@ def main(
     data = Stream(draws) if stream else Rows(draws)
     loader = Loader(data, batch_size=8, shuffle=not stream, num_workers=workers, persistent_workers=persist)
     checkpoints = {"every_n_train_steps": every} if every else {"save_on_train_epoch_end": True}
+    if seconds:
+        checkpoints = {"train_time_interval": datetime.timedelta(seconds=seconds)}
     trainer = lightning.Trainer(
         max_steps=steps,
         accumulate_grad_batches=accumulate,

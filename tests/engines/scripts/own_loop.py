@@ -1,4 +1,4 @@
-"""A small GPT-2 of transformers in a loop of one's own, killed anywhere, resumed by itself: `python own_loop.py OUT`."""
+"""A small GPT-2 of transformers in a loop of one's own, killed anywhere, resumed by itself."""
 
 import random
 import sys
