@@ -232,7 +232,8 @@ class HoldingDraws:
     def __call__(self, number: int) -> None:
         if self.given is not None:
             self.given(number)
-        data = torch.utils.data.get_worker_info().dataset  # the worker's own
+        worker = torch.utils.data.get_worker_info()
+        data: Any = worker.dataset if worker else None  # the worker's own
         save, load = (data.state_dict, data.load_state_dict) if _saves(data) else (lambda: None, lambda state: None)
 
         def load_with_draws(state: Any) -> None:

@@ -283,11 +283,11 @@ class Run:
                 "Use the same seed",
             )
         if len(ranks) != self.world.size:
-            saved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
+            moved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
             if self._seed is not None:
                 why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
-            self.say(f"{saved}: {why}")
+            self.say(f"{moved}: {why}")
         own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = own["now"], tree["data_state"].get("ended")
         self._drawn = set(own["now"]) - {"generators"}
@@ -513,14 +513,13 @@ class Run:
 
     def _leave(self, *, stopped: bool) -> None:
         """Notes how the loop ended; exits where it was stopped, since what follows it is for a finished one."""
+        number = self._stop.number if stopped else 0
         if self.world.is_first:
-            self.folder.note(
-                "stop" if stopped else "done", step=self.step, signal=(stopped and self._stop.number) or None
-            )
+            self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
         if stopped:
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
-            if self._stop.number == signal.SIGINT:
+            if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(self._stop.exit_code)
 
