@@ -185,8 +185,9 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
     """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
     if isinstance(node, torch.Tensor):
         part = local(node.detach())
-        if part.layout is not torch.strided or part.is_quantized or part.is_conj() or part.is_neg():
-            part = part.to("cpu", copy=True)
+        is_plain = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
+        if not is_plain or part.is_conj() or part.is_neg():
+            part = part.to("cpu", copy=True)  # its storage is not all of it, or none
         else:
             storage = part.untyped_storage()
             if (home := moved.get(storage._cdata)) is None:

@@ -315,9 +315,10 @@ def _step_of(fact: dict[str, Any]) -> float:
 
 
 def _cut_torn(fd: int) -> None:
-    """Cuts off what follows the last whole line."""
-    size = os.fstat(fd).st_size
-    end = os.pread(fd, size, 0).rfind(b"\n") + 1
+    """Cuts off what follows the last whole line, which is hardly ever more than a few bytes."""
+    end = size = os.fstat(fd).st_size
+    while end and os.pread(fd, 1, end - 1) != b"\n":
+        end -= 1
     if end < size:
         os.ftruncate(fd, end)
 

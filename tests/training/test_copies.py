@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptool.training import run_folder
 from ckptool.training.parallel import World
@@ -87,6 +88,14 @@ def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
         commit_file(to_cpu(tree), str(tmp_path / name), str(tmp_path / f"{name}.json"), {"step": 1}, {})
         state["views"][2].zero_()
     assert (tmp_path / "live").read_bytes() == (tmp_path / "copy").read_bytes()
+
+
+def test_a_copy_of_a_tensor_that_is_made_of_others() -> None:
+    """It has a storage without bytes; its parts are copied."""
+    made = TwoTensor(torch.ones(3), torch.zeros(3))
+    copy = Staging().copied({"made": made})["made"]
+    made.a.zero_()
+    assert type(copy) is TwoTensor and copy.a.tolist() == [1, 1, 1] and copy.b.tolist() == [0, 0, 0]
 
 
 def test_the_memory_of_a_copy_serves_the_next(tmp_path: Path) -> None:
