@@ -66,18 +66,17 @@ class Position:
 
 
 def has_state(loader: Any) -> bool:
-    """True for a loader that saves its own place, and with it what its workers draw: see `HoldingDraws`."""
-    return _saves(loader) and (not getattr(loader, "num_workers", 0) or _may_hold_draws(loader.dataset))
+    """True for a loader that saves its own place, and with it what its workers draw: see `HoldingDraws`.
+
+    Data without a state that torchdata reads again from its start, and objects that take no attribute, hold no draws.
+    """
+    data = loader.dataset if _saves(loader) and getattr(loader, "num_workers", 0) else None
+    again = isinstance(data, torch.utils.data.IterableDataset) and not _saves(data)
+    return _saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
 
 
 def _saves(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _may_hold_draws(data: Any) -> bool:
-    """False for data that torchdata reads again from its start, and for objects that take no attribute."""
-    iterable = isinstance(data, torch.utils.data.IterableDataset)
-    return hasattr(data, "__dict__") and (_saves(data) or not iterable)
 
 
 def generators_of(loader: Any) -> dict[str, Any]:

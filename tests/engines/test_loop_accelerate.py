@@ -107,7 +107,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_named(loop: Scripts, tmp_pat
 def test_a_save_inside_accumulation_comes_with_the_step_that_uses_the_gradients(loop: Scripts, tmp_path: Path) -> None:
     options = {"accumulate": 3, "every": 5, "limit": 9}
     loop.finish(tmp_path / "unbroken", 24, options=options)
-    assert steps_of(tmp_path / "unbroken") == [6, 12, 15, 20]
+    assert steps_of(tmp_path / "unbroken") == [6, 11, 16, 22]  # windows end at 6, 8 (the epoch), 11, 14, 16, …
     loop.finish(tmp_path / "broken", 14, options=options)
     loop.finish(tmp_path / "broken", 24, options=options)
     assert_same_end(tmp_path / "broken", tmp_path / "unbroken")
