@@ -70,7 +70,8 @@ def has_state(loader: Any) -> bool:
 
     Data without a state that torchdata reads again from its start, and objects that take no attribute, hold no draws.
     """
-    data = loader.dataset if _saves(loader) and getattr(loader, "num_workers", 0) else None
+    workers: int = getattr(loader, "num_workers", 0)
+    data = loader.dataset if _saves(loader) and workers else None
     again = isinstance(data, torch.utils.data.IterableDataset) and not _saves(data)
     return _saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
 
