@@ -24,11 +24,11 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, 
 from ckptool.training import LOOP, moving, rng, run_folder, script
 from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of, workers_draw
 from ckptool.training.parallel import World
-from ckptool.training.run_folder import RunFolder, environment, to_stderr
+from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
-from ckptool.training.store import Retention, SavedState
+from ckptool.training.store import Retention, RunFolder, SavedState
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
@@ -141,7 +141,7 @@ class Run:
         """Notes in the first process that the run begins, or where it goes on."""
         if self.resumed:
             self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
-        self.folder.store.refuse_others(self.step, self.step + 1)
+        self.folder.refuse_others(self.step, self.step + 1)
         facts = environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
         self.folder.metrics.cut_back(self.step)
@@ -236,13 +236,12 @@ class Run:
         rank = {**own, "now": self._drawn_from(now), "epoch_start": self._drawn_from(own["epoch_start"])}
         return Point(self.position.shared_state(), rank, self.objects.states_of_others())
 
-    def _gather(self, copied: bool, point: Point) -> dict[str, Any]:
+    def _gather(self, point: Point) -> dict[str, Any]:
         """The tree to save, in the first process, or in all of them if tensors are sharded. All take part."""
         ranks = self.world.gather(point.rank)
         if not (self.world.is_first or self.objects.is_divided):
             return {}
-        found: dict[str, Any] = to_cpu(self._tree(point, ranks), copied=copied)
-        return found
+        return self._tree(point, ranks)
 
     def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What is saved. ranks: what each process has for itself."""
@@ -554,7 +553,7 @@ class Run:
         self._measure()
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
-        self._saver.save(self.step, lambda copied: self._gather(copied, point), facts)
+        self._saver.save(self.step, lambda: self._gather(point), facts)
         if not self._loop:
             self._random = self._capture(self._generators())
         self._say_notes(first)

@@ -62,7 +62,7 @@ def start(
         try:
             hooks = Hooks(config.hooks, progress if world.is_first else None)
             say = say if say and world.is_first else lambda text: None
-            trainer = build(config, world, say, fresh=not folder.store.all())
+            trainer = build(config, world, say, fresh=not folder.all())
             run = TrainerRun(trainer, folder, stop, say)
             with run:
                 train(trainer, run, hooks)
@@ -160,7 +160,7 @@ class TrainerRun(Run):
 
     def _note_begin(self) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
-        folder.store.refuse_others(trainer.step, trainer.total_steps)
+        folder.refuse_others(trainer.step, trainer.total_steps)
         profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
         for name in [*([TABLE] if config.log.csv else []), *profile]:
             folder.claim(name)
@@ -295,7 +295,7 @@ def _saved(trainer: Trainer, folder: ConfiguredRun) -> tuple[SavedState, float]:
         began = time.perf_counter()
         run.save()
         run.close()
-        return folder.store.all()[-1], time.perf_counter() - began
+        return folder.all()[-1], time.perf_counter() - began
 
 
 def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:

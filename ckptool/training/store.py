@@ -357,11 +357,6 @@ class RunFolder:
         self.history, self.metrics = (Lines(os.path.join(self.folder, name)) for name in (HISTORY, METRICS))
 
     @property
-    def store(self) -> RunFolder:
-        """Itself, for those who ask for its checkpoints by this name."""
-        return self
-
-    @property
     def checkpoints(self) -> str:
         """The folder of the checkpoints."""
         return os.path.join(self.folder, CHECKPOINTS)
@@ -525,9 +520,6 @@ class RunFolder:
         """The time that earlier starts took, each up to the last event that it noted."""
         found = [fact["total_seconds"] for fact in self.history.read() if "total_seconds" in fact]
         return next((value for value in reversed(found) if isinstance(value, (int, float))), 0.0)
-
-
-Store = RunFolder
 
 
 def checkpoints_in(folder: str) -> list[str]:

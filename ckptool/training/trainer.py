@@ -18,7 +18,7 @@ from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares, update_of
+from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.saving import refuse_not_plain
 from ckptool.training.schedules import build_schedule, ends_early, forward_to
@@ -154,7 +154,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         taken = shares(models[name], own, freezing[name].never)
         made = {each: build_optimizer(models[name], own[each], parameters) for each, parameters in taken.items()}
         optimizers.update(made)
-        updates[name] = update_of(made, own, settings.clip)
+        updates[name] = Update(made, own, settings.clip)
     for words in skipped:
         say(words)
     trainer = Trainer(

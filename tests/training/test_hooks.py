@@ -67,7 +67,7 @@ def test_statistics_of_activations(tmp_path: Path) -> None:
         f"main.{i}.{kind}" for i in range(5) for kind in ("mean", "std")
     }
     made, hooks = trainer("log.every=3"), Hooks(["activation_stats"])
-    hooks.attach(made)
+    hooks._call("attach", made)
     seen: list[torch.Tensor] = []
     made.models["main"].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     take(made, 2, hooks)
@@ -239,7 +239,7 @@ def test_tensorboard_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_two_trainers_with_and_without_hooks_are_one() -> None:
     one, other = trainer(), trainer()
     hooks = Hooks(["grad_norm", "activation_stats"])
-    hooks.attach(other)
+    hooks._call("attach", other)
     take(one, 4)
     take(other, 4, hooks)
     assert_same_trainers(one, other)
