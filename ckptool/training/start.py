@@ -198,7 +198,7 @@ class TrainerRun(Run):
             count = counted(trainer.stale["count"], "evaluation")
             status, why = "stopped-early", f"{trainer.config.eval.metric} has not improved in {count}{best}"
         else:
-            code = self.world.broadcast(self._stop.exit_code)
+            code = self._stop.exit_code
         self.outcome = Outcome(status, trainer.step, code, self.folder.folder, why)
         if self.world.is_first:
             event = {"stopped": "stop", "stopped-early": "early-stop"}.get(status, status)
