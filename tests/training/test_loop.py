@@ -15,7 +15,6 @@ import torch
 from ckptool.errors import DiskFull, NotFinite, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
-from ckptool.training.saving import Saver
 from ckptool.training.start import start
 from ckptool.training.store import RunFolder
 from ckptool.training.trainer import Trainer
@@ -235,33 +234,6 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "ckptool-save"]
     facts = [json.loads(line) for line in (tmp_path / "b" / "run" / "history.jsonl").read_text().splitlines()]
     assert [fact["step"] for fact in facts if fact["event"] == "save"] == list(range(1, 21))
-
-
-def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread is held back until the run has gone on: what it writes is still what was."""
-    run_to_end(tmp_path / "a")
-    gone_on, commit, save = threading.Event(), RunFolder.commit, Saver.save
-
-    def late(self: RunFolder, number: int, *args: Any) -> Any:
-        if number == 5:
-            assert gone_on.wait(60)
-        return commit(self, number, *args)
-
-    def saves(self: Saver, number: int, *args: Any) -> None:
-        if number > 5:
-            gone_on.set()
-        save(self, number, *args)
-
-    monkeypatch.setattr(RunFolder, "commit", late)
-    monkeypatch.setattr(Saver, "save", saves)
-    run_to_end(tmp_path / "b", "save.async=true", "save.keep_last=9")
-    name = Path("run/checkpoints/step-00000020.pt")
-    assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
-    five = torch.load(tmp_path / "b" / "run/checkpoints/step-00000005.pt", weights_only=True)
-    made = trainer()
-    take(made, 5)
-    for key, value in made.models["main"].state_dict().items():
-        assert torch.equal(five["model_state_dict"][key], value)
 
 
 def test_what_goes_wrong_in_an_async_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
