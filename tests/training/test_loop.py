@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import DiskFull, NotFinite, UsageError, UserCodeFailed
+from ckptool.errors import Corrupt, DiskFull, NotFinite, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
-from ckptool.training.start import start
+from ckptool.training.start import rehearse, start
 from ckptool.training.store import RunFolder
 from ckptool.training.trainer import Trainer
+from tests.support.several_processes import processes
 from tests.support.small_runs import (
     CONV,
     GAN,
@@ -297,3 +298,39 @@ def test_metrics_have_any_names(tmp_path: Path) -> None:
     assert sidecar["loss"] == state["loss"]
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert (line["step"], line["seconds"], line["odd"]) == (20, 0.5, "nan")
+
+
+# Rehearsals ----------------------------------------------------------------------------------------------------------
+
+
+FORGETFUL = """
+import torch
+from torch import nn
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.count = 0
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+    def get_extra_state(self):
+        return self.count
+    def set_extra_state(self, state):
+        SET
+"""
+
+
+def test_a_rehearsal_names_what_does_not_come_back(tmp_path: Path) -> None:
+    """A model that saves a count, and takes it back or does not."""
+    for name, how in (("good", "self.count = state"), ("forgetful", "pass")):
+        (tmp_path / f"{name}.py").write_text(FORGETFUL.replace("SET", how))
+        made = config(models={"main": {"name": f"{tmp_path / name}.py:Net"}})
+        if name == "good":
+            assert rehearse(made).steps == 20
+            continue
+        with pytest.raises(Corrupt, match="reloaded state differs in model_state_dict/_extra_state"):
+            rehearse(made)
+
+
+def test_processes_rehearse_together() -> None:
+    processes(2, lambda rank: rehearse(config("strategy=fsdp")) and None)
