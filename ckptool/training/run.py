@@ -492,14 +492,9 @@ class Run:
         """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
         accumulation, whose gradients would be lost."""
         wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
-        if (wanted or stop) and self.world.any_rank(self._accumulates):
+        if (wanted or stop) and self.world.any_rank(self._window.is_open):
             return False, False
         return wanted, stop
-
-    @property
-    def _accumulates(self) -> bool:
-        """True while gradients are there that no optimizer has used."""
-        return self._window.is_open
 
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
@@ -636,7 +631,7 @@ class Run:
             self._notes_given.add(text)
             self.say(text)
 
-    def log(self, step: int | None = None, **numbers: Any) -> None:
+    def log(self, /, step: int | None = None, **numbers: Any) -> None:
         """Adds a line of numbers to metrics.jsonl, for this step unless another is given; only in the first process."""
         if type(step) not in (int, type(None)):
             raise UsageError(f"run.log was given {type(step).__name__} as the step", "", "run.log(step, loss=loss)")
