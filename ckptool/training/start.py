@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
 from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
 from ckptool.training.saving import loaded
+from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
 from ckptool.training.store import SavedState, digest_of_files, file_digest, size_of
 from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
@@ -97,7 +99,8 @@ class TrainerRun(Run):
 
     Randomness is derived from the seed and the place, so none of it is saved.
 
-    length: how far the loop goes; may be changed on the way.  outcome: when it has ended.
+    length: how far the loop goes; may be changed on the way.  metrics: of the evaluation after this step.
+    outcome: when it has ended.
     """
 
     folder: ConfiguredRun
@@ -105,13 +108,14 @@ class TrainerRun(Run):
 
     def __init__(self, trainer: Trainer, folder: ConfiguredRun, stop: Stopping, say: Say) -> None:
         self.trainer = trainer
+        self.metrics: dict[str, float] = {}
         self._changed: list[str] = []  # of the user's files and data, since the checkpoint
         folder.fingerprint = fingerprint(trainer.config, trainer.data)
         save = trainer.config.save
         super().__init__(
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
         )
-        self._stop = stop
+        self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
         self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.step = trainer.step
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
@@ -173,11 +177,14 @@ class TrainerRun(Run):
         return gathered(self.trainer, point.place)
 
     def _facts(self, point: Point) -> dict[str, Any]:
+        self.loss = self.trainer.loss
         return super()._facts(point) | self.folder.facts
 
-    @property
-    def _accumulates(self) -> bool:
-        return False  # over steps; one that was left out is a step
+    def _measure(self) -> None:
+        self._marked, self._metrics = (
+            None,
+            {name: value for name, value in self.metrics.items() if math.isfinite(value)},
+        )
 
     def _say_notes(self, first: bool) -> None:
         pass  # its objects are known, and so is their randomness
@@ -191,7 +198,7 @@ class TrainerRun(Run):
             count = counted(trainer.stale["count"], "evaluation")
             status, why = "stopped-early", f"{trainer.config.eval.metric} has not improved in {count}{best}"
         else:
-            code = self.world.broadcast(self._stop.exit_code)
+            code = self._stop.exit_code
         self.outcome = Outcome(status, trainer.step, code, self.folder.folder, why)
         if self.world.is_first:
             event = {"stopped": "stop", "stopped-early": "early-stop"}.get(status, status)
