@@ -6,14 +6,14 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckptool.errors import printable
 from ckptool.training.moving import ATTRIBUTE, BUFFER, GENERATOR, MODULE_ATTRIBUTE, NOT_PERSISTENT, VALUE, kind_of
 from ckptool.training.prove.tracer import SCHEDULER, WEIGHTS
+from ckptool.training.reports import ANY
 
 BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
@@ -55,8 +55,8 @@ class Divergence(NamedTuple):
 class TracedStep:
     """The state before an optimizer step: digests, and what `moving.snapshot` found.
 
-    inputs: of what the models were given since the step before.  files: those of the run's folder that changed since
-    then.  time: in seconds.
+    inputs: of what the models were given since the step before.  saved: a file of the run's folder was written since
+    then, other than by adding to it.  time: in seconds.
     """
 
     optimizer: str
@@ -66,7 +66,7 @@ class TracedStep:
     lr: list[float]
     random: dict[str, str]
     found: dict[str, str]
-    files: list[str]
+    saved: bool
     time: float
 
     def facts(self) -> dict[Key, str]:
@@ -76,22 +76,36 @@ class TracedStep:
         return facts | {(RANDOM, library): state for library, state in self.random.items()}
 
 
-class Trace:
-    """The steps of one process of the command (of several, of rank 0), read as they are written."""
+@dataclass(slots=True)
+class Life:
+    """A process of the command, and its steps (of several processes those of rank 0), read as they are written.
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.steps: list[TracedStep] = []
-        self._file: Any = None
-        self._rest = ""
+    traces: the folder of its lines.  start: the steps that the reference had done when it had the same weights; None
+    where it never had them.  code: its exit code; None where it was killed, at `place`, or `late`, as it took too long.
+    """
 
-    def read(self) -> int:
-        """Reads what is new; how many steps there are. A line that was cut off by a kill does not count."""
+    traces: str
+    code: int | None = None
+    place: str = ANY
+    late: bool = False
+    start: int | None = None
+    seconds: float = 0.0
+    steps: list[TracedStep] = field(default_factory=list)
+    _file: Any = None
+    _rest: str = ""
+
+    @property
+    def reached(self) -> int:
+        """The step of the reference that it came to."""
+        return (self.start or 0) + len(self.steps)
+
+    def read(self) -> None:
+        """Reads what is new. A line that was cut off by a kill does not count."""
         if self._file is None:
-            names = sorted(name for name in os.listdir(self.folder) if name.startswith("0-"))
+            names = sorted(name for name in os.listdir(self.traces) if name.startswith("0-"))
             if not names:
-                return 0
-            self._file = open(os.path.join(self.folder, names[0]), encoding="utf-8")  # noqa: SIM115
+                return
+            self._file = open(os.path.join(self.traces, names[0]), encoding="utf-8")  # noqa: SIM115
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         for line in lines:
             values = json.loads(line)
@@ -99,11 +113,9 @@ class Trace:
             before = self.steps[-1].found if self.steps else {}
             values["found"] = {key: entry for key, entry in before.items() if key not in gone} | values["found"]
             self.steps.append(TracedStep(**values))
-        return len(self.steps)
 
     def close(self) -> None:
-        with suppress(OSError, ValueError):
-            self.read()
+        """No more is read."""
         if self._file is not None:
             self._file.close()
 
@@ -134,12 +146,13 @@ class Reference:
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
         return {key for key in keys if mine[key] != theirs[key]}
 
-    def divergence(self, steps: list[TracedStep], start: int, *, ended: bool = False) -> Divergence | None:
-        """Where a process that began at a place went another way, and what differed there; None for the same way.
+    def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
+        """Where a process went another way, and what differed there; None for the same way.
 
         ended: its last step counts as one whose result differs.
         """
-        pairs = list(zip(self.steps[start:], steps, strict=False))
+        start = life.start or 0
+        pairs = list(zip(self.steps[start:], life.steps, strict=False))
         until = next((count for count, (one, other) in enumerate(pairs) if one.weights != other.weights), None)
         if until is None:
             return self.elsewhere(pairs, start) if ended and pairs else None
@@ -156,13 +169,15 @@ class Reference:
         place, keys = next((each for each in found if each[1]), found[-1])
         return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
 
-    def unsaved_averages(self, steps: list[TracedStep], start: int) -> list[Cause]:
+    def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that change with every step, that no optimizer trains, and that differ at the end."""
-        if not steps or start + len(steps) != len(self.steps):
+        if not life.steps or life.reached != len(self.steps):
             return []
-        keys = [key for key in self.differing(len(self.steps) - 1, steps[-1]) if key[0] == WEIGHTS]
+        keys = [key for key in self.differing(len(self.steps) - 1, life.steps[-1]) if key[0] == WEIGHTS]
         moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        return self.causes(len(self.steps) - 1, steps[-1], {key for key in keys if 2 * moves[key] > len(self.steps)})
+        return self.causes(
+            len(self.steps) - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > len(self.steps)}
+        )
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
