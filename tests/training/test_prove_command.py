@@ -31,9 +31,6 @@ PLAIN = """
 import json, os, struct, sys, time
 out, fault = sys.argv[1:]
 path = os.path.join(out, "last.safetensors")
-with open(os.path.join(out, os.pardir, "lives"), "a+") as lives:
-    lives.write(".")
-    pause = 0.08 if fault == "stops, slow" or (fault == "slow twice" and lives.tell() <= 2) else 0.02
 def save(step, path):
     header = json.dumps({"w": {"dtype": "U8", "shape": [4096], "data_offsets": [0, 4096]}}).encode()
     if step == 10:
@@ -43,20 +40,20 @@ def save(step, path):
         file.flush()
         os.fsync(file.fileno())
 step = 0
-if os.path.exists(path) and fault != "again":
+if os.path.exists(path):
     data = open(path, "rb").read()
     if len(data) < 4096:
         sys.exit("it is torn")
     step = data[-1]
-    if fault.startswith("stops"):
+    if fault == "stops":
         sys.exit(0)
 with open(os.path.join(out, "log.jsonl"), "a") as log:
     while step < 20:
-        time.sleep(pause)
+        time.sleep(0.02)
         step += 1
         print(step, file=log, flush=True)
         if step % 2 == 0:
-            save(step + (fault == "wrong" and step < 20), path + ".tmp" if fault != "torn" else path)
+            save(step, path + ".tmp" if fault != "torn" else path)
             if fault != "torn":
                 os.replace(path + ".tmp", path)
 open(os.path.join(out, "done"), "w").close()

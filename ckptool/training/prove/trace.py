@@ -19,6 +19,7 @@ BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
 _ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
+_HIDDEN = "{average}`{name}` ({kind}) has another value"
 _VALUE = "`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run{shift}",
@@ -140,9 +141,8 @@ class Reference:
         """The facts of a step that another at the same place has not, of those that move and not by chance."""
         mine, theirs = self.facts[place], other.facts()
         before = self.facts[place - 1].items() if place else ()
-        idle = {
-            key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before
-        }  # nothing drew from it
+        # A global generator that nothing drew from is no cause.
+        idle = {key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before}
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
         return {key for key in keys if mine[key] != theirs[key]}
 
@@ -171,13 +171,11 @@ class Reference:
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that change with every step, that no optimizer trains, and that differ at the end."""
-        if not life.steps or life.reached != len(self.steps):
+        if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        keys = [key for key in self.differing(len(self.steps) - 1, life.steps[-1]) if key[0] == WEIGHTS]
+        keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
         moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        return self.causes(
-            len(self.steps) - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > len(self.steps)}
-        )
+        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > length})
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
@@ -204,11 +202,9 @@ class Reference:
             here, there = one.strip("[]"), other.strip("[]")
         average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
         hidden = any("…" in value or value.startswith("[") for value in (here, there))
-        words = _WORDS.get(kind, "{average}`{name}` ({kind}) has another value" if hidden else _VALUE)
-        shift, of = self.shift(place, step), here.partition(" ")[0]
-        return words.format(
-            kind=kind, name=name, average=average, here=here, there=there, of=of, step=place + 1, shift=shift
-        )
+        words = _WORDS.get(kind, _HIDDEN if hidden else _VALUE)
+        values = {"here": here, "there": there, "of": here.partition(" ")[0], "average": average}
+        return words.format(kind=kind, name=name, step=place + 1, shift=self.shift(place, step), **values)
 
     def shift(self, place: int, step: TracedStep) -> str:
         """Which other step of the unbroken run had this batch, and what that says."""
@@ -228,9 +224,7 @@ def _rank(key: Key) -> tuple[int, int, str]:
 def _group(key: Key, keys: Iterable[Key]) -> Key:
     """What is put back together: with a batch the generators that it was drawn with, and the objects that have them."""
     kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
-    drawn = [name for other, name in keys if other == GENERATOR]
-    if kind in (BATCH, GENERATOR, RANDOM) or (
-        kind == ATTRIBUTE and any(name.startswith(f"{owner}.") for name in drawn)
-    ):
+    draws = kind == ATTRIBUTE and any(other == GENERATOR and name.startswith(f"{owner}.") for other, name in keys)
+    if draws or kind in (BATCH, GENERATOR, RANDOM):
         return (BATCH, "")
     return (RATE, "") if kind in (RATE, SCHEDULER) else (kind, owner)
