@@ -31,7 +31,7 @@ def import_user_code(name: str, what: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and place.split(".")[0] == error.name:
             raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
-        raise _failed(what, place, error) from error
+        raise _failed(what, name, error) from error
     if not hasattr(module, attribute):
         public = sorted(each for each in vars(module) if not each.startswith("_"))
         raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")

@@ -13,14 +13,16 @@ import os
 import re
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
+
+if TYPE_CHECKING:  # reading imports nothing of writing
+    from ckptool.checkpoint.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Format:
 
     def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
-        return cast(Plan, self.code.write(checkpoint, keep_unknown=keep_unknown))
+        return cast("Plan", self.code.write(checkpoint, keep_unknown=keep_unknown))
 
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
         """The plan of the same change inside the file; None where it is written anew."""

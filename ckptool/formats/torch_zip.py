@@ -11,14 +11,13 @@ import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
-from ckptool.checkpoint.plan import Deferred, Plan
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
 from ckptool.formats import marks
@@ -29,6 +28,9 @@ from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, FULL, Record
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.torch_objects import Builder, storage_class
+
+if TYPE_CHECKING:
+    from ckptool.checkpoint.plan import Plan
 
 NAME = "torch-zip"
 ALIGNMENT = 64
@@ -250,6 +252,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
     """
+    from ckptool.checkpoint.plan import Deferred, Plan
     from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 
@@ -307,6 +310,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
 
     None where it cannot or should not be: the tree came from another container, or much of the data is new.
     """
+    from ckptool.checkpoint.plan import Plan
     from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 

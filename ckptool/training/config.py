@@ -92,14 +92,11 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _val_replaces(cls, values: Any) -> Any:
-        own = isinstance(values, dict) and values.get("val") is not None
-        return {"val_fraction": 0.0, **values} if own else values
-
-    @model_validator(mode="after")
-    def _val_or_fraction(self) -> Data:
-        if self.val is not None and self.val_fraction:
+        if not isinstance(values, dict) or values.get("val") is None:
+            return values
+        if values.get("val_fraction"):
             raise ValueError("give val or val_fraction, one of the two")
-        return self
+        return {**values, "val_fraction": 0.0}
 
 
 class FreezeUntil(Section):

@@ -27,7 +27,7 @@ from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
-from ckptool.training.toys import MOVED_DATA, blobs, digits
+from ckptool.training.toys import MOVED_DATA, Arrays, blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -261,19 +261,25 @@ class _Seeded(Dataset[Any]):
 
     def __getitems__(self, asked: list[Share]) -> tuple[list[tuple[Any, int, int]], None]:
         """The micro-batches of a step, collated; it has no position of its own."""
-        return [(self.collate(self._samples(places)), size, total) for places, size, total in asked], None
+        return [(self._collated(places), size, total) for places, size, total in asked], None
+
+    def _collated(self, places: list[tuple[int, int]]) -> Any:
+        if self.collate is not default or self.random or not isinstance(self.dataset, Arrays):
+            return self.collate(self._samples(places))
+        self._begin(places[0][0])
+        return self.dataset.batch([index for _, index in places])
 
     def _samples(self, places: list[tuple[int, int]]) -> list[Any]:
-        if not self.random and hasattr(self.dataset, "__getitems__"):
-            self._begin(places[0][0])
-            found: list[Any] = self.dataset.__getitems__([index for _, index in places])
-            return found
-        return [self._sample(epoch, index) for epoch, index in places]
+        """The samples of a part of a step, all of one epoch."""
+        self._begin(places[0][0])
+        indices = [index for _, index in places]
+        if self.random:
+            return [self._sample(epoch, index) for epoch, index in places]
+        several = getattr(self.dataset, "__getitems__", None)
+        return several(indices) if several is not None else [self.dataset[index] for index in indices]
 
     def _sample(self, epoch: int, index: int) -> Any:
-        self._begin(epoch)
-        if self.random:
-            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
+        seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
         return self.dataset[index]
 
     def _begin(self, epoch: int) -> None:

@@ -1,26 +1,89 @@
-"""The evaluation of a run's checkpoint, beside the run: nothing is written to it."""
+"""Evaluation: between two steps of a run, and of a run's checkpoint beside the run, to which nothing is written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, nearest
 from ckptool.errors import UsageError, listed
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
-from ckptool.training.extensions import name_culprits
-from ckptool.training.loop import measured
+from ckptool.training.data import Batch, seed_all
+from ckptool.training.extensions import name_culprits, numbers
 from ckptool.training.parallel import world_of
 from ckptool.training.reports import Evaluated
 from ckptool.training.runs import read_config, retention_of
 from ckptool.training.saving import loaded
-from ckptool.training.start import switches_given_back
 from ckptool.training.store import SavedState, Store, check
-from ckptool.training.trainer import build, in_parts, restored_weights
+from ckptool.training.trainer import Trainer, build, load, switches_given_back
 
 BEST, NEWEST = "best", "newest"
+
+
+class _Stopped(BaseException):
+    """Ends an evaluation through the user's own code, which may catch every `Exception`."""
+
+
+def measured(
+    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val"
+) -> dict[str, float] | None:
+    """Metrics over the validation or test samples, the same in all processes; None if they are to stop meanwhile.
+
+    stopping: asked before each batch.  on: `val` or `test`.
+    """
+    config, world = trainer.config, trainer.world
+    dropped = False
+
+    def batches(samples: Iterator[Batch]) -> Iterator[Batch]:
+        nonlocal dropped
+        for number, batch in enumerate(samples):
+            # Of processes that compute a model together, at once in all of them.
+            if world.any_rank(stopping()) if trainer.is_divided else stopping():
+                dropped = True
+                raise _Stopped
+            seed_all(world.device, config.seed, "eval", trainer.step, number)
+            yield batch
+
+    found: Any = {}
+    with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
+        seed_all(world.device, config.seed, "eval", trainer.step)
+        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Stopped):
+            found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
+    if world.any_rank(dropped):
+        return None
+    return world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    """Puts models into evaluation mode, with their averages as weights by `eval.ema`; afterwards all is as it was."""
+    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
+    for model in trainer.models.values():
+        model.eval()
+    with ExitStack() as averaged:
+        try:
+            for average in trainer.averages.values() if trainer.config.eval.ema else ():
+                averaged.enter_context(average.in_place())
+            yield
+        finally:
+            for model in trainer.models.values():
+                model.train()
+            for module, mode in modes:
+                module.training = mode
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """The precision of the forward pass."""
+    if config.train.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if config.train.precision == "bf16" else torch.float16)
 
 
 def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
@@ -35,8 +98,10 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     check(saved, config.save.verify)
     with name_culprits(), switches_given_back(), world_of(config) as world:
         trainer = build(config, world, fresh=False)
-        restored_weights(trainer, loaded(saved.path, in_parts), saved.path)
-        metrics = measured(trainer, on)
+        objects = trainer.objects(trains=False)
+        load(objects, loaded(saved.path, objects.in_parts), saved.path)
+        trainer.step = saved.step
+        metrics = measured(trainer, on=on)
     if not metrics:
         raise UsageError(
             "there is nothing to evaluate on",

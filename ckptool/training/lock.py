@@ -35,55 +35,51 @@ class Lock:
     """
 
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
-        self._elsewhere = elsewhere
         path = os.path.join(folder, "lock")
         there = os.path.lexists(path)
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise file_problem(error, path, "write") from error
-        try:
-            self._take(path, there)
-        except OSError as error:
-            os.close(self.fd)
-            raise FileProblem(
-                f"cannot lock {path}: {error.strerror}", "Without a lock two trainers could mix their files."
-            ) from error
-        except BaseException:
-            os.close(self.fd)
-            raise
         _HELD.add(self)
+        try:
+            free = self._wait()
+            held = os.pread(self.fd, 300, 0)
+            if not free:
+                holder = held.decode("utf-8", "replace").strip()
+                raise Conflict(
+                    f"{folder} is being written by another process ({holder or 'unknown'})",
+                    "Two trainers on one run would mix their checkpoints.",
+                    f"Wait for it, stop it, or name another folder: {elsewhere}",
+                )
+            if held and not _HOLDER.fullmatch(held):
+                raise Conflict(
+                    f"{path} is not the lock of a run",
+                    "A run would overwrite it. It was left as it is.",
+                    f"Move it away, or give the run a folder of its own: {elsewhere}",
+                )
+            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            why = "Without a lock two trainers could mix their files."
+            raise FileProblem(f"cannot lock {path}: {error.strerror}", why) from error
+        except BaseException:
+            self.release()
+            raise
 
-    def _take(self, path: str, there: bool) -> None:
-        self._wait(path)
-        held = os.pread(self.fd, 300, 0)
-        if held and not _HOLDER.fullmatch(held):
-            raise Conflict(
-                f"{path} is not the lock of a run",
-                "A run would overwrite it. It was left as it is.",
-                f"Move it away, or give the run a folder of its own: {self._elsewhere}",
-            )
-        if held or not there:  # an empty one may be anybody's: a lock works without a name in it
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _wait(self, path: str) -> None:
+    def _wait(self) -> bool:
+        """Takes the lock; False if another process still has it when patience is over."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return True
             except BlockingIOError:
                 if time.monotonic() > until:
-                    break
+                    return False
                 time.sleep(0.05)
-        holder = os.pread(self.fd, 200, 0).decode("utf-8", "replace").strip()
-        folder = os.path.dirname(path)
-        raise Conflict(
-            f"{folder} is being written by another process ({holder or 'unknown'})",
-            "Two trainers on one run would mix their checkpoints.",
-            f"Wait for it, stop it, or name another folder: {self._elsewhere}",
-        )
 
     def release(self) -> None:
         """Releases the lock."""

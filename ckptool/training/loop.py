@@ -1,4 +1,4 @@
-"""The training loop, in the order in which things happen.
+"""The training loop, in the order in which things happen: `ckptool.Run`'s, around the steps of a configuration.
 
 A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again
 on resume. `step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
@@ -9,138 +9,135 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from typing import Any
+from collections.abc import Sequence
+from contextlib import closing, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, counted
-from ckptool.training.config import Config
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError
 from ckptool.training.data import Batch, seed_all
-from ckptool.training.extensions import numbers
+from ckptool.training.evaluation import autocast, measured
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import World, unsynchronised
-from ckptool.training.reports import Outcome
-from ckptool.training.run_folder import environment
-from ckptool.training.runs import ConfiguredRun
-from ckptool.training.saving import Saver
-from ckptool.training.stopping import Stopping
 from ckptool.training.tasks import Phase
-from ckptool.training.trainer import Trainer, gathered
+from ckptool.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ckptool.training.start import TrainerRun
 
 
-def train(trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks) -> Outcome:
+def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
     """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then."""
-    there = run.store.all() if trainer.step else []
-    with (
-        Saver(
-            run, trainer.world, background=trainer.config.save.async_, step=there[-1].step if there else None
-        ) as saver,
-        hooks.watching(trainer, run.folder),
-        closing(trainer.data.stream(trainer)) as batches,
-    ):
-        try:
-            _steps(trainer, run, stop, hooks, saver, batches)
-        except Exception as error:
-            _rescue(trainer, run, saver, error)
-            raise
-        if saver.step != trainer.step and trainer.step:
-            _save(trainer, run, saver)
-    done = trainer.step >= trainer.total_steps and not trainer.pending
-    why = _why_early(trainer) if trainer.is_stale and not done else ""
-    code = 0 if done or why else trainer.world.broadcast(stop.exit_code)
-    if trainer.world.is_first:
-        event = "done" if done else "early-stop" if why else "stop"
-        run.note(event, step=trainer.step, signal=stop.number or None, **({"why": why} if why else {}))
-    return Outcome(
-        "done" if done else "stopped-early" if why else "stopped", trainer.step, code, run.folder, why, hooks.profiled
-    )
-
-
-def _why_early(trainer: Trainer) -> str:
-    """What ended a run by `stop.patience`, in words."""
-    count = trainer.stale["count"] if trainer.stale else 0
-    best = f", best at step {trainer.best['step']:,}" if trainer.best else ""
-    return f"{trainer.config.eval.metric} has not improved in {counted(count, 'evaluation')}{best}"
-
-
-def _steps(
-    trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks, saver: Saver, batches: Iterator[Sequence[Batch]]
-) -> None:
     begun_at = trainer.step
-    if trainer.config.save.at_start and not trainer.step:
-        _save(trainer, run, saver)
-    if trainer.pending and is_due(trainer, trainer.eval_every):
-        _between(trainer, run, stop, hooks, saver, 0.0)  # a run that was stopped in its evaluation does it again
-    trainer.pending = False
-    while trainer.step < trainer.total_steps and not trainer.is_stale and not trainer.world.any_rank(stop.asked):
-        step = next(batches)
-        began = stop.begin()
-        one_step(trainer, step, hooks)
-        seconds = time.monotonic() - began
-        _between(trainer, run, stop, hooks, saver, (trainer.step - begun_at) / seconds if seconds else 0.0)
+    with hooks.watching(trainer, run.folder.folder), closing(run.loop()) as steps:
+        try:
+            if trainer.config.save.at_start and not trainer.step:
+                run.save()
+            if trainer.pending:  # a run that was stopped in its evaluation does it again
+                _between(trainer, run, hooks, 0.0)
+            for _, batches in steps:
+                one_step(trainer, batches, hooks)
+                seconds = time.monotonic() - run.begun
+                _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
+        except Exception as error:
+            _rescue(trainer, run, error)
+            raise
 
 
-def _between(trainer: Trainer, run: ConfiguredRun, stop: Stopping, hooks: Hooks, saver: Saver, rate: float) -> None:
+def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> None:
     """Evaluates, logs and saves after a step; only the first where the run is to stop in the evaluation."""
-    trainer.metrics = {}
-    if trainer.pending:
-        evaluate(trainer, stop)
-    if trainer.pending:
-        return
-    _log(trainer, run, hooks, rate)
-    late = saver.is_late(trainer.config.save.seconds)
-    if late or is_due(trainer, trainer.config.save.every):
-        _save(trainer, run, saver)
-
-
-def _save(trainer: Trainer, run: ConfiguredRun, saver: Saver) -> None:
-    """Saves the state after the last step, with facts about it."""
-
-    def gather(copied: bool) -> dict[str, Any]:
-        return gathered(trainer, copied=copied) if trainer.world.is_first or trainer.is_divided else {}
-
-    loss = trainer.loss
-    facts = {
-        "epoch": trainer.epoch,
-        "loss": loss if loss is None or loss - loss == 0 else str(loss),
-        "metrics": {key: value for key, value in trainer.metrics.items() if value - value == 0},
-        "revision": run.revision,
-        "config": run.config.dumped(),
-        "fingerprint": run.fingerprint,
-        "environment": environment(trainer.world.size, trainer.world.device),
-    }
-    saver.save(trainer.step, gather, facts)
-
-
-def _rescue(trainer: Trainer, run: ConfiguredRun, saver: Saver, error: Exception) -> None:
-    """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
-
-    Not within a step, where the state is half of the next; not what could not be written; not with several processes,
-    all of which would have to take part.
-    """
-    if trainer.whole and trainer.step and not trainer.world.distributed and not isinstance(error, FileProblem):
-        with suppress(Exception):  # the first error is the news
-            if saver.step != trainer.step:
-                _save(trainer, run, saver)
-                saver.wait()
-            if isinstance(error, CkptoolError):
-                before = error.fix + " " if error.fix else ""
-                saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder)}"
-                error.fix = Text(before, saved)
-    if trainer.world.is_first:
-        words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
-        with suppress(CkptoolError):
-            run.note("failed", step=trainer.step, error=words.partition("\n")[0])
+    config = trainer.config
+    metrics: dict[str, Any] = {}
+    if is_due(trainer, trainer.eval_every):
+        found = measured(trainer, lambda: run.stopping)
+        if found is None:  # to be done again
+            return
+        metrics = found
+        _remember(trainer, metrics)
+    trainer.pending = False
+    if trainer.world.is_first and (metrics or is_due(trainer, config.log.every)):
+        _log(trainer, run, hooks, metrics, rate)
+    if config.save.seconds is not None:
+        run.save(seconds=config.save.seconds, **metrics)
+    if is_due(trainer, config.save.every) or trainer.is_stale:
+        run.save(**metrics)
+    if trainer.is_stale:
+        run.length["steps"] = trainer.step
 
 
 def is_due(trainer: Trainer, every: int) -> bool:
     """True at each multiple of `every`, and at the end of the run."""
     return bool(every) and (trainer.step % every == 0 or trainer.step == trainer.total_steps)
+
+
+def _remember(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Takes note of the best so far, and steps the schedules that follow it.
+
+    An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is made longer has none
+    there, and ends with the same bytes.
+    """
+    settings, stop = trainer.config.eval, trainer.config.stop
+    if not metrics and not stop.patience:
+        return  # nothing is held out
+    if settings.metric not in metrics:
+        raise UsageError(
+            f"eval.metric is {settings.metric}, which the task does not give",
+            f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
+            arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
+        )
+    if trainer.step % trainer.eval_every:
+        return
+    value = metrics[settings.metric]
+    for schedule in trainer.schedules.values():
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            schedule.step(value)
+
+    def improves(known: dict[str, Any] | None, least: float = 0.0) -> bool:
+        if known is None or known["metric"] != settings.metric or known["value"] is None:
+            return value == value  # NaN is never better
+        better: float = known["value"] - value if settings.mode == "min" else value - known["value"]
+        return better > least
+
+    if improves(trainer.best):
+        trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
+    if stop.patience:
+        known = trainer.stale if trainer.stale and trainer.stale["metric"] == settings.metric else None
+        known = known or {"metric": settings.metric, "value": None, "count": 0}
+        changed = {"value": value, "count": 0} if improves(known, stop.min_delta) else {"count": known["count"] + 1}
+        trainer.stale = known | changed
+
+
+def _log(trainer: Trainer, run: TrainerRun, hooks: Hooks, metrics: dict[str, float], rate: float) -> None:
+    place = {"step": trainer.step, "epoch": trainer.epoch}
+    fact: dict[str, Any] = {**place, "loss": trainer.loss, **metrics, **hooks.facts(), **place}
+    for name, optimizer in trainer.optimizers.items():
+        fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
+    run.log(**{name: value for name, value in fact.items() if name not in place})
+    hooks.logged(trainer, fact, rate)
+
+
+def _rescue(trainer: Trainer, run: TrainerRun, error: Exception) -> None:
+    """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
+
+    Not within a step, where the state is half of the next; not what could not be written; not with several processes,
+    all of which would have to take part.
+    """
+    is_whole = 0 < trainer.step == run.step
+    if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
+        with suppress(Exception):  # the first error is the news
+            run.save_now()
+            if isinstance(error, CkptoolError):
+                before = error.fix + " " if error.fix else ""
+                saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
+                error.fix = Text(before, saved)
+    if trainer.world.is_first:
+        words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
+        with suppress(CkptoolError):
+            run.folder.note("failed", step=trainer.step, error=words.partition("\n")[0])
 
 
 # One step ------------------------------------------------------------------------------------------------------------
@@ -149,7 +146,6 @@ def is_due(trainer: Trainer, every: int) -> bool:
 def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     """One optimizer step of every phase, on one global batch in `accumulate` micro-batches."""
     trainer.thaw()
-    trainer.whole = False
     count = sum(batch.total for batch in batches)
     losses = []
     for number, phase in enumerate(trainer.task.phases):
@@ -159,9 +155,9 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
         trainer.averages[name].update()
     trainer.loss = losses[0]
     trainer.samples += count
-    trainer.step += 1
     _step_schedules(trainer)
-    trainer.whole, trainer.pending = True, is_due(trainer, trainer.eval_every)
+    trainer.step += 1
+    trainer.pending = is_due(trainer, trainer.eval_every)
     hooks.after_step(trainer)
 
 
@@ -266,7 +262,7 @@ def _one(device: torch.device) -> torch.Tensor:
 
 def _step_schedules(trainer: Trainer) -> None:
     """Schedules follow the optimizer: a step that was left out does not count for them."""
-    ended = bool(trainer.schedules) and trainer.batch_in_epoch == 0
+    ended = (trainer.step + 1) % trainer.steps_per_epoch == 0
     for name, schedule in trainer.schedules.items():
         settings = trainer.config.optim[name].schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or settings is None:
@@ -276,139 +272,8 @@ def _step_schedules(trainer: Trainer) -> None:
                 schedule.step()
             except ValueError as error:
                 raise UsageError(
-                    f"the schedule of {name} ends before step {trainer.step}: {error}",
+                    f"the schedule of {name} ends before step {trainer.step + 1}: {error}",
                     "It is shorter than the run.",
                     f"Make it longer: {arg(set=f'optim.{name}.schedule.args.total_steps={trainer.total_steps}')}",
                 ) from error
     trainer.task.stepped.clear()
-
-
-def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    """The precision of the forward pass."""
-    if config.train.precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if config.train.precision == "bf16" else torch.float16)
-
-
-# Between steps -------------------------------------------------------------------------------------------------------
-
-
-class _EvaluationStopped(BaseException):
-    """Ends an evaluation through the user's own code, which may catch every `Exception`."""
-
-
-class _UntilAsked:
-    """The batches of an evaluation, before each of which randomness is seeded; none more when the run is to stop."""
-
-    def __init__(self, trainer: Trainer, batches: Iterator[Batch], stop: Stopping | None) -> None:
-        self.trainer, self.batches, self.stop, self.dropped = trainer, enumerate(batches), stop, False
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        # Of processes that compute a model together, at once in all of them.
-        asked = self.stop is not None and self.stop.asked
-        if self.trainer.world.any_rank(asked) if self.trainer.is_divided else asked:
-            self.dropped = True
-            raise _EvaluationStopped
-        number, batch = next(self.batches)
-        seed_all(self.trainer.world.device, self.trainer.config.seed, "eval", self.trainer.step, number)
-        return batch
-
-
-def evaluate(trainer: Trainer, stop: Stopping | None = None) -> None:
-    """Evaluates between two steps, and remembers the best.
-
-    It is dropped, and stays pending, when the run is asked to stop meanwhile.
-    """
-    metrics = measured(trainer, stop=stop)
-    if metrics is not None:
-        trainer.metrics = metrics
-        _remember(trainer)
-        trainer.pending = False
-
-
-def measured(trainer: Trainer, on: str = "val", stop: Stopping | None = None) -> dict[str, float] | None:
-    """Metrics over the validation or test samples, the same in all processes; None if it is to stop.
-
-    on: `val` or `test`.
-    """
-    config, world = trainer.config, trainer.world
-    found: Any = {}
-    with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
-        batches = _UntilAsked(trainer, samples, stop)
-        seed_all(world.device, config.seed, "eval", trainer.step)
-        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_EvaluationStopped):
-            found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches)
-    if world.any_rank(batches.dropped):
-        return None
-    return world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode, with their averages as weights by `eval.ema`; afterwards all is as it was."""
-    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
-    for model in trainer.models.values():
-        model.eval()
-    with ExitStack() as averaged:
-        try:
-            for average in trainer.averages.values() if trainer.config.eval.ema else ():
-                averaged.enter_context(average.in_place())
-            yield
-        finally:
-            for model in trainer.models.values():
-                model.train()
-            for module, mode in modes:
-                module.training = mode
-
-
-def _remember(trainer: Trainer) -> None:
-    """Takes note of the best so far, and steps the schedules that follow it.
-
-    An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is made longer has none
-    there, and ends with the same bytes.
-    """
-    settings, metrics = trainer.config.eval, trainer.metrics
-    if not metrics and not trainer.config.stop.patience:
-        return  # nothing is held out
-    if settings.metric not in metrics:
-        raise UsageError(
-            f"eval.metric is {settings.metric}, which the task does not give",
-            f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
-            arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
-        )
-    if trainer.step % trainer.eval_every:
-        return
-    value = metrics[settings.metric]
-    for schedule in trainer.schedules.values():
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            schedule.step(value)
-    best = trainer.best["value"] if trainer.best and trainer.best["metric"] == settings.metric else None
-    if _improves(trainer, value, best):
-        trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
-    if trainer.config.stop.patience:
-        known = trainer.stale if trainer.stale and trainer.stale["metric"] == settings.metric else None
-        known = known or {"metric": settings.metric, "value": None, "count": 0}
-        better = _improves(trainer, value, known["value"], trainer.config.stop.min_delta)
-        trainer.stale = {**known, **({"value": value, "count": 0} if better else {"count": known["count"] + 1})}
-
-
-def _improves(trainer: Trainer, value: float, known: float | None, least: float = 0.0) -> bool:
-    """True for a value of `eval.metric` that is better than the known one, by more than `least`; NaN never is."""
-    if known is None:
-        return value == value
-    return (known - value if trainer.config.eval.mode == "min" else value - known) > least
-
-
-def _log(trainer: Trainer, run: ConfiguredRun, hooks: Hooks, rate: float) -> None:
-    if not trainer.world.is_first or not (is_due(trainer, trainer.config.log.every) or trainer.metrics):
-        return
-    place = {"step": trainer.step, "epoch": trainer.epoch}
-    fact = {**place, "loss": trainer.loss, **trainer.metrics, **hooks.facts(), **place}
-    for name, optimizer in trainer.optimizers.items():
-        key = "lr" if len(trainer.optimizers) == 1 else f"lr_{name}"
-        fact[key] = float(optimizer.param_groups[0]["lr"])
-    run.metrics.add(fact)
-    hooks.logged(trainer, fact, rate)

@@ -335,7 +335,11 @@ class Average:
         finally:
             _swap(pairs)
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The average, by the names of the model's state dict."""
+        return dict(self.values)
+
+    def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
         """Takes a saved average back. Raises `Conflict` where names or shapes differ."""
         if {n: tuple(v.shape) for n, v in values.items()} != {n: tuple(v.shape) for n, v in self.values.items()}:
             raise Conflict("the saved average belongs to another model", "Its names or shapes differ.")

@@ -7,6 +7,7 @@ samples of a step are chosen before they are divided, so they are the same under
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, RunFailed, UsageError, listed
+from ckptool.errors import RunFailed, UsageError, listed
 from ckptool.training.data import to_device
 from ckptool.training.matching import Patterns, modules_matching, outermost
 
@@ -46,11 +48,6 @@ class World:
         """This process's part of a step's samples: every `size`-th, from its own place."""
         return samples[self.rank :: self.size]
 
-    def barrier(self) -> None:
-        """Waits for all."""
-        if self.distributed:
-            torch.distributed.barrier()
-
     def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
         if self.distributed:
@@ -73,11 +70,7 @@ class World:
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first process, in all of them."""
-        if not self.distributed:
-            return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+        return self.gather(value)[0]
 
     def each(self, work: Callable[[], Any]) -> list[Any]:
         """What `work` gives in every process, for all of them; what it raises in one is raised in all."""
@@ -118,16 +111,16 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def world_of(config: Config) -> Iterator[World]:
-    """The world of a run: joined on the way in, left on the way out.
+    """The world of a run: joined on the way in, left on the way out; without torchrun it is one process.
 
-    Raises `UsageError` where torchrun started several processes for a strategy of one.
+    Raises `UsageError` where torchrun started several processes for a strategy of one, `RunFailed` where they do not
+    meet.
     """
-    processes = _number("WORLD_SIZE", "1")
-    launched = processes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    size = _number("WORLD_SIZE", 1)
     if config.strategy not in TOGETHER:
-        if processes > 1:
+        if size > 1:
             raise UsageError(
-                f"torchrun started {processes} processes, but strategy is {config.strategy}",
+                f"torchrun started {size} processes, but strategy is {config.strategy}",
                 "Each would train the whole model and write to the same folder.",
                 f"Set it: {arg(set='strategy=ddp')}; or fsdp, where each is to hold a part of the model",
             )
@@ -135,56 +128,44 @@ def world_of(config: Config) -> Iterator[World]:
         return
     device = device_of(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", _number("LOCAL_RANK", "0"))
+        device = torch.device("cuda", _number("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
-    if launched and _number("RANK", "0") >= processes:
-        raise UsageError(
-            f"this process has RANK {_number('RANK', '0')}, of {processes} processes",
-            "Ranks begin with 0; torchrun sets them.",
-            "Start all processes with one torchrun.",
-        )
-    _meet(device, launched)
-    try:
-        yield World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, True)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _number(name: str, default: str) -> int:
-    text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise UsageError(
-            f"{name} is {text!r} in the environment, which is not a number",
-            "torchrun sets it for each process that it starts.",
-            f"Without torchrun: unset {name}",
-        )
-    return int(text)
-
-
-def _meet(device: torch.device, launched: bool) -> None:
-    """Joins the processes of a run, one without torchrun. Raises `RunFailed` where they do not meet."""
     library: Any = torch.distributed
-    place: dict[str, Any] = {} if launched else {"store": library.HashStore(), "rank": 0, "world_size": 1}
+    place: dict[str, Any] = {"rank": _number("RANK", 0, below=size), "world_size": size}
+    address = [os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    launched = size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not launched:
+            place["store"] = library.HashStore()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
-            store = library.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT", "0"))
-            start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT', '0')}"
-            place = {"store": library.PrefixStore(start, store)}
-            place |= {"rank": _number("RANK", "0"), "world_size": _number("WORLD_SIZE", "1")}
+            start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
+            place["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
         library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
-    except CkptoolError:
-        raise
     except (RuntimeError, ValueError, OSError) as error:
-        address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunFailed(
             f"the processes of this run could not connect: {str(error).partition(chr(10))[0]}",
-            f"They connect at {address}, as torchrun sets it. Nothing was trained."
-            if launched
-            else "Nothing was trained.",
+            f"They connect at {':'.join(address)}, as torchrun sets it. Nothing was trained." if launched else "",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
             f"or one: {arg(set='strategy=single')}",
         ) from error
+    try:
+        yield World(library.get_rank(), library.get_world_size(), device, True)
+    finally:
+        library.destroy_process_group()
+
+
+def _number(name: str, default: int, below: int = 1 << 31) -> int:
+    """A number that torchrun sets for each process that it starts."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) >= below:
+        limit = f" below {below}" if below < 1 << 31 else ""
+        raise UsageError(
+            f"{name} is {text!r} in the environment, which is not a number{limit}",
+            "torchrun sets it for each process that it starts.",
+            f"Start all processes with one torchrun; or without it: unset {name}",
+        )
+    return int(text)
 
 
 def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
@@ -203,7 +184,13 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
 
 def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
     """The model as the strategy runs it. Parameters that are frozen now are not among those that processes exchange."""
-    made: Any = compiled(model, config.train.compile)
+    made: Any = model
+    if (how := config.train.compile) is True:
+        made = torch.compile(model)
+    elif how and how not in (there := torch.compiler.list_backends(exclude_tags=())):
+        raise UsageError(f"train.compile: there is no backend {how!r}", f"Available: {listed(there, 20)}.")
+    elif how:
+        made = torch.compile(model, backend=how)
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if config.strategy == "dp" and world.device.type == "cuda":
         first = world.device.index or 0
@@ -216,18 +203,6 @@ def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
     if config.split is not None:
         return Pipeline(made, config.split.microbatches)
     return made  # type: ignore[no-any-return]
-
-
-def compiled(model: nn.Module, how: bool | str) -> Any:
-    """The model under `torch.compile`, by its default backend or a named one, which has to exist."""
-    if not how:
-        return model
-    if how is True:
-        return torch.compile(model)
-    there = torch.compiler.list_backends(exclude_tags=())
-    if how not in there:
-        raise UsageError(f"train.compile: there is no backend {how!r}", f"Available: {listed(there, 20)}.")
-    return torch.compile(model, backend=how)
 
 
 def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -287,26 +262,36 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     """Puts each part of a model on its device, and moves tensors between them; the output comes back to `home`.
 
     Modules stay where they are in the model, so names and state dict do not change. Parts follow the order in which
-    modules are defined; a module with weights tied to an earlier part runs there. Raises `UsageError` for a cut that is
-    out of order or before no module, or a device that is none.
+    modules are defined; an outer module belongs to the part where it begins, and a module with weights tied to an
+    earlier part runs there. Raises `UsageError` for a cut that is out of order or before no module, or no device.
     """
     devices = [device_here("split.devices", name) for name in settings.devices]
-    part_of = _parts(model, settings.at)
+    modules = dict(model.named_modules())
+    names = list(modules)
+    if missing := [cut for cut in settings.at if cut not in names or not cut]:
+        raise UsageError(f"split.at: there is no module {missing[0]!r}", f"Available: {listed(names[1:], 12)}.")
+    places = [names.index(cut) for cut in settings.at]
+    if places != sorted(set(places)):
+        raise UsageError(
+            "split.at: the cuts are not in the order of the model",
+            f"In its order they are: {', '.join(names[place] for place in sorted(set(places)))}.",
+        )
+    part_of = {id(module): bisect(places, number) for number, module in enumerate(modules.values())}
     placed: set[int] = set()
-    for name, module in model.named_modules():
-        device = devices[part_of[name]]
+    for module in modules.values():
+        device = devices[part_of[id(module)]]
         # A tied tensor stays where it came first.
         module._apply(
             lambda tensor, device=device: tensor if id(tensor) in placed else tensor.to(device), recurse=False
         )
         placed.update(map(id, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in model.modules():
-        inside = {part_of[names[id(part)]] for part in module.modules()}
+    for module in modules.values():
+        inside = {part_of[id(part)] for part in module.modules()}
         if len(inside) == 1:
             own = next(module.parameters(), None)
             device = devices[inside.pop()] if own is None else own.device
-            module.register_forward_pre_hook(_mover(device), with_kwargs=True)
+            move = lambda module, args, kwargs, device=device: to_device((args, kwargs), device)  # noqa: E731
+            module.register_forward_pre_hook(move, with_kwargs=True)
     model.register_forward_hook(lambda module, inputs, output: to_device(output, home))
 
 
@@ -323,30 +308,6 @@ def device_here(key: str, name: str) -> torch.device:
         ) from None
 
 
-def _parts(model: nn.Module, cuts: list[str]) -> dict[str, int]:
-    """The part of each module, in the order of definition; an outer module belongs to the part where it begins."""
-    names = [name for name, _ in model.named_modules()]
-    for cut in cuts:
-        if cut not in names or not cut:
-            raise UsageError(
-                f"split.at: there is no module {cut!r}", f"Available: {listed([name for name in names if name], 12)}."
-            )
-    places = [names.index(cut) for cut in cuts]
-    if places != sorted(set(places)):
-        raise UsageError(
-            "split.at: the cuts are not in the order of the model",
-            f"In its order they are: {', '.join(names[place] for place in sorted(set(places)))}.",
-        )
-    return {name: sum(number >= place for place in places) for number, name in enumerate(names)}
-
-
-def _mover(device: torch.device) -> Callable[..., Any]:
-    def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return to_device(args, device), to_device(kwargs, device)
-
-    return move
-
-
 class Pipeline(nn.Module):
     """Runs a model on the parts of a batch one after the other, and puts their outputs together.
 
@@ -359,32 +320,27 @@ class Pipeline(nn.Module):
         self.module, self.microbatches = model, microbatches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        size = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), 1)
+        given, form = tree_flatten((args, kwargs))
+        size = next((len(value) for value in given if _has_rows(value)), 1)
         if min(self.microbatches, size) == 1:
             return self.module(*args, **kwargs)
         bounds = sorted({size * number // self.microbatches for number in range(self.microbatches + 1)})
         outputs = []
         for begin, end in pairwise(bounds):
-            part = [_slice(value, size, begin, end) for value in args]
-            named = {key: _slice(value, size, begin, end) for key, value in kwargs.items()}
+            rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in given]
+            part, named = tree_unflatten(rows, form)
             outputs.append(self.module(*part, **named))
-        return _together(outputs)
+        forms = [tree_flatten(output) for output in outputs]
+        if odd := [value for values, _ in forms for value in values if not _has_rows(value)]:
+            raise UsageError(
+                f"split: the model returns {type(odd[0]).__name__}, which cannot be reassembled from micro-batches",
+                "It should return a tensor, or a tuple, list or dictionary of them.",
+                f"Turn it off: {arg(set='split.microbatches=1')}",
+            )
+        return tree_unflatten(
+            [torch.cat(rows) for rows in zip(*(values for values, _ in forms), strict=True)], forms[0][1]
+        )
 
 
-def _slice(value: Any, size: int, begin: int, end: int) -> Any:
-    return value[begin:end] if isinstance(value, torch.Tensor) and value.dim() and len(value) == size else value
-
-
-def _together(outputs: list[Any]) -> Any:
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(outputs)
-    if isinstance(first, dict):
-        return {key: _together([output[key] for output in outputs]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_together(list(column)) for column in zip(*outputs, strict=True))
-    raise UsageError(
-        f"split: the model returns {type(first).__name__}, which cannot be reassembled from micro-batches",
-        "It should return a tensor, or a tuple, list or dictionary of them.",
-        f"Turn it off: {arg(set='split.microbatches=1')}",
-    )
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -215,17 +215,19 @@ class RunReport(Report):
         yield Table([one.cells(self.metric) for one in self.checkpoints], heads=heads, right=range(5))
 
     def _way_on(self) -> str:
-        where = "none of them is whole" if self.resumes is None else f"resumes from step {self.resumes:,}"
-        if self.script and self.event == "done" and self.resumes == self.step:
+        if self.resumes is None:
+            return "; none of them is whole, so it cannot go on"
+        is_done = self.event == "done" and self.resumes == self.step
+        if self.script and is_done:
             return f"; to go on, give the loop in {self.script} more steps, and run it again"
         if self.script:
-            return f"; {where}: run {self.script} again"
-        if self.event == "done" and self.resumes == self.step and self.step:
+            return f"; resumes from step {self.resumes:,}: run {self.script} again"
+        if is_done and self.step:
             longer = f"train.epochs={2 * self.epochs}" if self.epochs else f"train.steps={2 * self.step}"
             return f"; make it longer: {command('resume', self.path, set=longer)}"
         if self.event == "early-stop":
             return f"; go on all the same: {command('resume', self.path, set='stop.patience=null')}"
-        return f"; {where}: {command('resume', self.path)}"
+        return f"; resumes from step {self.resumes:,}: {command('resume', self.path)}"
 
 
 # Proofs ---------------------------------------------------------------------------------------------------------------

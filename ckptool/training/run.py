@@ -28,7 +28,7 @@ from ckptool.training.run_folder import RunFolder, environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
-from ckptool.training.store import Retention
+from ckptool.training.store import Retention, SavedState
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | RunFolder,
         *,
         keep_last: int = 3,
         keep_best: tuple[str, str] | tuple[str, str, int] | None = None,
@@ -85,13 +85,13 @@ class Run:
         say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
-        self.world = _world()
+        self.objects, self.position = Objects(objects), Position()
+        self.world = _world(self.objects)
         self.say = say if self.world.is_first else lambda text: None
         self.step = 0
         self.total: int | None = None
         self.loss: float | None = None
         self.values: dict[str, Any] = {}
-        self.objects, self.position = Objects(), Position()
         self._signals, self._stop = signals, Stopping(stop_after)
         self._seeding = by_place(seed, self.world.rank, self.world.device) if seed is not None else None
         self._seed, self._closed = seed, False
@@ -107,12 +107,13 @@ class Run:
         self._resumed: _Resumed | None = None  # until the loop begins
         self._snapshot: dict[str, str] = {}
         self._notes_given: set[str] = set()
-        for name, value in objects.items():
-            self.objects.add(name, value)
         self._options = self.objects.options()
         self._window = Window(self.objects)
-        refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
-        self.folder = self._open(absolute(folder), retention(keep_last, keep_best, keep_every))
+        if isinstance(folder, RunFolder):  # of the harness, which opens it by its configuration
+            self.folder = folder
+        else:
+            refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
+            self.folder = self._open(absolute(folder), retention(keep_last, keep_best, keep_every))
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say, note=True))
             self.resumed = newest is not None
@@ -124,14 +125,10 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
-                self._restore(newest.path)
-                self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
+                self._restore(newest)
             self.objects.refuse_unowned_parameters()
             if self.world.is_first:
-                self.folder.store.refuse_others(self.step, self.step + 1)
-                facts = environment(self.world.size, self.world.device)
-                self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
-                self.folder.metrics.cut_back(self.step)
+                self._note_begin()
         except BaseException:
             self.close()
             raise
@@ -139,6 +136,15 @@ class Run:
         weakref.finalize(self, self._saver.finish, self.say)  # a run that is dropped holds no lock
 
     # Opening -----------------------------------------------------------------------------------------------------
+
+    def _note_begin(self) -> None:
+        """Notes in the first process that the run begins, or where it goes on."""
+        if self.resumed:
+            self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
+        self.folder.store.refuse_others(self.step, self.step + 1)
+        facts = environment(self.world.size, self.world.device)
+        self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
+        self.folder.metrics.cut_back(self.step)
 
     def _open(self, folder: str, rules: Retention) -> RunFolder:
         """The run's folder, absolute since scripts change directory; only the first process makes and locks it."""
@@ -235,9 +241,14 @@ class Run:
         ranks = self.world.gather(point.rank)
         if not (self.world.is_first or self.objects.is_divided):
             return {}
+        found: dict[str, Any] = to_cpu(self._tree(point, ranks), copied=copied)
+        return found
+
+    def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is saved. ranks: what each process has for itself."""
         for name, value in self.values.items():  # again: a list may have been added to
             refuse_not_plain(value, f"run[{name!r}]")
-        tree = {
+        return {
             "epoch": point.place["epoch"],
             "step": self.step,
             "loss": self.loss,
@@ -248,10 +259,9 @@ class Run:
             "values": self.values,
             "options": self._options,
         }
-        found: dict[str, Any] = to_cpu(tree, copied=copied)
-        return found
 
-    def _restore(self, where: str) -> None:
+    def _restore(self, saved: SavedState) -> None:
+        where = saved.path
         tree = loaded(where, self.objects.in_parts)
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
             raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
@@ -418,7 +428,7 @@ class Run:
         self._begin_resumed(nested=name == "run.epochs")
         self._loop, first = name, self.step
         try:
-            with stopping(self._signals, self._stop.after) as self._stop:
+            with stopping(self._signals, self._stop):
                 yield
         finally:
             self._loop = ""
@@ -477,9 +487,14 @@ class Run:
         """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
         accumulation, whose gradients would be lost."""
         wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
-        if (wanted or stop) and self.world.any_rank(self._window.is_open):
+        if (wanted or stop) and self.world.any_rank(self._accumulates):
             return False, False
         return wanted, stop
+
+    @property
+    def _accumulates(self) -> bool:
+        """True while gradients are there that no optimizer has used."""
+        return self._window.is_open
 
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
@@ -487,9 +502,14 @@ class Run:
             self._commit(point, {"stop": True} if self._marked is None else {})
         if stop:
             self._saver.wait()
-            signaled = self.world.broadcast(self._stop.number)
-            if self.world.is_first:
-                self.folder.note("stop", step=self.step, signal=signaled or None)
+            self._leave(stopped=True)
+
+    def _leave(self, *, stopped: bool) -> None:
+        """Notes how the loop ended; exits where it was stopped, since what follows it is for a finished one."""
+        signaled = self.world.broadcast(self._stop.number) if stopped else None
+        if self.world.is_first:
+            self.folder.note("stop" if stopped else "done", step=self.step, signal=signaled or None)
+        if stopped:
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
             if signaled == signal.SIGINT:
@@ -505,8 +525,7 @@ class Run:
         if self._marked is not None or left is not None or (self.step and self._saver.step != self.step):
             self._commit(self._point())
         self._saver.wait()
-        if self.world.is_first:
-            self.folder.note("done", step=self.step, signal=None)
+        self._leave(stopped=False)
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -538,20 +557,21 @@ class Run:
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()
-        facts = {
+        first = self._saver.step is None
+        facts = {**self._facts(point), **(facts or {})}
+        self._saver.save(self.step, lambda copied: self._gather(copied, point), facts)
+        if not self._loop:
+            self._random = self._capture(self._generators())
+        self._say_notes(first)
+
+    def _facts(self, point: Point) -> dict[str, Any]:
+        """What the sidecar says of the checkpoint."""
+        return {
             "epoch": point.place["epoch"],
             "loss": self.loss if self.loss is None or self.loss - self.loss == 0 else str(self.loss),
             "metrics": dict(self._metrics),
             "environment": environment(self.world.size, self.world.device),
-            **(facts or {}),
         }
-        is_first = self._saver.step is None
-        self._saver.save(self.step, lambda copied: self._gather(copied, point), facts)
-        if not self._loop:
-            self._random = self._capture(self._generators())
-        if is_first:
-            self._say_saved(point)
-        self._name_unsaved()
 
     def _measure(self) -> None:
         """Takes the metrics of the marked save; functions are called."""
@@ -569,7 +589,13 @@ class Run:
                 f"run.save was given no {printable(wanted)}, or NaN, so keep_best cannot rank this checkpoint"
             )
 
-    def _say_saved(self, point: Point) -> None:
+    def _say_notes(self, first: bool) -> None:
+        """What there is to say after a save. first: of the run."""
+        if first:
+            self._say_saved()
+        self._name_unsaved()
+
+    def _say_saved(self) -> None:
         """What is in the first checkpoint of a run, and what was seen in the script and is not."""
         named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
         libraries = sorted(self._drawn)
@@ -650,11 +676,13 @@ class _Resumed(NamedTuple):
     random: rng.State
 
 
-def _world() -> World:
-    """The processes of torch.distributed, as the script has set them up."""
+def _world(objects: Objects) -> World:
+    """The processes of torch.distributed, as the script has set them up; one alone is where its models begin."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return World()
+        parameters = (parameter for module in objects.modules.values() for parameter in module.parameters())
+        first = next(parameters, None)
+        return World(device=first.device) if first is not None else World()
     on_cuda = "nccl" in str(distributed.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return World(distributed.get_rank(), distributed.get_world_size(), device, True)

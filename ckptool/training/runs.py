@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.errors import CkptoolError, UsageError
-from ckptool.training import CONFIG, LOOP, configfile, run_folder
-from ckptool.training.config import Config
+from ckptool.training import CHANGED, CONFIG, LOOP, configfile, run_folder
+from ckptool.training.config import Config, changes
 from ckptool.training.run_folder import last_config, recorded, values_of
 from ckptool.training.store import Retention, RunFolder
 
@@ -24,6 +24,18 @@ class ConfiguredRun(RunFolder):
     config: Config = field(kw_only=True)
     revision: int = 0
     fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a sidecar says of how its checkpoint was trained."""
+        return {"revision": self.revision, "config": self.config.dumped(), "fingerprint": self.fingerprint}
+
+    def note_changes(self) -> None:
+        """Records the changes of the configuration, with which the run goes on from now."""
+        found = changes(read_config(self.folder)[1], self.config)
+        if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
+            self.revision += 1
+            self.note(CHANGED, changes=noted, config=self.config.dumped(), revision=self.revision)
 
 
 def create(config: Config) -> ConfiguredRun:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ckptool.analysis.diff import diff_files
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, Corrupt, UsageError, listed, printable
-from ckptool.training import CHANGED, CONFIG, TABLE, configfile
+from ckptool.commands import command
+from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.training import CONFIG, TABLE, configfile
 from ckptool.training.code_paths import code_names
 from ckptool.training.config import Config, changes, refuse_fixed
 from ckptool.training.data import Samples
@@ -25,13 +28,14 @@ from ckptool.training.loop import one_step, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.reports import Outcome, Rehearsal
+from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
 from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
-from ckptool.training.saving import committed, loaded
+from ckptool.training.saving import loaded
 from ckptool.training.shards import local
-from ckptool.training.stopping import stopping
-from ckptool.training.store import SavedState, size_of
-from ckptool.training.trainer import Trainer, build, gathered, in_parts, restored
+from ckptool.training.stopping import Stopping, stopping
+from ckptool.training.store import SavedState, digest_of_files, size_of
+from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
 
 
 def start(
@@ -50,12 +54,23 @@ def start(
     there = is_run(config.run)
     if resume == "must" and not there:
         read_config(config.run)  # says what is missing
-    with world_of(config) as world:
-        run = _open(config, there and resume != "never", asked, world)
+    with (
+        world_of(config) as world,
+        name_culprits(),
+        switches_given_back(),
+        stopping(config.stop.signals, Stopping(config.stop.after)) as stop,
+    ):
+        folder = _opened(config, there and resume != "never", asked, world)
         try:
-            return _trained(run, world, progress, say if say and world.is_first else lambda text: None)
+            hooks = Hooks(config.hooks, progress if world.is_first else None)
+            say = say if say and world.is_first else lambda text: None
+            trainer = build(config, world, say, fresh=not folder.store.all())
+            run = TrainerRun(trainer, folder, stop, say)
+            with run:
+                train(trainer, run, hooks)
         finally:
-            run.close()
+            folder.close()
+    return Outcome(run.ended, trainer.step, run.exit_code, folder.folder, run.why, hooks.profiled)
 
 
 def resume(
@@ -64,94 +79,134 @@ def resume(
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
     _, before = read_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
-    return start(
-        config, resume="must", asked=[change.partition("=")[0] for change in changes], progress=progress, say=say
-    )
+    asked = [change.partition("=")[0] for change in changes]
+    return start(config, resume="must", asked=asked, progress=progress, say=say)
 
 
-def _open(config: Config, there: bool, asked: Sequence[str], world: World) -> ConfiguredRun:
+def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> ConfiguredRun:
     """The run's folder; in all processes but the first without its lock."""
-    failed: CkptoolError | None = None
-    if world.is_first:
-        try:
-            if there:
-                refuse_fixed(changes(read_config(config.run)[1], config), asked, config.run)
-            run = reopen(config.run, config) if there else create(config)
-        except CkptoolError as error:
-            failed = error
-    if world.broadcast(failed is not None):
-        raise failed or UsageError(f"the first process could not open the run {config.run}")
-    return run if world.is_first else reopen(config.run, config, write=False)
+    opened: list[ConfiguredRun] = []
+
+    def open_first() -> None:
+        if there:
+            refuse_fixed(changes(read_config(config.run)[1], config), asked, config.run)
+        opened.append(reopen(config.run, config) if there else create(config))
+
+    world.first(open_first)
+    return opened[0] if opened else reopen(config.run, config, write=False)
 
 
-def _trained(run: ConfiguredRun, world: World, progress: Progress | None, say: Say) -> Outcome:
-    config = run.config
-    hooks = Hooks(config.hooks, progress if world.is_first else None)
-    with name_culprits(), switches_given_back(), stopping(config.stop.signals, config.stop.after) as stop:
-        trainer = build(config, world, say, fresh=not run.store.all())
-        saved = _restore(trainer, run, say)
-        run.fingerprint = fingerprint(config, trainer.data)
-        changed = differences((saved.sidecar or {}).get("fingerprint"), run.fingerprint) if saved is not None else []
-        if changed:
-            say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the result may differ")
-        if world.is_first:
-            run.store.refuse_others(trainer.step, trainer.total_steps)
-            for name in _more_files(config):
-                run.claim(name)
-            # Records changes of the configuration, with which the run goes on from now.
-            found = changes(read_config(run.folder)[1], run.config)
-            if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
-                run.revision += 1
-                run.note(CHANGED, changes=noted, config=run.config.dumped(), revision=run.revision)
-            facts = {key: value for key, value in (("changed", changed), ("skipped", trainer.skipped)) if value}
-            event = "start" if saved is None else "resume"
-            run.note(event, step=trainer.step, **facts, **environment(world.size, world.device))
-            run.metrics.cut_back(trainer.step)
-        return train(trainer, run, stop, hooks)
+class TrainerRun(Run):
+    """`ckptool.Run` for a trainer: what a configuration describes in place of a script.
 
+    Randomness is derived from the seed and the place, so none of it is saved.
 
-def _more_files(config: Config) -> list[str]:
-    """The names of the files that hooks write into the run's folder."""
-    profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
-    return [*([TABLE] if config.log.csv else []), *profile]
+    length: how far the loop goes; may be changed on the way.  ended, why, exit_code: how it ended.
+    """
 
+    folder: ConfiguredRun
 
-def _restore(trainer: Trainer, run: ConfiguredRun, say: Say) -> SavedState | None:
-    """Gives the trainer the newest whole checkpoint, if there is one."""
-    # One process reads it all to verify it; the others take its word.
-    newest: SavedState | None = trainer.world.first(
-        lambda: run.newest_valid(trainer.config.save.verify, say, note=True)
-    )
-    if newest is None:
-        return None
-    restored(trainer, loaded(newest.path, in_parts), newest.path)
-    _say_environment(newest, trainer, say)
-    return newest
-
-
-def _say_environment(saved: SavedState, trainer: Trainer, say: Say) -> None:
-    """Says so where the run goes on in an environment that may change bits."""
-    before = (saved.sidecar or {}).get("environment") or {}
-    now = environment(trainer.world.size, trainer.world.device)
-    keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
-    if keys:
-        crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
-        say(
-            f"resumed from step {saved.step} in a different environment ({crossed}): "
-            "results may differ in the last bits"
+    def __init__(self, trainer: Trainer, folder: ConfiguredRun, stop: Stopping, say: Say) -> None:
+        self.trainer = trainer
+        self.ended, self.why, self.exit_code = "", "", 0
+        self._changed: list[str] = []  # of the user's files and data, since the checkpoint
+        folder.fingerprint = fingerprint(trainer.config, trainer.data)
+        save = trainer.config.save
+        super().__init__(
+            folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
         )
+        self._stop = stop
+        self._saver.resume = f"resume: {command('resume', folder.folder)}"
+        self.step = trainer.step
+        self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step."""
+        return self.trainer.epoch
+
+    @property
+    def begun(self) -> float:
+        """When the first step of this process began."""
+        return self._stop.begin()
+
+    def loop(self) -> Generator[tuple[int, Any]]:
+        """The number of each step that is to be taken, and its batches."""
+        with suppress(_Left):
+            if (self.trainer.pending or self.step < self.length["steps"]) and self.world.any_rank(self.stopping):
+                self._leave(stopped=True)
+            yield from self._flat(lambda: self.trainer.data.stream(self.trainer), self.length)
+
+    def save_now(self) -> None:
+        """Saves the state after the last step in the middle of the loop, unless that was done."""
+        if self._saver.step != self.step:
+            self._commit(self._point())
+            self._saver.wait()
+
+    def _restore(self, saved: SavedState) -> None:
+        trainer, sidecar = self.trainer, saved.sidecar or {}
+        restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
+        before, now = sidecar.get("environment") or {}, environment(trainer.world.size, trainer.world.device)
+        keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
+        if keys:
+            crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
+            self.say(
+                f"resumed from step {trainer.step} in a different environment ({crossed}): "
+                "results may differ in the last bits"
+            )
+        self._changed = differences(sidecar.get("fingerprint"), self.folder.fingerprint)
+        if self._changed:
+            self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
+
+    def _note_begin(self) -> None:
+        folder, trainer, config = self.folder, self.trainer, self.trainer.config
+        folder.store.refuse_others(trainer.step, trainer.total_steps)
+        profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
+        for name in [*([TABLE] if config.log.csv else []), *profile]:
+            folder.claim(name)
+        folder.note_changes()
+        facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
+        facts |= environment(trainer.world.size, trainer.world.device)
+        folder.note("resume" if self.resumed else "start", step=trainer.step, **facts)
+        folder.metrics.cut_back(trainer.step)
+
+    def _point(self) -> Point:
+        return Point(self.trainer.place, {}, {})
+
+    def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        return gathered(self.trainer, point.place)
+
+    def _facts(self, point: Point) -> dict[str, Any]:
+        return super()._facts(point) | self.folder.facts
+
+    @property
+    def _accumulates(self) -> bool:
+        return False  # over steps; one that was left out is a step
+
+    def _say_notes(self, first: bool) -> None:
+        pass  # its objects are known, and so is their randomness
+
+    def _leave(self, *, stopped: bool) -> None:
+        trainer = self.trainer
+        if trainer.step >= trainer.total_steps and not trainer.pending:
+            event, self.ended = "done", "done"
+        elif trainer.is_stale and trainer.stale:
+            event, self.ended = "early-stop", "stopped-early"
+            best = f", best at step {trainer.best['step']:,}" if trainer.best else ""
+            count = counted(trainer.stale["count"], "evaluation")
+            self.why = f"{trainer.config.eval.metric} has not improved in {count}{best}"
+        else:
+            event, self.ended = "stop", "stopped"
+            self.exit_code = self.world.broadcast(self._stop.exit_code)
+        if self.world.is_first:
+            why = {"why": self.why} if self.why else {}
+            self.folder.note(event, step=trainer.step, signal=self._stop.number or None, **why)
+        if stopped:
+            raise _Left
 
 
-@contextmanager
-def switches_given_back() -> Iterator[None]:
-    """Restores torch's switches for determinism afterwards, for whoever called this as a library."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
+class _Left(Exception):
+    """Ends the loop of a run that was stopped."""
 
 
 # The user's own files ------------------------------------------------------------------------------------------------
@@ -207,34 +262,47 @@ def _digest(path: str) -> str:
 
 
 def rehearse(config: Config) -> Rehearsal:
-    """Runs one step, saves, reloads and compares. Raises what would stop a run, `Corrupt` where the reload differs."""
-    with tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder, name_culprits(), switches_given_back():
-        config = configfile.checked({**config.dumped(), "run": os.path.join(folder, "run")}, "run.yaml")
-        with world_of(config) as world:
-            trainer = build(config, world)
-            activations, seconds = _rehearsed_step(trainer)
-            run = create(config)
-            began = time.perf_counter()
-            path = committed(run.store, trainer.step, gathered(trainer), {}, world).path
-            saving = time.perf_counter() - began
-            again = build(trainer.config, trainer.world)
-            restored(again, loaded(path, in_parts), path)
-            if differing := first_difference(gathered(trainer), gathered(again)):
-                raise Corrupt(f"the reloaded state differs in {differing}", "A run would not resume as it stopped.")
-            run.close()
-            return Rehearsal(
-                parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
-                train_samples=trainer.data.train_count,
-                val_samples=len(trainer.data.held),
-                steps=trainer.total_steps,
-                loss=trainer.loss or 0.0,
-                step_seconds=seconds,
-                save_seconds=saving,
-                checkpoint_bytes=size_of(path),
-                activations=activations,
-                without=_activations_of_all(config, world),
-                device=str(world.device),
-            )
+    """Runs one step, saves, reloads and saves again. Raises what would stop a run, `Corrupt` where the files differ."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder,
+        name_culprits(),
+        switches_given_back(),
+        world_of(config) as world,
+    ):
+        path = world.broadcast(folder)
+        config = configfile.checked({**config.dumped(), "run": os.path.join(path, "run")}, "run.yaml")
+        trainer = build(config, world)
+        activations, seconds = _rehearsed_step(trainer)
+        saved, saving = _saved(trainer, _opened(config, False, (), world))
+        world.first(lambda: shutil.copytree(config.run, os.path.join(path, "again")) and None)
+        config = configfile.checked({**config.dumped(), "run": os.path.join(path, "again")}, "run.yaml")
+        again, _ = _saved(build(config, world), _opened(config, True, (), world))
+        if digest_of_files(saved.path) != digest_of_files(again.path):
+            changed = diff_files(saved.path, again.path).changed
+            where = f" in {printable(changed[0].address)}" if changed else ""
+            raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
+        return Rehearsal(
+            parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
+            train_samples=trainer.data.train_count,
+            val_samples=len(trainer.data.held),
+            steps=trainer.total_steps,
+            loss=trainer.loss or 0.0,
+            step_seconds=seconds,
+            save_seconds=saving,
+            checkpoint_bytes=size_of(saved.path),
+            activations=activations,
+            without=_activations_of_all(config, world),
+            device=str(world.device),
+        )
+
+
+def _saved(trainer: Trainer, folder: ConfiguredRun) -> tuple[SavedState, float]:
+    """The checkpoint of a trainer in a run, from whose newest it goes on; and the seconds that the save took."""
+    with TrainerRun(trainer, folder, Stopping(), lambda text: None) as run:
+        began = time.perf_counter()
+        run.save()
+        run.close()
+        return folder.store.all()[-1], time.perf_counter() - began
 
 
 def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:

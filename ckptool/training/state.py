@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
-from ckptool.training.optim import load_optimizer
+from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain
 from ckptool.training.shards import has_divided, local, state_like
@@ -28,9 +28,11 @@ SUFFIX = "_state_dict"
 class Objects:
     """Objects by name, saved under `NAME_state_dict` as every tutorial has it, without the prefixes of wrappers."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         self.named: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
         """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
@@ -62,7 +64,7 @@ class Objects:
 
     def in_parts(self, key: str) -> bool:
         """True for the key of a state that may be sharded."""
-        return isinstance(self.named.get(key.removesuffix(SUFFIX)), (nn.Module, Optimizer))
+        return isinstance(self.named.get(key.removesuffix(SUFFIX)), (nn.Module, Optimizer, Average))
 
     def states_of_others(self) -> dict[str, Any]:
         """The states of what is no part of torch: fetching data may change them, so they are taken before."""
@@ -96,6 +98,9 @@ class Objects:
 
         torch matches an optimizer's state by position, and silently accepts swapped parameters.
         """
+        own: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
+        if all(own):  # made of named parameters
+            return own
         several = len(self.modules) > 1
         known = {
             id(parameter): f"{label}.{name}" if several else name

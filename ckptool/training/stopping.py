@@ -51,9 +51,9 @@ class Stopping:
 
 
 @contextmanager
-def stopping(names: Sequence[str] = SIGNALS, after: float | None = None) -> Iterator[Stopping]:
+def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> Iterator[Stopping]:
     """Catches the signals of these names (`TERM`) while a run lasts; only in the main thread, where Python can."""
-    flag = Stopping(after)
+    flag = flag or Stopping()
     before: dict[int, Any] = {}
     for name in names if threading.current_thread() is threading.main_thread() else ():
         number = int(signal.Signals[f"SIG{name}"])

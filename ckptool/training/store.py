@@ -316,12 +316,8 @@ def _step_of(fact: dict[str, Any]) -> float:
 
 def _cut_torn(fd: int) -> None:
     """Cuts off what follows the last whole line."""
-    end = size = os.fstat(fd).st_size
-    while end and (part := os.pread(fd, min(end, 1 << 16), end - min(end, 1 << 16))):
-        if (at := part.rfind(b"\n")) >= 0:
-            end += at + 1 - len(part)
-            break
-        end -= len(part)
+    size = os.fstat(fd).st_size
+    end = os.pread(fd, size, 0).rfind(b"\n") + 1
     if end < size:
         os.ftruncate(fd, end)
 

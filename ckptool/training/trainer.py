@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +18,11 @@ from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update, build_optimizer, load_optimizer, shares, update_of
+from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares, update_of
 from ckptool.training.parallel import World, placed, wrapped
-from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
+from ckptool.training.saving import refuse_not_plain
 from ckptool.training.schedules import build_schedule, ends_early, forward_to
-from ckptool.training.shards import state_like
+from ckptool.training.state import SUFFIX, Objects
 from ckptool.training.tasks import Task, load_task
 
 
@@ -32,7 +34,7 @@ class Trainer:
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value that has to
     be improved on, and the count of evaluations in a row that did not.  samples: how many were trained on.
-    pending: the evaluation that is due was not done.  whole: False within a step.
+    pending: the evaluation that is due was not done.
     """
 
     config: Config
@@ -53,9 +55,7 @@ class Trainer:
     samples: int = 0
     best: dict[str, Any] | None = None
     stale: dict[str, Any] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
     pending: bool = False
-    whole: bool = True
 
     @property
     def is_divided(self) -> bool:
@@ -80,12 +80,32 @@ class Trainer:
         return self.runners if self.config.strategy != "ddp" else {**self.models, name: self.runners[name]}
 
     def key(self, kind: str, name: str) -> str:
-        """The key of a part of the state: `model_state_dict`; with several models `model_NAME_state_dict`.
+        """The name by which a part is saved: `model`; with several models `model_NAME`.
 
         So are those of optimizers and schedulers, where there are several optimizers.
         """
         several = len(self.optimizers if kind in ("optimizer", "scheduler") else self.models) > 1
-        return f"{kind}_{name}_state_dict" if several else f"{kind}_state_dict"
+        return f"{kind}_{name}" if several else kind
+
+    def objects(self, *, trains: bool = True, without: Collection[str] = ()) -> Objects:
+        """What is saved by its `state_dict`. trains: False for what an evaluation needs.
+
+        without: the optimizers whose schedules are left out.
+        """
+        found: dict[str, Any] = {self.key("model", name): each for name, each in self.models.items()}
+        if trains:
+            schedules = {name: each for name, each in self.schedules.items() if name not in without}
+            found |= {self.key("optimizer", name): each for name, each in self.optimizers.items()}
+            found |= {self.key("scheduler", name): each for name, each in schedules.items()}
+            found |= {"scaler": self.scaler} if self.scaler is not None else {}
+        return Objects(found | {self.key("ema", name): each for name, each in self.averages.items()})
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The place in the data after the last step, as it is saved. Raises `UsageError` for what is not plain."""
+        of_data = self.data.state(self.step)
+        refuse_not_plain(of_data, f"the state of data {self.config.data.name}")
+        return {"epoch": self.epoch, "batch": self.batch_in_epoch, "samples": self.samples, **of_data}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -205,99 +225,73 @@ def deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "warn")
 
 
-def gathered(trainer: Trainer, *, copied: bool = False) -> dict[str, Any]:
-    """The state after the last step, as a tree of plain values and CPU tensors.
+@contextmanager
+def switches_given_back() -> Iterator[None]:
+    """Restores torch's switches for determinism afterwards, for whoever called this as a library."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
 
-    copied: False for one that is written before the next step: tensors that are on the CPU stay the model's own.
-    """
-    tree: dict[str, Any] = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss}
-    for name, model in trainer.models.items():
-        tree[trainer.key("model", name)] = model.state_dict()
-    for name, optimizer in trainer.optimizers.items():
-        tree[trainer.key("optimizer", name)] = optimizer.state_dict()
-    for name, schedule in trainer.schedules.items():
-        tree[trainer.key("scheduler", name)] = plain_state(schedule.state_dict())
-    if trainer.scaler is not None:
-        tree["scaler_state_dict"] = trainer.scaler.state_dict()
-    for name, average in trainer.averages.items():
-        tree[trainer.key("ema", name)] = dict(average.values)
+
+def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All that is saved after the last step. place: in the data, where the next batch may have been fetched since."""
+    tree = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss, **trainer.objects().state({})}
+    del tree["kinds"]  # which the configuration has
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
-    place = {"epoch": trainer.epoch, "batch": trainer.batch_in_epoch, "samples": trainer.samples}
-    of_data = trainer.data.state(trainer.step)
-    refuse_not_plain(of_data, f"the state of data {trainer.config.data.name}")
-    tree["data_state"] = place | of_data
+    tree["data_state"] = trainer.place if place is None else place
     tree["best"] = dict(trainer.best) if trainer.best else None
     if trainer.stale is not None:
         tree["stale"] = dict(trainer.stale)
     if trainer.pending:
         tree["pending"] = "evaluation"
     tree["config"] = recorded(trainer.config.dumped())
-    return to_cpu(tree, copied=copied)  # type: ignore[no-any-return]
-
-
-def in_parts(key: str) -> bool:
-    """True for the keys of what may be divided among processes."""
-    return key.startswith(("model", "optimizer", "ema"))
-
-
-def restored_weights(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
-    """Gives a trainer the weights and averages of a checkpoint. Raises `Conflict` naming what does not fit."""
-    for name, model in trainer.models.items():
-        try:
-            model.load_state_dict(state_like(_part(tree, trainer.key("model", name), where), model.state_dict()))
-        except RuntimeError as error:
-            if took_part(error):
-                raise
-            raise Conflict(
-                f"{where}: the weights do not fit the model: {error}", "The checkpoint belongs to another model."
-            ) from error
-    for name, average in trainer.averages.items():
-        average.load(_part(tree, trainer.key("ema", name), where))
-    trainer.step = tree["step"]
+    return tree
 
 
 def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
-    """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit."""
-    restored_weights(trainer, tree, where)
-    for name in trainer.optimizers:
-        if _declared(tree, name) == _declared({"config": recorded(trainer.config.dumped())}, name):
-            # An optimizer and its schedule go on where they stopped.
-            load_optimizer(trainer.optimizers[name], _part(tree, trainer.key("optimizer", name), where), where)
-            if name in trainer.schedules:
-                trainer.schedules[name].load_state_dict(_part(tree, trainer.key("scheduler", name), where))
-        else:
-            _as_declared(trainer, tree, name, where)
-    if trainer.scaler is not None:
-        trainer.scaler.load_state_dict(_part(tree, "scaler_state_dict", where))
-    trainer.loss, trainer.best = tree["loss"], tree["best"]
+    """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit.
+
+    An optimizer whose learning rate or schedule was changed goes on with that, as if it had always been so.
+    """
+    now = recorded(trainer.config.dumped())["optim"]
+    before = tree["config"]["optim"]
+    changed = {name for name in now if any(now[name][key] != before[name][key] for key in ("lr", "schedule"))}
+    options = {
+        name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for name, optimizer in trainer.optimizers.items()
+    }
+    load(trainer.objects(without=changed), tree, where)
+    trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
     trainer.data.load_state(trainer.step, tree["data_state"])
+    for name in changed:
+        for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
+            group.update(given)
+        schedule, settings, old = (
+            trainer.schedules.get(name),
+            trainer.config.optim[name].schedule,
+            before[name]["schedule"],
+        )
+        if schedule is None or settings is None or settings.follows_evaluation:
+            continue
+        count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
+        if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
+            count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
+        forward_to(schedule, count)
 
 
-def _as_declared(trainer: Trainer, tree: dict[str, Any], name: str, where: str) -> None:
-    """An optimizer goes on with a changed learning rate or schedule, as if the schedule had always been so."""
-    optimizer = trainer.optimizers[name]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    load_optimizer(optimizer, _part(tree, trainer.key("optimizer", name), where), where)
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        group.update(given)
-    schedule, settings = trainer.schedules.get(name), trainer.config.optim[name].schedule
-    if schedule is None or settings is None or isinstance(schedule, ReduceLROnPlateau):
-        return
-    before = tree["config"]["optim"][name]["schedule"]
-    if before is not None and before["per"] == settings.per and "last_epoch" in tree[trainer.key("scheduler", name)]:
-        forward_to(schedule, tree[trainer.key("scheduler", name)]["last_epoch"])
-    else:
-        forward_to(schedule, tree["step"] // (1 if settings.per == "step" else trainer.steps_per_epoch))
-
-
-def _declared(tree: dict[str, Any], name: str) -> tuple[Any, Any]:
-    settings = tree["config"]["optim"][name]
-    return settings["lr"], settings["schedule"]
-
-
-def _part(tree: dict[str, Any], key: str, where: str) -> Any:
-    if key not in tree:
-        raise Conflict(f"{where} has no {key}", "Without it the run would resume as a different one.")
-    return tree[key]
+def load(objects: Objects, tree: dict[str, Any], where: str) -> None:
+    """Gives objects their states. Raises `Conflict` for one that is missing or does not fit."""
+    if missing := [name + SUFFIX for name in objects.named if name + SUFFIX not in tree]:
+        raise Conflict(f"{where} has no {missing[0]}", "Without it the run would resume as a different one.")
+    try:
+        objects.restore(tree, where)
+    except Conflict as error:
+        if error.__cause__ is not None and took_part(error.__cause__):
+            raise error.__cause__ from None  # of the user's own code
+        raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
 
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, blocks, strided
 from ckptool.checkpoint.dtypes import BY_TORCH, by_name
@@ -75,9 +78,8 @@ def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> 
         assert array.tobytes() == bytes_of(view), name
 
 
-@settings(max_examples=examples(150))
-@given(st.data())
-def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def any_view(data: st.DataObject, kind: str, folder: Path) -> tuple[TensorEntry, numpy.ndarray]:
+    """A view of any strides, and the same of numpy, whose elements have no type."""
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
     shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
     stride = [data.draw(st.integers(0, 40)) for _ in shape]
@@ -85,19 +87,53 @@ def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, da
     span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     raw = numpy.random.default_rng(0).bytes(span * itemsize)
     dtype = by_name({1: "u8", 2: "f16", 4: "f32", 8: "i64", 16: "c128"}[itemsize])
-    entry = TensorEntry(Storage(InlineBytes(raw)), dtype, tuple(shape), tuple(stride), offset)
-    elements = numpy.ndarray(shape, f"V{itemsize}", raw, offset * itemsize, [step * itemsize for step in stride])
-    wanted = elements.tobytes()
+    entry = TensorEntry(Storage(data_of(raw, kind, folder)), dtype, tuple(shape), tuple(stride), offset)
+    steps = [step * itemsize for step in stride]
+    return entry, numpy.ndarray(shape, f"V{itemsize}", raw, offset * itemsize, steps)
+
+
+@contextmanager
+def any_limits(data: st.DataObject) -> Iterator[None]:
+    """Blocks and gaps of a few bytes, so that what is small is read as what is large would be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strided, "_BLOCK", data.draw(st.sampled_from([16, 48, 256, 8 << 20])))
         patch.setattr(strided, "_PACK", data.draw(st.sampled_from([16, 100, 4 << 20])))
-        patch.setattr(strided, "_GAP_FILE", data.draw(st.sampled_from([0, 16, 8 << 10])))
+        for gap in ("_GAP_FILE", "_GAP_COMPUTED"):
+            patch.setattr(strided, gap, data.draw(st.sampled_from([0, 16, 8 << 10])))
+        yield
+
+
+@settings(max_examples=examples(150))
+@given(st.data(), st.sampled_from(KINDS))
+def test_any_byte_range_of_any_view(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str) -> None:
+    entry, elements = any_view(data, kind, tmp_path_factory.getbasetemp())
+    wanted = elements.tobytes()
+    with any_limits(data):
         found = entry.row_major()
-        assert found.read(0, found.length) == wanted
+        assert found.read(0, found.length) == entry.numpy().tobytes() == wanted
         for _ in range(5):
             start = data.draw(st.integers(0, len(wanted)))
             count = data.draw(st.integers(0, len(wanted) + 5))
             assert found.read(start, count) == wanted[start : start + count]
+
+
+@settings(max_examples=examples(100))
+@given(st.data(), st.sampled_from(KINDS))
+def test_any_part_of_any_view(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str) -> None:
+    entry, elements = any_view(data, kind, tmp_path_factory.getbasetemp())
+    key = data.draw(basic_indices(elements.shape, max_dims=6, allow_newaxis=True))
+    with any_limits(data):
+        found, wanted = entry[key], elements[key]
+    assert (found.shape, found.tobytes()) == (wanted.shape, wanted.tobytes())
+
+
+@given(st.data())
+def test_a_view_is_contiguous_where_torch_says_so(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=4))
+    stride = [data.draw(st.sampled_from([0, 1, 2, 3, 6, 9])) for _ in shape]
+    some, none = torch.zeros(100).as_strided(shape, stride), torch.zeros((*shape, 0, *shape))
+    assert stored_entry(some, "literal", Path()).is_contiguous == some.is_contiguous()
+    assert stored_entry(none, "literal", Path()).is_contiguous
 
 
 def test_contiguous_data_stays_a_range_of_the_file(tmp_path: Path) -> None:

@@ -15,9 +15,12 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import (
     address,
+    children,
     find,
+    holders,
     map_storages,
     rebuild,
+    replaced_at,
     segment_text,
     storages,
     stored_parts,
@@ -89,6 +92,10 @@ def test_parts_of_objects_have_paths() -> None:
         ("o", 0): 3,
         ("o", "lr"): 4,
     }
+    assert [made[key] for key in ("k", 0, "lr")] == [2, 3, 4]
+    for missing in (1, -1, False, "(args)"):
+        with pytest.raises(KeyError):
+            made[missing]
     opaque = Object(Global("a", "b"), ())
     opaque.state = [5]
     assert [path for path, _ in walk(opaque)] == [(), ("(state)",), ("(state)", 0)]
@@ -175,6 +182,19 @@ def test_every_address_leads_back(path: list[Any]) -> None:
 
 def test_addresses_of_one_file_are_distinct() -> None:
     assert address(("a/b", "c")) != address(("a", "b/c")) and segment_text("~1") == "~01"
+
+
+@looped("name", TRAPS)
+def test_another_node_at_any_place_leaves_the_others(name: str, tmp_path: Path) -> None:
+    tree, other = opened(TRAPS[name](), tmp_path).tree, object()
+    places = list(walk(tree))
+    for path, _ in places[1 :: len(places) // 10 + 1]:
+        made = replaced_at(tree, path, other)
+        for before, after, segment in zip(holders(tree, path), holders(made, path), path, strict=True):
+            assert type(after) is type(before) and after is not before
+            there, here = ([each for each in children(one) if each[0] != segment] for one in (before, after))
+            assert [(key, id(part)) for key, part in here] == [(key, id(part)) for key, part in there]
+        assert dict(children(after))[path[-1]] is other
 
 
 # Copies --------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_it_gives_up_after_a_while(hostile: Path, monkeypatch: pytest.MonkeyPatc
 SEGMENT = st.text("ab./~#0 ", max_size=5)
 LEAVES = st.integers(0, 9)
 TREES = st.dictionaries(
-    SEGMENT | st.integers(0, 3),
+    SEGMENT | st.integers(0, 3) | st.sampled_from("0123"),
     st.recursive(LEAVES, lambda below: st.dictionaries(SEGMENT, below, max_size=4) | st.lists(below, max_size=3)),
     max_size=5,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 import ckptool
-from ckptool.cli.output import answer_of
+from ckptool.cli.output import answer_of, style_of
 from ckptool.errors import CkptoolError
 from ckptool.render.lines import PLAIN, Style
 from fixtures.make import PRODUCERS, make
@@ -74,6 +75,19 @@ def test_nothing_is_cut_at_80_columns(name: str, folder: Path, monkeypatch: pyte
                 assert verb in ("show", "spec", "verify --digest"), (verb, file)  # of the one part that they take
                 continue
             check(report, options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"), [("100", 100), ("20", 20), ("19", 80), ("5", 80), ("99999", 80), ("wide", 80), ("", 80)]
+)
+def test_a_width_that_was_not_meant_is_not_taken(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", columns)
+    assert style_of(Terminal()).width == width
+    assert style_of(io.StringIO()).width is None
 
 
 def test_a_folder_of_many_is_not_cut(folder: Path) -> None:

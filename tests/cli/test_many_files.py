@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.cli import Run
 from tests.support.files import saved, weights
 
 REFUSED = {
@@ -39,6 +40,20 @@ def test_where_one_is_refused_none_is_written(verb: str, three: Path, run: Calla
         ran = run(verb, *FILES, *REFUSED[verb], *where)
         assert ran.code == 2 and "two.pt" in ran.err and "None of the files was written" in ran.err, ran.err
         assert {path.name: path.read_bytes() for path in three.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ([], ("needs to know where to write", "Nothing is written unless you name an output.")),
+        (["-d", "out", "--in-place"], ("was given -d and --in-place", "They are mutually exclusive.")),
+    ],
+)
+def test_one_place_to_write_is_named(where: list[str], words: list[str], three: Path, run: Run) -> None:
+    before = sorted(three.iterdir())
+    ran = run("strip-module", *FILES, *where)
+    assert ran.code == 2 and all(each in ran.err for each in words), ran.err
+    assert sorted(three.iterdir()) == before
 
 
 @pytest.mark.parametrize("verb", REFUSED)

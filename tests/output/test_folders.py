@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
@@ -45,6 +46,26 @@ def test_ways_to_write_the_name(target: str, tmp_path: Path, monkeypatch: pytest
     replace_folder(plan(), target.format(tmp_path.name))
     replace_folder(plan(OLD), target.format(tmp_path.name), overwrite=True, replaceable=["c"])
     assert contents(tmp_path / "out") == OLD and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("answer", [None, 0, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EIO])
+def test_whatever_the_system_says_of_an_exchange(
+    answer: int | None, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: it has no such call."""
+    call = folders.system_call("renameat2")
+
+    def exchange(*arguments: Any) -> int:
+        ctypes.set_errno(answer or 0)
+        return -1 if answer else call(*arguments)  # type: ignore[misc]
+
+    monkeypatch.setattr(folders, "system_call", lambda name: None if answer is None else exchange)
+    if answer == errno.EIO:
+        with pytest.raises(FileProblem, match="Input/output error"):
+            replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    elif call is not None or answer != 0:
+        replace_folder(plan(), old, overwrite=True, replaceable=["b"])
+    assert contents(old) == (OLD if answer == errno.EIO else NEW) and names(old.parent) == ["out"]
 
 
 @pytest.mark.permissions

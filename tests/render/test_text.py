@@ -181,6 +181,13 @@ def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
     assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
 
 
+def test_a_table_unfolds_just_where_it_is_wider_than_the_terminal() -> None:
+    table = Table([("a" * 10, "1"), ("b", "22")], heads=("name", "size"), indent=0)
+    usual = ["name        size", "aaaaaaaaaa  1", "b           22"]
+    assert list(lines([table])) == list(lines([table], Style(width=16))) == usual
+    assert list(lines([table], Style(width=15))) == ["a" * 10, "    size 1", "b", "    size 22"]
+
+
 def test_differences_in_groups() -> None:
     shared = Storage(InlineBytes(bytes(64)))
     left = {

@@ -121,17 +121,17 @@ class Crash(FolderCalls):
 
     def _arm_in_part(self) -> None:
         """Counts only while a checkpoint of `step` or later is written, or while older ones are deleted after it."""
-        from ckptool.training.store import Store
+        from ckptool.training.store import RunFolder
 
-        remove = Store.remove
+        remove = RunFolder.remove
         newest = 0
 
         def counted(commit: Call) -> Call:
-            def committed(store: Store, step: int, *args: Any, **kwargs: Any) -> Any:
+            def committed(run: RunFolder, step: int, *args: Any, **kwargs: Any) -> Any:
                 nonlocal newest
                 newest = step
                 self.armed = self.part == "save" and step >= self.step
-                saved = commit(store, step, *args, **kwargs)
+                saved = commit(run, step, *args, **kwargs)
                 if self.armed:  # it had fewer events
                     self.at = 0
                     self._count()
@@ -139,11 +139,11 @@ class Crash(FolderCalls):
 
             return committed
 
-        def removed(store: Store, *args: Any, **kwargs: Any) -> None:
+        def removed(run: RunFolder, *args: Any, **kwargs: Any) -> None:
             self.armed = self.part == "prune" and newest >= self.step
-            remove(store, *args, **kwargs)
+            remove(run, *args, **kwargs)
             self.armed = False
 
         for name in ("commit", "commit_together"):
-            setattr(Store, name, counted(getattr(Store, name)))
-        setattr(Store, "remove", removed)  # noqa: B010
+            setattr(RunFolder, name, counted(getattr(RunFolder, name)))
+        setattr(RunFolder, "remove", removed)  # noqa: B010

@@ -256,43 +256,19 @@ def test_a_configuration_that_is_a_run_or_is_too_long(tmp_path: Path) -> None:
 # What may change ------------------------------------------------------------------------------------------------------
 
 
-@looped(
-    ("key", "rule"),
-    [
-        ("seed", "fixed"),
-        ("task", "fixed"),
-        ("data.name", "fixed"),
-        ("data.batch", "fixed"),
-        ("data.args.samples", "fixed"),
-        ("models.main.args.hidden", "fixed"),
-        ("optim.main.name", "fixed"),
-        ("optim.main.groups.0.match", "fixed"),
-        ("optim.main.args.weight_decay", "fixed"),
-        ("train.precision", "fixed"),
-        ("train.accumulate", "fixed"),
-        ("train.ema", "fixed"),
-        ("train.steps", "free"),
-        ("train.epochs", "free"),
-        ("eval.every", "free"),
-        ("save.keep_last", "free"),
-        ("stop.after", "free"),
-        ("log.every", "free"),
-        ("hooks", "free"),
-        ("profile.wait", "free"),
-        ("device", "free"),
-        ("data.workers", "free"),
-        ("strategy", "free"),
-        ("optim.main.lr", "declared"),
-        ("optim.main.schedule", "declared"),
-        ("optim.main.schedule.args.gamma", "declared"),
-        ("models.main.freeze", "declared"),
-        ("models.main.init", "start"),
-        ("models.main.from", "start"),
-        ("models.main.strict", "start"),
-    ],
-)
-def test_fixed_free_and_declared_keys(key: str, rule: str) -> None:
-    assert keys_module.rule_of(key) == rule
+RULES = {
+    "fixed": """seed task data.name data.batch data.args.samples models.main.args.hidden optim.main.name
+        optim.main.groups.0.match optim.main.args.weight_decay train.precision train.accumulate train.ema""",
+    "free": """train.steps train.epochs eval.every save.keep_last stop.after log.every hooks profile.wait device
+        data.workers strategy""",
+    "declared": "optim.main.lr optim.main.schedule optim.main.schedule.args.gamma models.main.freeze",
+    "start": "models.main.init models.main.from models.main.strict",
+}
+
+
+def test_fixed_free_and_declared_keys() -> None:
+    wanted = {key: rule for rule, keys in RULES.items() for key in keys.split()}
+    assert {key: keys_module.rule_of(key) for key in wanted} == wanted
 
 
 def test_a_checkpoint_records_the_keys_that_are_not_free() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.training import loop, run_folder
+from ckptool.training import run_folder
 from ckptool.training.parallel import World
+from ckptool.training.run import Run
 from ckptool.training.saving import Saver, Staging, to_cpu
 from ckptool.training.store import Retention, commit_file
-from ckptool.training.trainer import Trainer
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
 SEVERAL: dict[str, dict[str, Any]] = {
@@ -41,15 +41,15 @@ def test_copies_of_the_state_are_gone_with_their_save(
 ) -> None:
     """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
     run."""
-    made, copies, left = loop.gathered, [], []
+    made, copies, left = Run._gather, [], []
 
-    def gathered(trainer: Trainer, *, copied: bool) -> dict[str, Any]:
+    def gathered(*given: Any) -> dict[str, Any]:
         left.append(sum(any(each() is not None for each in copy) for copy in copies))
-        tree = made(trainer, copied=copied)
+        tree = made(*given)
         copies.append([weakref.ref(tensor) for tensor in tensors(tree)])
         return tree
 
-    monkeypatch.setattr(loop, "gathered", gathered)
+    monkeypatch.setattr(Run, "_gather", gathered)
     gc.collect()
     gc.disable()
     try:

@@ -257,6 +257,8 @@ def test_toy_data_are_the_same_every_time(name: str) -> None:
     one, other = make(), make()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
+    if isinstance(one, toys.Arrays):
+        assert str(one.batch([3, 1, 3])) == str(default([one[3], one[1], one[3]]))
 
 
 def test_a_toy_that_moved_says_where_it_is_and_is_there() -> None:

@@ -207,8 +207,8 @@ def test_what_counts_as_better(tmp_path: Path) -> None:
     made = trainer("stop.patience=2", "stop.min_delta=0.1", "eval.metric=m", "eval.mode=max", "eval.every=1")
     counts = []
     for value in (float("nan"), 0.5, 0.55, 0.61, 0.61, 0.7, float("nan")):
-        made.step, made.metrics = made.step + 1, {"m": value}
-        _remember(made)
+        made.step += 1
+        _remember(made, {"m": value})
         assert made.stale is not None
         counts.append((made.stale["value"], made.stale["count"], made.is_stale))
     assert counts == [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict
+from ckptool.names.chain import parse_operation
 from tests.support.looped import looped
 from tests.support.random_rules import FLOATS, RandomRules, values
 
@@ -162,3 +163,33 @@ def test_versions_of_modules_follow_with_and_without_tensors(tmp_path: Path) -> 
     assert metadata["body.layers.0.norm"] == {"version": 2} and {"drop", "body.layers.0.q"} <= metadata.keys()
     ckptool.translate(there, rules, back, reverse=True)
     assert dict(torch.load(back)._metadata) == dict(state._metadata)
+
+
+@pytest.mark.parametrize(
+    ("text", "inverse"),
+    [
+        ("transpose", "transpose"),
+        ("transpose 0 2", "transpose 0 2"),
+        ("permute 2 0 1", "permute 1 2 0"),
+        ("permute n 0 1", None),
+        ("reshape [2, 3] from [6]", "reshape [6] from [2, 3]"),
+        ("reshape [2, 3]", None),
+        ("unflatten 0 [2, 3]", "flatten 0 [2, 3]"),
+        ("unsqueeze 1", "squeeze 1"),
+        ("interleave 0 3", "deinterleave 0 3"),
+        ("rope 8", "unrope 8"),
+        ("split 0 [2, 3]", "cat 0 [2, 3]"),
+        ("stack 0 over e", "unstack 0 over e"),
+        ("slice 0 0:5 of 8", "pad 0 8 of 5"),
+        ("slice 0 1:5 of 8", None),
+        ("slice 0 0:5", None),
+        ("pad 0 8 of 5", "slice 0 0:5 of 8"),
+        ("pad 0 8", None),
+        ("repeat 0 2", "unrepeat 0 2"),
+        ("add 1", "add -(1)"),
+        ("cast f16", None),
+    ],
+)
+def test_the_inverse_of_an_operation(text: str, inverse: str | None) -> None:
+    found = parse_operation(text).inverse()
+    assert (found and str(found)) == inverse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,31 @@ def test_a_damaged_checkpoint_is_shown(typed: Typed, damage: Any) -> None:
     code, out, err = typed("resume", "runs/x", "-q")
     assert code == 0
     assert f"skipped {path}" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "event"),
+    [
+        ((), "done"),
+        (("train.steps=null", "train.epochs=2"), "done"),
+        (("stop.after=0.000001",), "stop"),
+        (("stop.patience=1", "eval.every=1", "optim.main.lr=1e-30"), "early-stop"),
+    ],
+)
+def test_the_command_that_is_printed_of_a_run_works(typed: Typed, changes: tuple[str, ...], event: str) -> None:
+    """Also where its newest checkpoint is damaged; where all are, none is printed."""
+    train_typed(typed, *changes)
+    assert json.loads(typed("inspect", "runs/x", "--json")[1])["event"] == event
+    for _ in range(2):
+        (line,) = re.findall(r"ckptool (resume .*)", typed("inspect", "runs/x")[1])
+        assert typed(*shlex.split(line), "-q")[0] == 0
+        there = sorted(Path("runs/x/checkpoints").glob("*.pt"))
+        if len(there) > 1:
+            cut_short(there[-1])
+    for path in Path("runs/x/checkpoints").glob("*.pt"):
+        cut_short(path)
+    said = typed("inspect", "runs/x")[1]
+    assert "none of them is whole, so it cannot go on" in said and "ckptool" not in said
 
 
 def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Path) -> None:

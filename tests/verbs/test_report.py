@@ -15,6 +15,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,31 @@ def test_each_tensor_is_said_to_be_changed_just_where_it_is(form: str, other: st
         bare = re.sub(r"^(model[/.])?(module\.)?", "", name)
         apart = {form, other} == {"nested", "nested module"}  # `model` is a dictionary here, a module there
         assert word == ("not compared" if apart else words.get(bare, "same: bytes")), (name, word)
+
+
+def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
+    layers = {f"{block}.{n}.{kind}": torch.ones(n + 2) for block in "xy" for n in range(3) for kind in ("w", "b")}
+    two = {name: value.clone() for name, value in layers.items()}
+    two["x.0.w"][0], two["x.1.w"][:], two["y.2.b"][0] = torch.nan, 5, torch.inf
+    saved({"model": {**layers, "lone": torch.ones(4)}, "extra": torch.ones(9)}, folder / "one.pt")
+    saved({"model": {**two, "new": torch.ones(2)}, "extra": torch.ones(9)}, folder / "two.pt")
+    page, alone = (unescape(ckptool.report(*files).html()) for files in (("one.pt", "two.pt"), ("one.pt",)))
+    assert (
+        "NaN or Inf only in B: 2 tensors (model/x.0.w, model/y.2.b); "
+        "values changed in 3 tensors (model/x.{0, 1}.w, model/y.2.b): 5 of 9 elements, by up to inf; "
+        "only in A: model/lone; only in B: model/new." in page
+    )
+    shares = dict(re.findall(r"<title>(\S+ \S+): (\S+)% of its elements moved", page))
+    assert {place: float(share) for place, share in shares.items() if float(share)} == {
+        "model/x.0 w": 50,
+        "model/x.1 w": 100,
+        "model/y.2 b": 25,
+    }
+    assert "<h2>Modules of A</h2>" in page and "<h2>Modules</h2>" in alone
+    for each in (page, alone):
+        hues = dict(re.findall(r'data-glob="([^"]+)">\s*<rect class="q(\d)"', each))
+        assert [hues[f"model/{name}[./]*"] for name in ("x.0", "x.1", "y.0", "y.2")] == ["0", "0", "1", "1"]
+        assert hues["[e]xtra"] == "6", "of no model"
 
 
 def test_what_is_not_there_is_an_error(folder: Path) -> None:

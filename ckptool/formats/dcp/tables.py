@@ -55,9 +55,11 @@ class TableRow(TakesState):
     def fill(self, state: Any) -> None:
         if type(state) is dict:
             for name in self.fields:
-                setattr(self, name, state.pop(name, None))  # the pickle may remember the state to its end
+                setattr(self, name, state.pop(name, None))
         if state or type(state) is not dict:
             self.odd.append(state)
+        else:
+            state.clear()  # what is popped leaves its room, and the pickle may remember the state to its end
 
 
 class Place(TableRow):
