@@ -22,7 +22,7 @@ import torch
 
 from ckptool.training import run_folder
 from ckptool.training.parallel import World
-from ckptool.training.saving import Saver, to_cpu
+from ckptool.training.saving import Saver
 from ckptool.training.store import Retention, check
 
 
@@ -71,9 +71,9 @@ def measured(megabytes: int, runs: int, folder: Path) -> str:
     for step in range(1, runs + 2):
         row = [seconds(by_torch, state, folder)]
         for saver in savers:
-            row.append(seconds(saver.save, step, lambda copied: to_cpu(state, copied=copied), {}))
+            row.append(seconds(saver.save, step, lambda: state, {}))
             saver.wait()
-        rows.append([*row, seconds(check, savers[0].run.store.all()[-1], "full")])
+        rows.append([*row, seconds(check, savers[0].run.all()[-1], "full")])
     shutil.rmtree(folder)
     first, later = rows[0], rows[1:]
     theirs, ours, blocked, verified = ([row[column] for row in later] for column in range(4))

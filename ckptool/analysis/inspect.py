@@ -161,7 +161,7 @@ class Listing(Report):
             rows.setdefault(owner(row.path), []).append(row)
         return [summary_of(root, rows[root.path]) for root in self.roots]
 
-    @property
+    @cached_property
     def memory(self) -> MemoryNeeds:
         """What the weights take up."""
         return memory_needs(self)

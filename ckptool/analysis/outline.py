@@ -211,8 +211,10 @@ class OverviewRow(NamedTuple):
     outline: Branch | None
 
 
-def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[list[OverviewRow], int]:
-    """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out."""
+def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: int = 0) -> tuple[list[OverviewRow], int]:
+    """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out.
+
+    lines: of all outlines together; 0 for what a screen has room for."""
     alike = {} if depth is not None else like_others(divided)
     runs: list[list[PartSummary]] = []
     for twin, together in groupby(divided, key=alike.get):
@@ -236,7 +238,7 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None) -> tuple[
             twins = zip(_weights(part), _weights(alike[part]), strict=True)
             same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
             detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
-        below = outline(part, room // len(outlined), depth) if part in with_outline else None
+        below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
         rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])
 

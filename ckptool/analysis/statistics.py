@@ -155,7 +155,8 @@ class _Sketch:
 
         count, self.rows = entry.numel, entry.shape[0] if len(entry.shape) > 1 else 1
         self.row = count // self.rows
-        stored, axes = None if entry.is_contiguous else in_storage_order(entry), storage_axes(entry)
+        stored = None if entry.is_contiguous else in_storage_order(entry)
+        axes = [] if stored is None else storage_axes(entry)
         self.is_turned = stored is not None and axes == [*range(1, len(axes)), 0] and self.rows <= MAX_TURNED
         self.inner: tuple[tuple[int, ...], list[int]] | None = None
         if stored is not None and axes[0] == 0 and comes_whole(self.row):
@@ -232,6 +233,8 @@ class _Sketch:
         places = numpy.multiply(QUANTILES, count - 1)
         low, part = places.astype(int), places % 1
         quantiles = values[low] * (1 - part) + values[numpy.minimum(low + 1, count - 1)] * part
+        if not self.tops:
+            return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
             means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
         means = means.T if self.is_turned else means

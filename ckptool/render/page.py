@@ -19,7 +19,7 @@ from zlib import compress
 from ckptool.analysis.curves import Curve
 from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, group_facts, tensors_changed
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
-from ckptool.analysis.outline import outline, overview
+from ckptool.analysis.outline import overview
 from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
@@ -57,7 +57,7 @@ def page(report: CheckpointReport) -> str:
     )
     environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals.update(treemap=treemap, overview=overview, outline=outline, curve=Curve, path=curve_path)
+    environment.globals.update(treemap=treemap, overview=overview, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
     compared = _Compared(report.diff, report.compared) if report.diff is not None else None
@@ -205,16 +205,14 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], most: int)
     while True:
         for name, members in below.items():
             heapq.heappush(todo, (-sum(nbytes for _, nbytes in members), len(todo) + len(cells), name, members))
-        below = {}
-        while todo and not below:
-            cell = heapq.heappop(todo)
-            _, below = _divided(cell[3], len(cell[2]) + 1)
-            is_whole = all([place for place, _ in each] == [name] for name, each in below.items())  # tensors alone
-            if is_whole or len(below) + len(todo) + len(cells) > most:
-                cells, below = [*cells, cell], {}
-        if not below:
+        if not todo or len(todo) + len(cells) > most:  # there is no room to divide any of them
             break
-    cells.sort()
+        cell = heapq.heappop(todo)
+        _, below = _divided(cell[3], len(cell[2]) + 1)
+        is_whole = all([place for place, _ in each] == [name] for name, each in below.items())  # tensors alone
+        if is_whole or len(below) + len(todo) + len(cells) > most:
+            cells, below = [*cells, cell], {}
+    cells = sorted(cells + todo)
     rest = [item for *_, members in cells[2 * CELLS :] for item in members]
     hues: dict[str, int] = {}
     for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", rest)]:

@@ -66,11 +66,8 @@ class Samples:
         shuffled = torch.randperm(count, generator=generator(self.seed, "split")).tolist()
         kept = count - math.floor(count * self.settings.val_fraction)
         self.val, self.train, self.held = self.dataset, sorted(shuffled[:kept]), sorted(shuffled[kept:])
-        self.epoch_count = len(self._order(0) if self.settings.sampler else self.train)
-
-    @property
-    def train_count(self) -> int:
-        return len(self.train)
+        self.train_count = len(self.train)
+        self.epoch_count = len(self._order(0)) if self.settings.sampler else self.train_count
 
     @property
     def about(self) -> dict[str, Any]:
@@ -211,12 +208,8 @@ class Streamed(Samples):
                 f"or none: {arg(set='data.val_fraction=0')}",
             )
         self.val, self.held = [], []
-        self.epoch_count = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
+        self.epoch_count = self.train_count = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
         self.positions: dict[int, Position | None] = {}
-
-    @property
-    def train_count(self) -> int:
-        return self.epoch_count
 
     def batches(self, batch: int, drop_last: bool) -> int:
         """The steps of an epoch; more than any run has, where the stream does not know its length."""

@@ -21,7 +21,7 @@ from ckptool.training.parallel import world_of
 from ckptool.training.reports import Evaluated
 from ckptool.training.runs import read_config, retention_of
 from ckptool.training.saving import loaded
-from ckptool.training.store import SavedState, Store, check
+from ckptool.training.store import RunFolder, SavedState, check
 from ckptool.training.trainer import Trainer, build, load, switches_given_back
 
 BEST, NEWEST = "best", "newest"
@@ -94,7 +94,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
     config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
-    chosen, saved = _chosen(Store(folder, number).all(), config, checkpoint, folder)
+    chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
     check(saved, config.save.verify)
     with name_culprits(), switches_given_back(), world_of(config) as world:
         trainer = build(config, world, fresh=False)

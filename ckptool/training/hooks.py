@@ -53,10 +53,6 @@ class Hooks:
             if hasattr(hook, method)
         ]
 
-    def attach(self, trainer: Trainer) -> None:
-        """Gives hooks the models, before the first step."""
-        self._call("attach", trainer)
-
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
         """Attaches the hooks while a run trains, with the profiler and TensorBoard where they are configured."""
@@ -69,7 +65,7 @@ class Hooks:
         if trainer.world.is_first and config.log.tensorboard:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
         try:
-            self.attach(trainer)
+            self._call("attach", trainer)
             yield
         except BaseException:
             self._ended(trainer)  # what stopped the run is the news

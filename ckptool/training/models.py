@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,24 +197,17 @@ def _checkpointed(
     return checkpoint(run, asks, *values, use_reentrant=True, preserve_rng_state=settings.preserve_rng_state)
 
 
-class KeptBytes:
-    """The bytes of activations that autograd keeps for the backward pass."""
+@contextmanager
+def kept_bytes() -> Iterator[SimpleNamespace]:
+    """Counts, as `bytes`, what autograd keeps of a forward pass for the backward pass; no weights, a storage once."""
+    found, seen = SimpleNamespace(bytes=0), set[int]()
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._seen: set[int] = set()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen and not isinstance(tensor, nn.Parameter):
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
+        if storage.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
+            seen.add(storage.data_ptr())
+            found.bytes += storage.nbytes()
         return tensor
 
-
-@contextmanager
-def kept_bytes() -> Iterator[KeptBytes]:
-    """Counts what a forward pass keeps; weights are not counted, a storage once."""
-    found = KeptBytes()
-    with torch.autograd.graph.saved_tensors_hooks(found.pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found

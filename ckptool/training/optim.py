@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +31,13 @@ OPTIMIZERS = Choice(
 )
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name; a tied one once, under its first name."""
-    return dict(model.named_parameters())
-
-
 def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[str] = ()) -> dict[str, Parameters]:
     """The parameters of a model that each of its optimizers takes, by name.
 
     never: names of those that do not learn, which need no optimizer. Raises `UsageError` naming the others that none
     takes, or that two take.
     """
-    parameters = named_parameters(model)
+    parameters = dict(model.named_parameters())  # a tied one once, under its first name
     taken = {
         name: parameters_matching(model, each.match, f"optim.{name}.match") if each.match else []
         for name, each in settings.items()
@@ -80,7 +74,7 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
         raise UsageError("optim: LBFGS cannot be used here", why, "Name another one.")
     if not own:
         _check_options(kind, settings.groups)
-    groups = _groups(model, named_parameters(model) if parameters is None else parameters, settings.groups)
+    groups = _groups(model, dict(model.named_parameters()) if parameters is None else parameters, settings.groups)
     args = {"lr": settings.lr, **settings.args}
     made: torch.optim.Optimizer = (
         _own_optimizer(settings, args, groups) if own else OPTIMIZERS.make(settings.name, args, groups)
@@ -144,52 +138,39 @@ def _groups(model: nn.Module, parameters: Parameters, groups: Iterable[Group]) -
     return made
 
 
-class Together:
-    """Several optimizers of one model as one: gradients are unscaled, checked and clipped over all of them."""
+class Update:
+    """What steps a model: its optimizers as one. Gradients are unscaled, checked and clipped over all of them.
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
+    optimizer: the only one, or this.  kind: their names, for errors.  clips: whose gradients are cut, and how; those of
+    all together, by `clip`, after their own.
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], settings: Mapping[str, Optim], clip: Clip | None
+    ) -> None:
+        self.each = list(optimizers.values())
+        self.optimizer: Any = self.each[0] if len(self.each) == 1 else self
+        self.kind = ", ".join(settings[name].name for name in optimizers)
+        own = [(optimizer, settings[name].clip) for name, optimizer in optimizers.items()]
+        self.clips = [(part, found) for part, found in (*own, (self.optimizer, clip)) if found is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.each for group in optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.each:
             optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.each:
             optimizer.step()
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What steps a model: its optimizer, or several as one.
-
-    kind: their names, for errors.  clips: whose gradients are cut, and how.
-    """
-
-    optimizer: Any
-    kind: str
-    clips: Sequence[tuple[Any, Clip]]
-
-
-def update_of(
-    optimizers: Mapping[str, torch.optim.Optimizer], settings: Mapping[str, Optim], clip: Clip | None
-) -> Update:
-    """The update of a model by its optimizers. clip: of all their gradients together, after their own."""
-    every = list(optimizers.values())
-    whole: Any = every[0] if len(every) == 1 else Together(every)
-    each = [(optimizer, settings[name].clip) for name, optimizer in optimizers.items()]
-    clips = [(part, found) for part, found in (*each, (whole, clip)) if found is not None]
-    return Update(whole, ", ".join(settings[name].name for name in optimizers), clips)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer | Together, clip: Clip) -> None:
+def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> None:
     """Cuts the gradients of all that an optimizer steps, to a norm or to a value, in place."""
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if clip.norm is not None:
@@ -206,7 +187,7 @@ class Freezing:
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
-        parameters = named_parameters(model)
+        parameters = dict(model.named_parameters())  # a tied one once, under its first name
         each = list(rules)
         for_ever = [rule for rule in each if isinstance(rule, str)]
         until: dict[str, float] = dict.fromkeys(parameters_matching(model, for_ever, "freeze"), math.inf)

@@ -20,8 +20,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageEr
 from ckptool.output import make_folder, sweep_folder
 from ckptool.training import CHANGED, CONFIG, HISTORY, METRICS
 from ckptool.training.lock import OTHER_RUN, Lock
-from ckptool.training.store import Lines, Retention, checkpoints_in, not_ours, write_text
-from ckptool.training.store import RunFolder as RunFolder
+from ckptool.training.store import Lines, Retention, RunFolder, checkpoints_in, not_ours, write_text
 
 if TYPE_CHECKING:
     import torch

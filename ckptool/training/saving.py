@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ckptool.commands import command
 from ckptool.errors import DiskFull, RunFailed, Text, UsageError
 from ckptool.training.parallel import World
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
-from ckptool.training.store import Retention, RunFolder, SavedState
+from ckptool.training.store import Retention, RunFolder
 
 Tree = dict[str, Any]
 Storage = torch.UntypedStorage
@@ -44,25 +43,16 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.wait()
-        else:
-            self._join()  # what stopped the run is the news; the checkpoint before it is still wanted
-
-    def save(self, step: int, gather: Callable[[Any], Tree], facts: Tree) -> None:
+    def save(self, step: int, gather: Callable[[], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
         all do.
 
-        gather: returns the tree to write, in every process, by `to_cpu` with what it is called with as `copied`.
-        facts: for the sidecar.
+        gather: returns the tree to write, in every process.  facts: for the sidecar.
         """
         self.wait()
         facts = {**facts, "parent": self.step}
-        tree: Tree = self._in_all(lambda: gather(self._staging))
+        move = self._staging.copied if self._staging is not None else to_cpu
+        tree: Tree = self._in_all(lambda: move(gather()))
         divided = has_divided(tree)
         if divided and self._staging and self._writers is self.world:
             self._writers = self.world.with_own_group()
@@ -123,7 +113,10 @@ class Saver:
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
-            saved = committed(self.run, step, tree, facts, self._writers)
+            if has_divided(tree):
+                saved = self.run.commit_together(step, tree, facts, self._writers)
+            else:
+                saved = self.run.commit(step, tree, facts)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
             error.fix = Text(f"Make room, then {self.resume}")
@@ -139,13 +132,6 @@ def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
     if os.path.isdir(path):
         return read(path, parts)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
-def committed(run: RunFolder, step: int, tree: Tree, facts: Tree, world: World) -> SavedState:
-    """Commits a tree as one file; if its tensors are sharded, as a folder that all processes write."""
-    if has_divided(tree):
-        return run.commit_together(step, tree, facts, world)
-    return run.commit(step, tree, facts)
 
 
 class Staging:
@@ -174,19 +160,18 @@ class Staging:
         return found
 
 
-def to_cpu(tree: Any, *, copied: bool | Staging | None = None) -> Any:
+def to_cpu(tree: Any, *, copied: bool = False) -> Any:
     """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
-    if copied:
-        return (copied if isinstance(copied, Staging) else Staging()).copied(tree)
-    return _moved(tree, _new_storage.cpu, {})
+    return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {})
 
 
 def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
     """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
     if isinstance(node, torch.Tensor):
         part = local(node.detach())
-        if part.layout is not torch.strided or part.is_quantized or part.is_conj() or part.is_neg():
-            part = part.to("cpu", copy=True)
+        is_plain = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
+        if not is_plain or part.is_conj() or part.is_neg():
+            part = part.to("cpu", copy=True)  # its storage is not all of it, or none
         else:
             storage = part.untyped_storage()
             if (home := moved.get(storage._cdata)) is None:
@@ -251,15 +236,11 @@ def retention(last: int, best: Any, every: int) -> Retention:
 
 def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any, stop_after: float | None) -> None:
     """Raises `UsageError` for an argument of `ckptool.Run` that means nothing."""
+    are_signals = all(f"SIG{name}" in signal.Signals.__members__ for name in signals)
     checks = (
         ("folder", folder, bool(folder), "the name of a folder"),
         ("verify", verify, verify in ("full", "size"), "`full` or `size`"),
-        (
-            "signals",
-            signals,
-            all(f"SIG{name}" in signal.Signals.__members__ for name in signals),
-            "like ('TERM', 'INT')",
-        ),
+        ("signals", signals, are_signals, "like ('TERM', 'INT')"),
         ("seed", seed, seed is None or type(seed) is int, "a whole number, or None"),
         ("stop_after", stop_after, stop_after is None or stop_after > 0, "a number of seconds, or None"),
     )

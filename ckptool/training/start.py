@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ckptool.analysis.diff import diff_files
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
@@ -32,9 +30,9 @@ from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
 from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
 from ckptool.training.saving import loaded
-from ckptool.training.shards import local
+from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
-from ckptool.training.store import SavedState, digest_of_files, size_of
+from ckptool.training.store import SavedState, digest_of_files, file_digest, size_of
 from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
 
 
@@ -64,13 +62,13 @@ def start(
         try:
             hooks = Hooks(config.hooks, progress if world.is_first else None)
             say = say if say and world.is_first else lambda text: None
-            trainer = build(config, world, say, fresh=not folder.store.all())
+            trainer = build(config, world, say, fresh=not folder.all())
             run = TrainerRun(trainer, folder, stop, say)
             with run:
                 train(trainer, run, hooks)
+            return replace(run.outcome, profile=hooks.profiled)
         finally:
             folder.close()
-    return Outcome(run.ended, trainer.step, run.exit_code, folder.folder, run.why, hooks.profiled)
 
 
 def resume(
@@ -101,21 +99,23 @@ class TrainerRun(Run):
 
     Randomness is derived from the seed and the place, so none of it is saved.
 
-    length: how far the loop goes; may be changed on the way.  ended, why, exit_code: how it ended.
+    length: how far the loop goes; may be changed on the way.  metrics: of the evaluation after this step.
+    outcome: when it has ended.
     """
 
     folder: ConfiguredRun
+    outcome: Outcome
 
     def __init__(self, trainer: Trainer, folder: ConfiguredRun, stop: Stopping, say: Say) -> None:
         self.trainer = trainer
-        self.ended, self.why, self.exit_code = "", "", 0
+        self.metrics: dict[str, float] = {}
         self._changed: list[str] = []  # of the user's files and data, since the checkpoint
         folder.fingerprint = fingerprint(trainer.config, trainer.data)
         save = trainer.config.save
         super().__init__(
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
         )
-        self._stop = stop
+        self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
         self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.step = trainer.step
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
@@ -160,7 +160,7 @@ class TrainerRun(Run):
 
     def _note_begin(self) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
-        folder.store.refuse_others(trainer.step, trainer.total_steps)
+        folder.refuse_others(trainer.step, trainer.total_steps)
         profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
         for name in [*([TABLE] if config.log.csv else []), *profile]:
             folder.claim(name)
@@ -177,30 +177,33 @@ class TrainerRun(Run):
         return gathered(self.trainer, point.place)
 
     def _facts(self, point: Point) -> dict[str, Any]:
+        self.loss = self.trainer.loss
         return super()._facts(point) | self.folder.facts
 
-    @property
-    def _accumulates(self) -> bool:
-        return False  # over steps; one that was left out is a step
+    def _measure(self) -> None:
+        self._marked, self._metrics = (
+            None,
+            {name: value for name, value in self.metrics.items() if math.isfinite(value)},
+        )
 
     def _say_notes(self, first: bool) -> None:
         pass  # its objects are known, and so is their randomness
 
     def _leave(self, *, stopped: bool) -> None:
-        trainer = self.trainer
+        trainer, status, code, why = self.trainer, "stopped", 0, ""
         if trainer.step >= trainer.total_steps and not trainer.pending:
-            event, self.ended = "done", "done"
-        elif trainer.is_stale and trainer.stale:
-            event, self.ended = "early-stop", "stopped-early"
+            status = "done"
+        elif trainer.stale and trainer.is_stale:
             best = f", best at step {trainer.best['step']:,}" if trainer.best else ""
             count = counted(trainer.stale["count"], "evaluation")
-            self.why = f"{trainer.config.eval.metric} has not improved in {count}{best}"
+            status, why = "stopped-early", f"{trainer.config.eval.metric} has not improved in {count}{best}"
         else:
-            event, self.ended = "stop", "stopped"
-            self.exit_code = self.world.broadcast(self._stop.exit_code)
+            code = self._stop.exit_code
+        self.outcome = Outcome(status, trainer.step, code, self.folder.folder, why)
         if self.world.is_first:
-            why = {"why": self.why} if self.why else {}
-            self.folder.note(event, step=trainer.step, signal=self._stop.number or None, **why)
+            event = {"stopped": "stop", "stopped-early": "early-stop"}.get(status, status)
+            facts = {"why": why} if why else {}
+            self.folder.note(event, step=trainer.step, signal=self._stop.number or None, **facts)
         if stopped:
             raise _Left
 
@@ -213,9 +216,20 @@ class _Left(Exception):
 
 
 def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
-    """A digest of each of the user's files that the configuration leads to, and the number of samples."""
-    code = {name: digest for name, path in sorted(_files(config)) if (digest := _digest(path))}
-    return {"code": code, "samples": data.train_count + len(data.held)}
+    """A digest of each of the user's files that are loaded, and the number of samples.
+
+    The files that the configuration names, and what lies beside and below them; each under its path from the folder
+    that they are in, which is the same wherever the run goes on.
+    """
+    files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+    loaded = {name: absolute(file) for name, file in files if file}
+    code: dict[str, str] = {}
+    for place in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
+        top = absolute(place) if place.endswith(".py") else loaded.get(place.partition(".")[0], "")
+        folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
+        theirs = {path for path in loaded.values() if top and path.startswith(folder) and is_theirs(path)}
+        code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
+    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held)}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
@@ -228,34 +242,6 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
     if before.get("samples", now["samples"]) != now["samples"]:
         found.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
     return found
-
-
-def _files(config: Config) -> Iterator[tuple[str, str]]:
-    """The user's files that are loaded: those that the configuration names, and what lies beside and below them.
-
-    Each under its path from the folder that they are in, which is the same wherever the run goes on.
-    """
-    places = {name.rpartition(":")[0] for name in code_names(config.dumped())}
-    tops = [place if place.endswith(".py") else _file_of(place.partition(".")[0]) for place in places]
-    loaded = {absolute(_file_of(name)) for name in list(sys.modules)}
-    for top in filter(None, tops):
-        folder = os.path.dirname(absolute(top))
-        if os.path.basename(top) == "__init__.py":
-            folder = os.path.dirname(folder)
-        for path in loaded:
-            if path.startswith(folder + os.sep) and is_theirs(path):
-                yield os.path.relpath(path, folder), path
-
-
-def _file_of(module: str) -> str:
-    return getattr(sys.modules.get(module), "__file__", None) or ""
-
-
-def _digest(path: str) -> str:
-    if not os.path.isfile(path):
-        return ""
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
 
 
 # Rehearsal -----------------------------------------------------------------------------------------------------------
@@ -278,9 +264,16 @@ def rehearse(config: Config) -> Rehearsal:
         config = configfile.checked({**config.dumped(), "run": os.path.join(path, "again")}, "run.yaml")
         again, _ = _saved(build(config, world), _opened(config, True, (), world))
         if digest_of_files(saved.path) != digest_of_files(again.path):
+            from ckptool.analysis.diff import diff_files
+
             changed = diff_files(saved.path, again.path).changed
             where = f" in {printable(changed[0].address)}" if changed else ""
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
+        without = None
+        if config.train.activation_checkpoint is not None:
+            values = config.dumped()
+            values["train"]["activation_checkpoint"] = None
+            without, _ = _rehearsed_step(build(configfile.checked(values, "run.yaml"), world))
         return Rehearsal(
             parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
             train_samples=trainer.data.train_count,
@@ -291,7 +284,7 @@ def rehearse(config: Config) -> Rehearsal:
             save_seconds=saving,
             checkpoint_bytes=size_of(saved.path),
             activations=activations,
-            without=_activations_of_all(config, world),
+            without=without,
             device=str(world.device),
         )
 
@@ -302,7 +295,7 @@ def _saved(trainer: Trainer, folder: ConfiguredRun) -> tuple[SavedState, float]:
         began = time.perf_counter()
         run.save()
         run.close()
-        return folder.store.all()[-1], time.perf_counter() - began
+        return folder.all()[-1], time.perf_counter() - began
 
 
 def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:
@@ -311,42 +304,3 @@ def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:
     with kept_bytes() as kept:
         one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
     return kept.bytes, time.perf_counter() - began
-
-
-def _activations_of_all(config: Config, world: World) -> int | None:
-    """The bytes that a step keeps without activation checkpointing; None where that is off."""
-    if config.train.activation_checkpoint is None:
-        return None
-    values = config.dumped()
-    values["train"]["activation_checkpoint"] = None
-    return _rehearsed_step(build(configfile.checked(values, "run.yaml"), world))[0]
-
-
-def first_difference(one: Any, other: Any, place: str = "") -> str:
-    """The first address at which two trees of plain values and tensors differ, bit for bit; "" where they do not."""
-    if isinstance(one, torch.Tensor):
-        same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
-        return "" if same and _bits(one) == _bits(other) else place or "the top"
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
-        return next((found for key in one if (found := first_difference(one[key], other[key], f"{place}/{key}"))), "")
-    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
-        return first_difference(dict(enumerate(one)), dict(enumerate(other)), place)
-    return "" if type(one) is type(other) and (one == other or one != one) else place or "the top"
-
-
-def first_different_tensor(one: Any, other: Any) -> str:
-    """The address of the first tensor of one tree that the other has not bit for bit; "" where there is none."""
-    there = dict(_tensors(other))
-    return next((place for place, tensor in _tensors(one) if first_difference(tensor, there.get(place))), "")
-
-
-def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield place, tree
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for key, value in items:
-        yield from _tensors(value, f"{place}/{key}" if place else str(key))
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    return bytes(local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

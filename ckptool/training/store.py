@@ -315,9 +315,10 @@ def _step_of(fact: dict[str, Any]) -> float:
 
 
 def _cut_torn(fd: int) -> None:
-    """Cuts off what follows the last whole line."""
-    size = os.fstat(fd).st_size
-    end = os.pread(fd, size, 0).rfind(b"\n") + 1
+    """Cuts off what follows the last whole line, which is hardly ever more than a few bytes."""
+    end = size = os.fstat(fd).st_size
+    while end and os.pread(fd, 1, end - 1) != b"\n":
+        end -= 1
     if end < size:
         os.ftruncate(fd, end)
 
@@ -354,11 +355,6 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         self.history, self.metrics = (Lines(os.path.join(self.folder, name)) for name in (HISTORY, METRICS))
-
-    @property
-    def store(self) -> RunFolder:
-        """Itself, for those who ask for its checkpoints by this name."""
-        return self
 
     @property
     def checkpoints(self) -> str:
@@ -524,9 +520,6 @@ class RunFolder:
         """The time that earlier starts took, each up to the last event that it noted."""
         found = [fact["total_seconds"] for fact in self.history.read() if "total_seconds" in fact]
         return next((value for value in reversed(found) if isinstance(value, (int, float))), 0.0)
-
-
-Store = RunFolder
 
 
 def checkpoints_in(folder: str) -> list[str]:

@@ -18,7 +18,7 @@ from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data, seed_all
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares, update_of
+from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.saving import refuse_not_plain
 from ckptool.training.schedules import build_schedule, ends_early, forward_to
@@ -154,7 +154,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         taken = shares(models[name], own, freezing[name].never)
         made = {each: build_optimizer(models[name], own[each], parameters) for each, parameters in taken.items()}
         optimizers.update(made)
-        updates[name] = update_of(made, own, settings.clip)
+        updates[name] = Update(made, own, settings.clip)
     for words in skipped:
         say(words)
     trainer = Trainer(
@@ -272,17 +272,13 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     for name in changed:
         for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
             group.update(given)
-        schedule, settings, old = (
-            trainer.schedules.get(name),
-            trainer.config.optim[name].schedule,
-            before[name]["schedule"],
-        )
-        if schedule is None or settings is None or settings.follows_evaluation:
+        settings, old = trainer.config.optim[name].schedule, before[name]["schedule"]
+        if settings is None or settings.follows_evaluation:
             continue
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
-        forward_to(schedule, count)
+        forward_to(trainer.schedules[name], count)
 
 
 def load(objects: Objects, tree: dict[str, Any], where: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.training.shards import local
 
 # Trees ----------------------------------------------------------------------------------------------------------------
 
@@ -234,3 +235,22 @@ def _plain(value: Any) -> bool:
         and "__getstate__" not in {name for cls in type(value).__mro__[:-1] for name in vars(cls)}
         and not isinstance(value, (dict, list))
     )
+
+
+# Bits -----------------------------------------------------------------------------------------------------------------
+
+
+def first_difference(one: Any, other: Any, place: str = "") -> str:
+    """The first address at which two trees of plain values and tensors differ, bit for bit; "" where they do not."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        return "" if same and _bits(one) == _bits(other) else place or "the top"
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        return next((found for key in one if (found := first_difference(one[key], other[key], f"{place}/{key}"))), "")
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        return first_difference(dict(enumerate(one)), dict(enumerate(other)), place)
+    return "" if type(one) is type(other) and (one == other or one != one) else place or "the top"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(local(tensor).contiguous().cpu().reshape(-1).view(torch.uint8).numpy())

@@ -17,10 +17,11 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.reports import Outcome
-from ckptool.training.start import first_difference, start
+from ckptool.training.start import start
 from ckptool.training.store import Lines
 from ckptool.training.trainer import Trainer, build, gathered, restored
 from tests.support.files import contents
+from tests.support.same import first_difference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptool.training import run_folder
 from ckptool.training.parallel import World
-from ckptool.training.run import Run
 from ckptool.training.saving import Saver, Staging, to_cpu
 from ckptool.training.store import Retention, commit_file
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
@@ -41,15 +41,15 @@ def test_copies_of_the_state_are_gone_with_their_save(
 ) -> None:
     """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
     run."""
-    made, copies, left = Run._gather, [], []
+    made, copies, left = Staging.copied, [], []
 
-    def gathered(*given: Any) -> dict[str, Any]:
+    def copied(staging: Staging, tree: Any) -> Any:
         left.append(sum(any(each() is not None for each in copy) for copy in copies))
-        tree = made(*given)
-        copies.append([weakref.ref(tensor) for tensor in tensors(tree)])
-        return tree
+        copy = made(staging, tree)
+        copies.append([weakref.ref(tensor) for tensor in tensors(copy)])
+        return copy
 
-    monkeypatch.setattr(Run, "_gather", gathered)
+    monkeypatch.setattr(Staging, "copied", copied)
     gc.collect()
     gc.disable()
     try:
@@ -58,10 +58,6 @@ def test_copies_of_the_state_are_gone_with_their_save(
         assert not any(each() is not None for copy in copies for each in copy)
     finally:
         gc.enable()
-
-
-def staged(state: dict[str, Any], copied: Any) -> Any:
-    return to_cpu(state, copied=copied)
 
 
 def odd_state() -> dict[str, Any]:
@@ -87,6 +83,14 @@ def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
         commit_file(to_cpu(tree), str(tmp_path / name), str(tmp_path / f"{name}.json"), {"step": 1}, {})
         state["views"][2].zero_()
     assert (tmp_path / "live").read_bytes() == (tmp_path / "copy").read_bytes()
+
+
+def test_a_copy_of_a_tensor_that_is_made_of_others() -> None:
+    """It has a storage without bytes; its parts are copied."""
+    made = TwoTensor(torch.ones(3), torch.zeros(3))
+    copy = Staging().copied({"made": made})["made"]
+    made.a.zero_()
+    assert type(copy) is TwoTensor and copy.a.tolist() == [1, 1, 1] and copy.b.tolist() == [0, 0, 0]
 
 
 def test_the_memory_of_a_copy_serves_the_next(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
     try:
         for step in range(1, 4):
             changed.clear()
-            saver.save(step, partial(staged, {"w": weight}), {})
+            saver.save(step, partial(dict, w=weight), {})
             weight.add_(1)
             changed.set()
             assert isinstance(saver._staging, Staging)
@@ -129,10 +133,10 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
         assert memory() is None
     finally:
         gc.enable()
-    saved = [torch.load(each.path)["w"] for each in run.store.all()]
+    saved = [torch.load(each.path)["w"] for each in run.all()]
     assert [float(each[0]) for each in saved] == [0.0, 1.0, 2.0]
     assert all(
         each.sidecar["sha256"] == hashlib.sha256(Path(each.path).read_bytes()).hexdigest()
-        for each in run.store.all()
+        for each in run.all()
         if each.sidecar
     )

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptool
 from ckptool.errors import DiskFull, UsageError
-from ckptool.training.start import first_difference
 from tests.support.crash import Crash
+from tests.support.same import first_difference
 from tests.support.several_processes import processes
 from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, module, run_to_end, toy, trainer
 

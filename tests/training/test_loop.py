@@ -308,3 +308,20 @@ def test_two_trainers_of_one_configuration_are_one() -> None:
     take(one, 4)
     take(other, 4)
     assert_same_trainers(one, other)
+
+
+def test_metrics_have_any_names(tmp_path: Path) -> None:
+    """Also those that are words of the loop; what is not finite ranks nowhere."""
+    (tmp_path / "own.py").write_text(
+        "from ckptool.training.tasks import Task, classify\n"
+        "def task():\n    names = ('every', 'seconds', 'step', 'self', 'val_loss')\n"
+        "    found = dict.fromkeys(names, 0.5) | {'odd': float('nan')}\n"
+        "    return Task(classify().phases, lambda models, batches: found)\n"
+    )
+    run_to_end(tmp_path, f"task={tmp_path / 'own.py'}:task", "save.seconds=1000", "log.every=9")
+    sidecar = json.loads((tmp_path / "run/checkpoints/step-00000010.json").read_text())
+    assert sidecar["metrics"] == dict.fromkeys(("every", "seconds", "step", "self", "val_loss"), 0.5)
+    state = torch.load(tmp_path / "run/checkpoints/step-00000010.pt", weights_only=True)
+    assert sidecar["loss"] == state["loss"]
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert (line["step"], line["seconds"], line["odd"]) == (20, 0.5, "nan")

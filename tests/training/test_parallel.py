@@ -16,7 +16,8 @@ from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import saving
 from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import World, world_of, wrapped
-from ckptool.training.start import first_difference, start
+from ckptool.training.start import start
+from tests.support.same import first_difference
 from tests.support.several_processes import processes
 from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, take, trainer
 

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import ckptool
 from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
-from ckptool.training.start import first_difference
 from ckptool.training.store import RunFolder
 from tests.support.looped import sliced
 from tests.support.own_loops import parts, seeded, train
 from tests.support.programs import python
 from tests.support.ranks import torchrun
+from tests.support.same import first_difference
 from tests.support.small_runs import flip_a_bit
 
 

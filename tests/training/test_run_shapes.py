@@ -210,7 +210,7 @@ def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where
     for _ in run.steps(8):
         run.save(every=3, val=measure)
     assert called == [3, 6, 8]
-    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.store.all())} == {
+    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.all())} == {
         3: {"val": 1 / 3},
         8: {"val": 1 / 8},
     }

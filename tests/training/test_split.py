@@ -12,8 +12,8 @@ from torch import nn
 from ckptool.errors import UsageError
 from ckptool.training.config import Split
 from ckptool.training.parallel import Pipeline, place
-from ckptool.training.start import first_difference
 from ckptool.training.trainer import gathered
+from tests.support.same import first_difference
 from tests.support.small_runs import (
     CONV,
     GAN,

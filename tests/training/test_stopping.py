@@ -17,6 +17,7 @@ from ckptool.training.loop import _remember
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from tests.support.looped import sliced
+from tests.support.same import first_difference
 from tests.support.small_runs import config, events, killed_after, last, scheduled, trainer
 
 # A task that counts the batches of its evaluations, and does something in the second batch of one, as often as it is
@@ -263,3 +264,52 @@ def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monke
         ("save", 5, 12),
         ("done", 5, 12),
     ]
+
+
+# The files of a run that was stopped ----------------------------------------------------------------------------------
+
+STOPPER = """
+import os, signal
+class Stopper:
+    def after_step(self, trainer):
+        if trainer.step in STEPS and os.path.exists(DO):
+            os.unlink(DO)
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("save.every=4", "eval.every=6", "save.keep_last=3"),
+        ("save.every=7", "eval.every=0", "save.keep_last=2", "save.async=true"),
+        ("save.every=3", "eval.every=3", "save.keep_last=2", "save.keep_every=6", "train.epochs=3", "train.steps=null"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("at", [1, 5, 6, 12])
+def test_a_run_that_was_stopped_ends_with_the_same_files(tmp_path: Path, at: int, changes: tuple[str, ...]) -> None:
+    """All checkpoints, not the last alone, and the metrics: one that was saved only to stop leaves nothing."""
+    text = STOPPER.replace("STEPS", repr([at, at + 2])).replace("DO", repr(str(tmp_path / "do")))
+    (tmp_path / "own.py").write_text(text)
+    found = []
+    for name in ("whole", "stopped"):
+        run = tmp_path / name
+        made = config(*changes, "log.every=1", f"hooks=[{tmp_path / 'own.py'}:Stopper]", run=run)
+        for _ in range(2 if name == "stopped" else 0):
+            (tmp_path / "do").touch()
+            assert start(made, resume="auto").exit_code == 143
+            assert json.loads(max(run.glob("checkpoints/*.json")).read_text()).get("stop", True) is True
+        assert start(made, resume="auto").status == "done"
+        files = [*run.glob("checkpoints/*.pt"), run / "metrics.jsonl"]
+        found.append({path.name: path.read_bytes() for path in files})
+    assert found[0] == found[1]
+
+
+def test_how_often_it_is_evaluated_changes_nothing_that_is_trained(tmp_path: Path) -> None:
+    ends = []
+    for every in ("0", "1", "7", "epoch"):
+        start(config(f"eval.every={every}", run=tmp_path / every / "run"))
+        ends.append(torch.load(tmp_path / every / "run/checkpoints" / name_of(20), weights_only=True))
+    for end in ends[1:]:
+        assert first_difference({**end, "best": None}, ends[0]) == ""

@@ -137,7 +137,7 @@ def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path:
     again = create(config("seed=4", run=made.folder))
     assert again.lock is not None
     assert (read_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
-    again.store.commit(1, {"step": 1}, {})
+    again.commit(1, {"step": 1}, {})
     again.lock.release()
     with pytest.raises(Conflict, match="is a run already"):
         create(config(run=made.folder))
