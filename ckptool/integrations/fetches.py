@@ -33,8 +33,9 @@ class Fetches:
         """Called before the iterators of an epoch are made."""
         for number, loader in enumerate(loaders):
             self.generators |= {f"{number}.{name}": each for name, each in generators_of(loader).items()}
-            if has_state(loader) and not isinstance(getattr(loader, "worker_init_fn", None), HoldingDraws):
-                loader.worker_init_fn = HoldingDraws(getattr(loader, "worker_init_fn", None))
+            works = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
+            if works and has_state(loader):
+                loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
             if getattr(loader, "_iterator", None) is not None:
                 loader._iterator = None  # its workers would go on with random states that cannot be restored
                 loader._initial_iter_for_state_dict = False

@@ -90,6 +90,7 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self._fetches = Fetches()
         self._trained: rng.State | None = None
+        self._has_noted = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Notes with which random states batches are fetched, from before the first iterator is made."""
@@ -107,7 +108,8 @@ class ExactResume(Callback):
         loop = trainer.fit_loop
         progress, loaders = loop.epoch_loop.batch_progress, loop._combined_loader.flattened
         inside = progress.current.ready > 0 and not progress.is_last_batch
-        if inside and loop._should_accumulate():
+        if inside and loop._should_accumulate() and trainer.is_global_zero and not self._has_noted:
+            self._has_noted = True
             to_stderr(
                 "a checkpoint was saved inside gradient accumulation. The gradients so far are not in it, and a run "
                 "that resumes from it differs: save every so many steps, ModelCheckpoint(every_n_train_steps=…)"
@@ -123,13 +125,20 @@ class ExactResume(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Takes the random states, to be set when the data's iterator is made, and others draw no more."""
-        if _KEY in checkpoint and trainer.state.fn == "fit":
+        if trainer.state.fn != "fit":
+            return
+        if _KEY in checkpoint:
             self._fetches.resume(checkpoint[_KEY], trainer.global_rank, trainer.world_size, "the checkpoint")
+        elif trainer.is_global_zero:
+            to_stderr("the checkpoint was saved without this ExactResume: the run goes on with other random numbers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tells each ModelCheckpoint its last step, which it does not save: it would save the step again."""
+        """Tells each ModelCheckpoint that saved this step so, which Lightning forgets: it would save the step again, in
+        the middle of the next window of accumulation."""
         for each in trainer.checkpoint_callbacks if self._fetches.saved else ():
-            each._last_global_step_saved = trainer.global_step
+            every = getattr(each, "_every_n_train_steps", 0)
+            if every and trainer.global_step % every == 0:
+                each._last_global_step_saved = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Sets them again where the run goes on after the end of an epoch: Lightning makes another iterator."""

@@ -35,10 +35,6 @@ def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], A
     return folders.newest_folder(os.fspath(output_dir), _NAME, say)
 
 
-def _state_of(checkpoint: str) -> TrainerState:
-    return TrainerState.load_from_json(os.path.join(checkpoint, _STATE))
-
-
 class DurableCheckpoints:
     """A mixin for `Trainer` and its subclasses: `class MyTrainer(DurableCheckpoints, Trainer)`.
 
@@ -61,7 +57,8 @@ class DurableCheckpoints:
         lock = Lock(folder, "another output_dir") if main else None
         try:
             resume = self._checked(folder, resume_from_checkpoint)
-            if resume and 0 < self.args.max_steps <= (state := _state_of(resume)).global_step:
+            state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
+            if state is not None and 0 < self.args.max_steps <= state.global_step:
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.
                 self._load_from_checkpoint(resume)
                 self.state = state

@@ -288,7 +288,7 @@ def rehearse(config: Config) -> Rehearsal:
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
             save_seconds=saving,
-            checkpoint_bytes=size_of(saved.path),
+            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all before the first deletes it
             activations=activations,
             without=without,
             device=str(world.device),
